@@ -1,0 +1,5 @@
+"""`python -m glm5`."""
+
+from glm5.cli import main
+
+main()

@@ -1,0 +1,51 @@
+"""Between text and token ids: tokenizer, chat template (messages to ids with a loss mask), parser of model output."""
+
+from __future__ import annotations
+
+from glm5.chat.parsers import (
+    ChatParser,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolCallUnterminated,
+    merge_events,
+    parse_message,
+)
+from glm5.chat.template import (
+    RULES,
+    Rendered,
+    TemplateRules,
+    normalise,
+    opens_thinking,
+    render_chat,
+    render_tool_results,
+    render_user_turn,
+)
+from glm5.chat.tokenizer import SPECIAL_TOKENS, StreamDecoder, Tokenizer
+
+__all__ = [
+    "RULES",
+    "SPECIAL_TOKENS",
+    "ChatParser",
+    "ContentDelta",
+    "Event",
+    "ReasoningDelta",
+    "Rendered",
+    "StreamDecoder",
+    "TemplateRules",
+    "Tokenizer",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolCallUnterminated",
+    "merge_events",
+    "normalise",
+    "opens_thinking",
+    "parse_message",
+    "render_chat",
+    "render_tool_results",
+    "render_user_turn",
+]

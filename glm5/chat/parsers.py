@@ -1,0 +1,347 @@
+"""Model output to messages: reasoning, content and tool calls, as text streams in.
+
+The parser reads the text behind the generation prompt. With `thinking` it starts inside the think block, which ends at
+`</think>` or at the first `<tool_call>`; without any of them everything is reasoning. A call is
+`<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; text outside calls is content. Work is
+linear in the text, and the events, joined by `merge_events`, do not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glm5.chat.template import function_of
+from glm5.chat.tokenizer import STOP_TOKENS
+from glm5.records import Message, ToolCall
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """More text of the think block."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStart:
+    """The name of call number `index` is complete. Comes with the first `<arg_key>` or with `</tool_call>`."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallArguments:
+    """More of the arguments; the fragments of a call that ends concatenate to a JSON object."""
+
+    index: int
+    json_fragment: str
+
+
+@dataclass(frozen=True)
+class ToolCallEnd:
+    """A complete call. A key that was written twice keeps its last value."""
+
+    index: int
+    call: ToolCall
+
+
+@dataclass(frozen=True)
+class ToolCallUnterminated:
+    """The text ended inside a call. `name` is None when not even that was complete; `text` is the block as written."""
+
+    index: int
+    name: str | None
+    arguments: Mapping[str, Any]
+    text: str
+
+
+Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallUnterminated
+
+
+class _State(enum.Enum):
+    """Where the parser is, and which markers mean something there."""
+
+    REASONING = ("</think>", "<tool_call>")
+    CONTENT = ("<tool_call>",)
+    NAME = ("<arg_key>", "</tool_call>", "<tool_call>")
+    KEY = ("</arg_key>", "</tool_call>")
+    GAP = ("<arg_key>", "<arg_value>", "</tool_call>")
+    VALUE = ("</arg_value>",)
+
+
+_MARKER = {state: re.compile("|".join(map(re.escape, state.value))) for state in _State}
+
+
+class ChatParser:
+    """Incremental parser of one assistant turn. Feed text without the stop token, then call `finish` once.
+
+    `tools` (OpenAI function format) gives the types of arguments. `thinking` says whether the generation prompt opened
+    the think block, see `glm5.chat.template.opens_thinking`. `well_formed` is False as soon as the text has left the
+    grammar, and after `finish` also when the think block or a call was never closed.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True) -> None:
+        self.well_formed = True
+        self._schemas = {function_of(tool).get("name"): _properties(tool) for tool in tools or ()}
+        self._state = _State.REASONING if thinking else _State.CONTENT
+        self._tail = ""  # the end of the text so far, as long as it may be the start of a marker
+        self._events: list[Event] = []
+        self._index = -1
+        self._name: str | None = None
+        self._key: str | None = None
+        self._types: frozenset[str] = frozenset()
+        self._arguments: dict[str, Any] = {}
+        self._open = False  # whether a fragment of this call has opened the JSON object
+        self._held: list[str] = []  # text of the current name, key, gap or value
+        self._block: list[str] = []  # text of the current call
+
+    def feed(self, text: str) -> list[Event]:
+        """Events that `text` completes."""
+        data, start = self._tail + text, 0
+        while match := _MARKER[self._state].search(data, start):
+            self._take(data[start : match.start()])
+            self._mark(match.group())
+            start = match.end()
+        end = len(data) - _partial_marker(data, start, self._state.value)
+        self._take(data[start:end])
+        self._tail = data[end:]
+        return self._drain()
+
+    def finish(self) -> list[Event]:
+        """The rest: text that was held back, and the unterminated call if there is one."""
+        self._take(self._tail)
+        self._tail = ""
+        if self._state is _State.REASONING:
+            self.well_formed = False
+        elif self._state is not _State.CONTENT:
+            self.well_formed = False
+            block = "".join(self._block)
+            self._events.append(ToolCallUnterminated(self._index, self._name, dict(self._arguments), block))
+            self._state = _State.CONTENT
+        return self._drain()
+
+    def _drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, text: str) -> None:
+        """Text that is no marker."""
+        if not text:
+            return
+        if self._state is _State.REASONING:
+            self._events.append(ReasoningDelta(text))
+        elif self._state is _State.CONTENT:
+            self._events.append(ContentDelta(text))
+        else:
+            self._block.append(text)
+            self._held.append(text)
+            if self._state is _State.VALUE and self._key is not None and self._types == {"string"}:
+                self._fragment(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _mark(self, marker: str) -> None:
+        """A marker that means something in the current state."""
+        if self._state is _State.REASONING and marker == "</think>":
+            self._state = _State.CONTENT
+            return
+        if self._state in (_State.REASONING, _State.CONTENT):
+            self.well_formed &= self._state is _State.CONTENT  # a call inside the think block ends it
+            self._begin_call()
+            return
+        self._block.append(marker)
+        held = "".join(self._held)
+        self._held = []
+        if self._state is _State.NAME:
+            self._end_name(held.strip(), marker)
+        elif self._state is _State.KEY:
+            self._key = held.strip() if marker == "</arg_key>" else None
+            self._state = _State.GAP
+            if marker == "</tool_call>":
+                self.well_formed = False
+                self._end_call()
+        elif self._state is _State.GAP:
+            self._end_gap(held, marker)
+        else:
+            self._end_value(held)
+
+    def _begin_call(self) -> None:
+        self._state = _State.NAME
+        self._index += 1
+        self._name, self._key, self._arguments, self._open = None, None, {}, False
+        self._held, self._block = [], ["<tool_call>"]
+
+    def _end_name(self, name: str, marker: str) -> None:
+        if marker == "<tool_call>" or not name:
+            # No call: the text so far is content, and a second `<tool_call>` starts afresh.
+            self.well_formed = False
+            if marker == "<tool_call>":
+                self._block.pop()
+            self._events.append(ContentDelta("".join(self._block)))
+            self._index -= 1
+            self._state = _State.CONTENT
+            if marker == "<tool_call>":
+                self._begin_call()
+            return
+        self._name = name
+        self._events.append(ToolCallStart(self._index, name))
+        if marker == "<arg_key>":
+            self._state = _State.KEY
+        else:
+            self._end_call()
+
+    def _end_gap(self, gap: str, marker: str) -> None:
+        # Models write line ends between the tags, also as a backslash and an n.
+        stray = bool(gap.replace("\\n", "").strip())
+        misplaced = (marker == "<arg_value>") != (self._key is not None)
+        self.well_formed &= not (stray or misplaced)
+        if marker == "<arg_key>":
+            self._key = None
+            self._state = _State.KEY
+        elif marker == "</tool_call>":
+            self._end_call()
+        else:
+            self._state = _State.VALUE
+            if self._key is not None:
+                self._types = _types(self._schemas.get(self._name, {}).get(self._key))
+                self._fragment((", " if self._open else "{") + json.dumps(self._key, ensure_ascii=False) + ": ")
+                self._open = True
+                if self._types == {"string"}:
+                    self._fragment('"')
+
+    def _end_value(self, text: str) -> None:
+        if self._key is not None:
+            if self._types == {"string"}:
+                self._arguments[self._key] = text
+                self._fragment('"')
+            else:
+                self._arguments[self._key], written = _typed(text, self._types)
+                self._fragment(written)
+        self._key = None
+        self._state = _State.GAP
+
+    def _end_call(self) -> None:
+        self._fragment("}" if self._open else "{}")
+        self._events.append(ToolCallEnd(self._index, ToolCall(self._name or "", self._arguments)))
+        self._state = _State.CONTENT
+
+    def _fragment(self, text: str) -> None:
+        self._events.append(ToolCallArguments(self._index, text))
+
+
+def merge_events(events: Iterable[Event]) -> list[Event]:
+    """Join neighbouring deltas of one kind (and call); the result does not depend on how the text was cut."""
+    groups: list[tuple[Event, list[str]]] = []
+    for event in events:
+        text = event.json_fragment if isinstance(event, ToolCallArguments) else getattr(event, "text", "")
+        first = groups[-1][0] if groups else None
+        mergeable = isinstance(event, ReasoningDelta | ContentDelta | ToolCallArguments) and type(first) is type(event)
+        if mergeable and getattr(first, "index", None) == getattr(event, "index", None):
+            groups[-1][1].append(text)
+        else:
+            groups.append((event, [text]))
+    return [_with_text(event, "".join(texts)) if len(texts) > 1 else event for event, texts in groups]
+
+
+def _with_text(event: Event, text: str) -> Event:
+    if isinstance(event, ToolCallArguments):
+        return ToolCallArguments(event.index, text)
+    return ReasoningDelta(text) if isinstance(event, ReasoningDelta) else ContentDelta(text)
+
+
+def parse_message(
+    text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True
+) -> tuple[Message, bool]:
+    """A whole output as (message, well_formed). One stop token at the end of `text` is dropped.
+
+    `well_formed` means that the text follows the grammar strictly: think block closed by `</think>`, calls complete,
+    named and without stray text inside. Text of an unterminated call is in no field of the message. `reasoning` is None
+    when `thinking` is off.
+    """
+    for stop in STOP_TOKENS:
+        if text.endswith(stop):
+            text = text.removesuffix(stop)
+            break
+    parser = ChatParser(tools, thinking)
+    events = parser.feed(text) + parser.finish()
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    calls = tuple(event.call for event in events if isinstance(event, ToolCallEnd))
+    return Message("assistant", content, reasoning if thinking else None, calls), parser.well_formed
+
+
+def _partial_marker(data: str, start: int, markers: Sequence[str]) -> int:
+    """Length of the longest end of `data[start:]` that begins a marker without completing it."""
+    longest = max(map(len, markers)) - 1
+    for length in range(min(longest, len(data) - start), 0, -1):
+        end = data[len(data) - length :]
+        if any(marker.startswith(end) for marker in markers):
+            return length
+    return 0
+
+
+def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function_of(tool).get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _types(schema: Any, depth: int = 8) -> frozenset[str]:
+    """JSON types that a schema allows; empty when it does not say."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return frozenset()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, Sequence):
+        return frozenset(name for name in declared if isinstance(name, str))
+    if isinstance(schema.get("enum"), Sequence):
+        return frozenset().union(*(_json_types(value) for value in schema["enum"]))
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, Sequence):
+        return frozenset().union(*(_types(option, depth - 1) for option in options))
+    return frozenset()
+
+
+def _json_types(value: Any) -> frozenset[str]:
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"number"})
+    if value is None:
+        return frozenset({"null"})
+    return frozenset({"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"})
+
+
+_SPELLINGS = {"True": "true", "False": "false", "None": "null"}  # slips of models that have read much Python
+
+
+def _typed(text: str, types: frozenset[str]) -> tuple[Any, str]:
+    """Value of an argument that need not be a string, and its JSON. What is not JSON of a fitting type is a string.
+
+    The template writes strings raw, so that JSON in quotes is a string with quotes unless the schema excludes strings.
+    """
+    open_to_strings = not types or "string" in types
+    try:
+        value = json.loads(text if open_to_strings else _SPELLINGS.get(text.strip(), text))
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # an escaped lone surrogate could not be sent on
+    except (ValueError, RecursionError):
+        return text, json.dumps(text, ensure_ascii=False)
+    unfit = isinstance(value, str) or (bool(types) and not types & _json_types(value))
+    if open_to_strings and unfit:
+        return text, json.dumps(text, ensure_ascii=False)
+    return value, written

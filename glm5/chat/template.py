@@ -1,0 +1,378 @@
+"""Messages to token ids and a loss mask, in the chat formats of GLM-5, 5.1, 5.2 and 5.3 (§3.1 of the paper).
+
+Tokenisation is piecewise. Each of these is one piece, encoded alone as plain text: the content of a message, its
+reasoning, a tool's name, an argument's key, an argument's value, a tool result, the effort line, and the tool block up
+to its last line. Between pieces stand special tokens, inserted as ids. Two things follow. Text of users and tools can
+never become a special token, and the ids are those of tokenising the whole rendered text wherever no message spells
+out a special token. SFT rows, prompts and the continuations of agent loops all come from the code below, so that SFT
+trains on the ids that inference is fed.
+
+GLM has no end-of-turn token: the role marker of the next turn ends an assistant turn and is what the model samples
+last, `<|user|>` after an answer and `<|observation|>` after tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import ConfigError, DataError
+from glm5.records import ROLES, Message, ToolCall
+
+# Wire constants: the released weights have seen exactly these bytes. The format line is trusted text and the only one
+# whose special token strings are encoded as special ids.
+_TOOLS_HEAD = (
+    "\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_TOOLS_TAIL = (
+    "</tools>\n\nFor each function call, output the function name and arguments within the following XML format:\n"
+)
+_TOOLS_FORMAT = (
+    "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
+    "<arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value>...</tool_call>"
+)
+
+
+@dataclass(frozen=True)
+class TemplateRules:
+    """What differs between template versions.
+
+    5.0 and 5.2 reproduce renderings of the released templates. 5.1 and 5.3 follow descriptions of theirs and are
+    unverified: the plain 5.3 dialogue agrees with a known rendering, the rest of 5.3 and all of 5.1 was never compared.
+    """
+
+    efforts: Mapping[str, str] | None  # `reasoning_effort` to the word in the effort line, else "Max"; None: no line
+    always_thinks: bool  # `enable_thinking=False` is ignored
+    empty_think: Literal["never", "current", "always"]  # where a turn without shown reasoning has `<think></think>`
+    keeps_reasoning: bool  # default for reasoning before the last user message when `clear_thinking` is None
+    strips_reasoning: bool
+    unwraps_tools: bool  # the function object alone, without serving hints, instead of the object as passed
+    sorts_results: bool  # tool results go in the order of their calls when all ids are known
+
+
+RULES: Mapping[str, TemplateRules] = {
+    "5.0": TemplateRules(None, False, "never", False, True, False, False),
+    "5.1": TemplateRules(None, False, "current", False, True, True, False),
+    "5.2": TemplateRules({"high": "High"}, False, "always", False, False, True, False),
+    "5.3": TemplateRules({"low": "Low", "high": "High"}, True, "always", True, False, True, True),
+}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids and, for each, whether the policy must produce it (same length)."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+
+
+class _Row:
+    """Ids and mask under construction."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+
+    def add(self, ids: Sequence[int], train: bool) -> None:
+        self.ids += ids
+        self.mask += [train] * len(ids)
+
+    def mark(self, *names: str, train: bool = False) -> None:
+        self.add([self.tokenizer.special[name] for name in names], train)
+
+    def text(self, text: str, train: bool = False) -> None:
+        self.add(self.tokenizer.encode(text), train)
+
+
+def render_chat(
+    messages: Sequence[Message | Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    tokenizer: Tokenizer,
+    version: str | None = None,
+    enable_thinking: bool = True,
+    clear_thinking: bool | None = None,
+    reasoning_effort: str | None = None,
+    add_generation_prompt: bool = True,
+    close_last: bool = False,
+) -> Rendered:
+    """Render a conversation.
+
+    The mask is True on what the model must produce in each assistant turn with `train=True`: reasoning, `</think>`,
+    content, tool calls and the marker that closes the turn. Part of the prompt, hence False: `<|assistant|>`,
+    `<think>`, a `</think>` that a generation prompt holds (of this version and mode, or a lone one), and a `</think>`
+    behind which the template hid reasoning (training on it would teach the model not to think).
+
+    Args:
+        tools: tool specifications in OpenAI function format.
+        version: a key of `RULES`; None takes the tokenizer's.
+        clear_thinking: True drops and False keeps reasoning before the last user message; None takes the version's
+            default. Agents want False: their prompts then only grow.
+        close_last: append the marker that ends a final assistant turn. SFT needs it, with no generation prompt.
+
+    Raises:
+        DataError: no messages, a malformed message or tool, or `close_last` together with a generation prompt.
+        ConfigError: unknown version.
+    """
+    rules = _rules(version, tokenizer)
+    if not messages:
+        raise DataError("a conversation needs at least one message.")
+    if close_last and add_generation_prompt:
+        raise DataError("close_last ends the last turn and add_generation_prompt opens a new one; ask for one of them.")
+    thinking = enable_thinking or rules.always_thinks
+    turns = _canonical(messages, rules)
+    row = _Row(tokenizer)
+    row.mark("[gMASK]", "<sop>")
+    _effort_line(row, rules, thinking, reasoning_effort)
+    _tool_block(row, tools or (), rules)
+    last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    keep = rules.keeps_reasoning if clear_thinking is None else not clear_thinking
+    for i, turn in enumerate(turns):
+        previous = turns[i - 1] if i else None
+        closes = previous is not None and previous.role == "assistant" and previous.train
+        if turn.role in ("system", "user"):
+            row.mark(f"<|{turn.role}|>", train=closes and turn.role == "user")
+            row.text(turn.content)
+        elif turn.role == "assistant":
+            _assistant_turn(row, turn, rules, thinking, current=i > last_user, keep=keep)
+        else:
+            if previous is None or previous.role != "tool":
+                row.mark("<|observation|>", train=closes)
+            _tool_response(row, turn)
+    if add_generation_prompt:
+        _generation_prompt(row, rules, thinking)
+    elif close_last and turns[-1].role == "assistant":
+        row.mark("<|observation|>" if turns[-1].tool_calls else "<|user|>", train=turns[-1].train)
+    return Rendered(row.ids, row.mask)
+
+
+def render_tool_results(
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    tokenizer: Tokenizer,
+    version: str | None = None,
+    enable_thinking: bool = True,
+) -> list[int]:
+    """Ids that follow a sampled `<|observation|>`, up to and including the next generation prompt.
+
+    `messages` are the tool results in the order of the calls. Appending these ids to prompt and output gives the ids of
+    `render_chat(..., clear_thinking=False)` without tokenising sampled text a second time (§4.1).
+    """
+    rules = _rules(version, tokenizer)
+    row = _Row(tokenizer)
+    for i, message in enumerate(messages):
+        result = normalise(message, f"messages[{i}]")
+        if result.role != "tool":
+            raise DataError(f'messages[{i}] has the role "{result.role}"; only tool results follow <|observation|>.')
+        _tool_response(row, result)
+    _generation_prompt(row, rules, enable_thinking or rules.always_thinks)
+    return row.ids
+
+
+def render_user_turn(
+    content: str, *, tokenizer: Tokenizer, version: str | None = None, enable_thinking: bool = True
+) -> list[int]:
+    """Ids that follow a sampled `<|user|>`, up to and including the next generation prompt.
+
+    Earlier reasoning stays in the context, as with `clear_thinking=False`.
+    """
+    rules = _rules(version, tokenizer)
+    row = _Row(tokenizer)
+    row.text(content)
+    _generation_prompt(row, rules, enable_thinking or rules.always_thinks)
+    return row.ids
+
+
+def opens_thinking(version: str, enable_thinking: bool = True) -> bool:
+    """Whether the generation prompt ends inside `<think>`; this is the `thinking` of `ChatParser`."""
+    return _known_rules(version).always_thinks or enable_thinking
+
+
+def normalise(message: Message | Mapping[str, Any], where: str = "message") -> Message:
+    """Canonical form of a message in OpenAI, vLLM or SGLang spelling.
+
+    Null content is empty, text parts are joined, `developer` is `system`, `reasoning` and `reasoning_content` are the
+    same, string arguments are parsed, and an assistant's content with `</think>` but no reasoning field is split.
+
+    Raises:
+        DataError: unknown role, content that is not text, malformed tool call. `where` names the message.
+    """
+    if isinstance(message, Message):
+        role = _role(message.role, where)
+        return message if role == message.role else replace(message, role=role)
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} is {type(message).__name__}, not an object with a role and a content.")
+    role = _role(message.get("role"), where)
+    content = _text(message.get("content"), where)
+    if role != "assistant":
+        return Message(role, content)
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        reasoning = message.get("reasoning")
+    if reasoning is None and "</think>" in content:
+        before, _, content = content.partition("</think>")
+        reasoning = before.rpartition("<think>")[2]
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise DataError(f"{where}: reasoning must be a string, not {type(reasoning).__name__}.")
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise DataError(f"{where}: tool_calls must be a list.")
+    parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    train = message.get("train", True)
+    if not isinstance(train, bool):
+        raise DataError(f"{where}: train must be true or false, not {train!r}.")
+    return Message(role, content, reasoning, parsed, train)
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function object of a tool specification, wrapped as `{"type": "function", "function": ...}` or bare."""
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
+def _known_rules(version: str) -> TemplateRules:
+    if version not in RULES:
+        raise ConfigError(f'unknown chat template version "{version}"; choose one of {", ".join(RULES)}.')
+    return RULES[version]
+
+
+def _rules(version: str | None, tokenizer: Tokenizer) -> TemplateRules:
+    return _known_rules(tokenizer.template_version if version is None else version)
+
+
+def _generation_prompt(row: _Row, rules: TemplateRules, thinking: bool) -> None:
+    row.mark("<|assistant|>")
+    if thinking or rules.empty_think == "always":
+        row.mark("<think>")
+    if not thinking:
+        row.mark("</think>")
+
+
+def _effort_line(row: _Row, rules: TemplateRules, thinking: bool, effort: str | None) -> None:
+    if rules.efforts is not None and thinking:
+        row.mark("<|system|>")
+        row.text("Reasoning Effort: " + rules.efforts.get(effort or "", "Max"))
+
+
+def _assistant_turn(
+    row: _Row, turn: Message, rules: TemplateRules, thinking: bool, *, current: bool, keep: bool
+) -> None:
+    row.mark("<|assistant|>")
+    if turn.reasoning and (current or keep):
+        row.mark("<think>")
+        row.text(turn.reasoning.strip() if rules.strips_reasoning else turn.reasoning, turn.train)
+        row.mark("</think>", train=turn.train)
+    elif rules.empty_think == "always" or (rules.empty_think == "current" and current and thinking):
+        row.mark("<think>")
+        row.mark("</think>", train=turn.train and thinking and not turn.reasoning)
+    else:
+        row.mark("</think>")
+    row.text(turn.content.strip(), turn.train)
+    for call in turn.tool_calls:
+        row.mark("<tool_call>", train=turn.train)
+        row.text(call.name, turn.train)
+        for key, value in call.arguments.items():
+            row.mark("<arg_key>", train=turn.train)
+            row.text(key, turn.train)
+            row.mark("</arg_key>", "<arg_value>", train=turn.train)
+            row.text(value if isinstance(value, str) else _json(value, f"argument {key} of {call.name}"), turn.train)
+            row.mark("</arg_value>", train=turn.train)
+        row.mark("</tool_call>", train=turn.train)
+
+
+def _tool_response(row: _Row, result: Message) -> None:
+    row.mark("<tool_response>")
+    row.text(result.content)
+    row.mark("</tool_response>")
+
+
+def _tool_block(row: _Row, tools: Sequence[Mapping[str, Any]], rules: TemplateRules) -> None:
+    lines = []
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or not isinstance(function_of(tool).get("name"), str):
+            raise DataError(f'tools[{i}] needs a "function" with a "name".')
+        if not rules.unwraps_tools:
+            lines.append(_json(tool, f"tools[{i}]") + "\n")
+        elif not (tool.get("defer_loading") or function_of(tool).get("defer_loading")):
+            spec = {k: v for k, v in function_of(tool).items() if k not in ("defer_loading", "strict")}
+            lines.append(_json(spec, f"tools[{i}]") + "\n")
+    if lines:
+        row.mark("<|system|>")
+        row.text(_TOOLS_HEAD + "".join(lines) + _TOOLS_TAIL)
+        row.add(row.tokenizer.encode(_TOOLS_FORMAT, allow_special=True), train=False)
+
+
+def _json(value: Any, where: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where} cannot be written as JSON: {error}.") from error
+
+
+def _canonical(messages: Sequence[Message | Mapping[str, Any]], rules: TemplateRules) -> list[Message]:
+    turns = [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if not rules.sorts_results:
+        return turns
+    ids = [str(m.get("tool_call_id")) if isinstance(m, Mapping) else None for m in messages]
+    start = 0
+    while start < len(turns):
+        end = start
+        while end < len(turns) and turns[end].role == "tool":
+            end += 1
+        calls = turns[start - 1].tool_calls if 0 < start < end else ()
+        place = {call.id: i for i, call in enumerate(calls) if call.id is not None}
+        run = [place[call_id] for call_id in ids[start:end] if call_id in place]
+        # A result without a known id, or an id used twice, leaves the order as it came.
+        if len(place) == len(calls) and len(set(run)) == end - start:
+            ranked = sorted(zip(run, turns[start:end], strict=True), key=lambda pair: pair[0])
+            turns[start:end] = [turn for _, turn in ranked]
+        start = max(end, start + 1)
+    return turns
+
+
+def _role(role: Any, where: str) -> str:
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}; it must be one of {', '.join(ROLES)}.")
+    return role
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise DataError(f"{where}: content must be a string or a list of text parts, not {type(content).__name__}.")
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise DataError(f"{where}.content[{i}] is not a text part; the model reads text only.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: Any, where: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = function_of(call) if isinstance(call, Mapping) else {}
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise DataError(f"{where} has no function name.")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: the arguments of {name} are not JSON: {error}.") from error
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise DataError(f"{where}: the arguments of {name} must be a JSON object.")
+    call_id = call.get("id")
+    return ToolCall(name, arguments, call_id if isinstance(call_id, str) else None)

@@ -1,0 +1,280 @@
+"""Byte-level BPE with the GLM special tokens, in the file layout of the released checkpoints.
+
+The 256 bytes are always in the vocabulary, so that every text can be encoded and nothing maps to "unknown". Special
+tokens come last. A special token's *string* is ordinary text unless the caller says `allow_special=True`: what users
+and tools write can therefore never become a role marker.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+
+from glm5.errors import CheckpointError, ConfigError
+
+SPECIAL_TOKENS: tuple[str, ...] = (
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
+)
+STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+DEFAULT_TEMPLATE_VERSION = "5.2"
+MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
+
+# Without these a conversation cannot be rendered or ended; a foreign tokenizer may lack the others.
+_REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *SPECIAL_TOKENS[21:31])
+
+# The split of the Llama-3 / cl100k family: contractions, words with one leading mark, up to three digits, punctuation
+# runs, line ends, spaces.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet: printable Latin-1 characters stand for themselves, other bytes for U+0100 onwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + i): byte for i, byte in enumerate(b for b in range(256) if b not in printable)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _valid_unicode(text: str) -> str:
+    """Join surrogate pairs and replace lone surrogates (JSON can carry both); the tokenizer library refuses them."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class Tokenizer:
+    """Text to ids and back. Build one with `train`, `byte_level` or `load`."""
+
+    def __init__(self, tokenizer_json: str, template_version: str = DEFAULT_TEMPLATE_VERSION) -> None:
+        """`tokenizer_json` is the content of a tokenizer.json; raises ValueError when it is not of our kind."""
+        data = json.loads(tokenizer_json)
+        self._json = tokenizer_json
+        self.template_version = template_version
+        self.special: dict[str, int] = {token["content"]: token["id"] for token in data["added_tokens"]}
+        missing = [name for name in _REQUIRED if name not in self.special]
+        if missing:
+            raise ValueError(f"the special token {missing[0]} is missing")
+        # A library object without added tokens sees only text; special tokens are handled here. The released files do
+        # not flag all of them as special, so that the library's own switch would not keep them out of plain text.
+        self._bpe = tokenizers.Tokenizer.from_str(json.dumps({**data, "added_tokens": []}))
+        self._bytes = self._byte_table(data["model"])
+        self._special_ids = frozenset(self.special.values())
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self.vocab_size = len(self._bytes)
+        self.pad_token_id = self.special["<|endoftext|>"]
+        self.stop_token_ids: tuple[int, ...] = tuple(self.special[name] for name in STOP_TOKENS)
+
+    def _byte_table(self, model: dict[str, Any]) -> list[bytes]:
+        if model["type"] != "BPE" or not set(_BYTE_OF_CHAR) <= set(model["vocab"]):
+            raise ValueError("it is not byte-level BPE with all 256 bytes")
+        table = {token_id: text.encode() for text, token_id in self.special.items()}
+        for text, token_id in model["vocab"].items():
+            if not set(text) <= set(_BYTE_OF_CHAR):
+                raise ValueError(f"the token {text!r} is not made of byte-level characters")
+            table[token_id] = bytes(_BYTE_OF_CHAR[char] for char in text)
+        if set(table) != set(range(len(model["vocab"]) + len(self.special))):
+            raise ValueError("its ids have gaps or duplicates")
+        return [table[token_id] for token_id in range(len(table))]
+
+    @classmethod
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, template_version: str = DEFAULT_TEMPLATE_VERSION
+    ) -> Tokenizer:
+        """Learn merges from `texts`; the same texts give the same tokenizer.
+
+        `vocab_size` counts bytes, merges and special tokens; fewer ids come out when the texts hold too few pairs.
+        """
+        smallest = len(_BYTE_OF_CHAR) + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise ConfigError(
+                f"vocab_size is {vocab_size}, but 256 bytes and {len(SPECIAL_TOKENS)} special tokens need at least "
+                f"{smallest}; choose a larger vocab_size."
+            )
+        bpe = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
+            ]
+        )
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - len(SPECIAL_TOKENS),
+            initial_alphabet=sorted(_BYTE_OF_CHAR),
+            special_tokens=[],
+            show_progress=False,
+        )
+        bpe.train_from_iterator(map(_valid_unicode, texts), trainer)
+        bpe.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
+        return cls(bpe.to_str(pretty=True), template_version)
+
+    @classmethod
+    def byte_level(cls, template_version: str = DEFAULT_TEMPLATE_VERSION) -> Tokenizer:
+        """No merges: one id per byte, then the special tokens."""
+        return cls.train([], len(_BYTE_OF_CHAR) + len(SPECIAL_TOKENS), template_version)
+
+    @classmethod
+    def load(cls, path: str | Path, template_version: str | None = None) -> Tokenizer:
+        """Read a directory (or its tokenizer.json). `template_version` overrides what tokenizer_config.json says.
+
+        Raises:
+            CheckpointError: a file is missing, too large or damaged.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        text = _read(file)
+        if template_version is None:
+            template_version = _stored_template_version(file.with_name("tokenizer_config.json"))
+        try:
+            return cls(text, template_version)
+        except Exception as error:  # the library raises bare Exception for a file that it cannot read
+            raise CheckpointError(
+                f"{file} is not a GLM tokenizer: {_reason(error)}; restore the file or train a tokenizer."
+            ) from error
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer can load."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "TokenizersBackend",
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "padding_side": "left",
+            "clean_up_tokenization_spaces": False,
+            "glm5_template_version": self.template_version,
+        }
+        (directory / "tokenizer.json").write_bytes(self._json.encode())
+        (directory / "tokenizer_config.json").write_bytes((json.dumps(config, indent=2) + "\n").encode())
+
+    def hash(self) -> str:
+        """SHA-256 of tokenizer.json: equal hashes mean equal ids for every text."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        """Ids of `text`. With `allow_special` the strings of special tokens become their ids: trusted text only."""
+        text = _valid_unicode(text)
+        if not allow_special:
+            return self._bpe.encode(text, add_special_tokens=False).ids
+        ids: list[int] = []
+        for piece in self._special_pattern.split(text):
+            if piece in self.special:
+                ids.append(self.special[piece])
+            elif piece:
+                ids += self._bpe.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text, in parallel, with special token strings as plain text."""
+        batch = self._bpe.encode_batch([_valid_unicode(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
+        """Bytes of the ids. Ids outside the vocabulary (padding rows of an embedding) have none."""
+        return b"".join(
+            self._bytes[i] for i in ids if 0 <= i < self.vocab_size and not (skip_special and i in self._special_ids)
+        )
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids, skip_special).decode("utf-8", "replace")
+
+
+class StreamDecoder:
+    """Ids to text as they arrive. Holds back bytes of an incomplete character; all outputs joined equal `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(self._tokenizer.decode_bytes(ids, self._skip_special))
+
+    def finish(self) -> str:
+        """What was held back, as U+FFFD; empty after complete text."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _read(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{file} has {size:,} bytes; a tokenizer file may have at most {MAX_FILE_BYTES:,}.")
+        return file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {file}: {_reason(error)}; a checkpoint needs this file.") from error
+
+
+def _stored_template_version(file: Path) -> str:
+    if not file.exists():
+        return DEFAULT_TEMPLATE_VERSION
+    try:
+        version = json.loads(_read(file)).get("glm5_template_version", DEFAULT_TEMPLATE_VERSION)
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a JSON object: {_reason(error)}; restore the file.") from error
+    if not isinstance(version, str):
+        raise CheckpointError(f'{file}: "glm5_template_version" must be a string such as "5.2", not {version!r}.')
+    return version
+
+
+def _reason(error: Exception) -> str:
+    """One line that says what went wrong inside a damaged file."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,208 @@
+"""What a recipe may say: stages as data (one class per kind), evaluation, and the run around them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from glm5.config.schema import Frozen
+
+
+class OptimConfig(Frozen):
+    """Optimizer and schedule of a stage. Rates are per step; `clip` bounds the gradient norm."""
+
+    steps: int = Field(ge=0)
+    lr: float = Field(gt=0)
+    final_lr: float = 0.0
+    warmup: int = 0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    kind: Literal["muon", "adamw"] = "muon"
+    muon_split: bool = True
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    save_every: int = 25
+    """Steps between resumable states; 0 writes none."""
+
+
+class FamilyConfig(Frozen):
+    """One task family with its options, and its share of a mixture."""
+
+    name: str
+    weight: float = 1.0
+    options: dict[str, Any] = {}
+    render_tools: bool = True
+    """Whether tool specifications are part of the prompt; small models may know their tools by training alone."""
+
+
+class Stage(Frozen):
+    """Common to all stages. `expected_seconds` only weights the ETA."""
+
+    name: str
+    expected_seconds: float = 10.0
+
+
+class TokenizerStage(Stage):
+    """Train the tokenizer on the sources and tokenise them into shards with a held-out split by file."""
+
+    kind: Literal["tokenizer"]
+    vocab_size: int
+    sources: list[str] = ["stdlib"]
+    max_bytes: int = 1 << 62
+    """Use files in order of their path's hash until this many bytes of training text are reached."""
+
+
+class GradientStage(Stage):
+    optim: OptimConfig
+    rows: int = 16
+    row_length: int = 256
+
+
+class PretrainStage(GradientStage):
+    """Pre-training and mid-training (context extension): next token, MTP at shared depths, loss-free balance (§2)."""
+
+    kind: Literal["pretrain", "midtrain"]
+    mtp_weight: float = 0.3
+    mtp_depths: int = 3
+    balance_weight: float = 1e-4
+    bias_rate: float = 1e-3
+    rope_theta: float | None = None
+    max_position_embeddings: int | None = None
+    needle_share: float = Field(0.0, ge=0, le=1)
+    """Share of rows that hold retrieval documents instead of the corpus."""
+
+
+class DsaStage(GradientStage):
+    """DSA adaptation (§2.1.1): `dsa_warmup` trains the indexer alone under dense attention, `dsa_sparse` everything."""
+
+    kind: Literal["dsa_warmup", "dsa_sparse"]
+    indexer_weight: float = 1.0
+    mtp_weight: float = 0.1
+    mtp_depths: int = 3
+    bias_rate: float = 1e-3
+    needle_share: float = Field(0.0, ge=0, le=1)
+
+
+class SftStage(GradientStage):
+    """Supervised fine-tuning on conversations: generated from task families, or `data` = a JSONL file of `messages`."""
+
+    kind: Literal["sft"]
+    families: list[FamilyConfig] = []
+    conversations: int = 2000
+    data: str | None = None
+    mtp_weight: float = 0.0
+    mtp_depths: int = 1
+    bias_rate: float = 0.0
+
+
+class PolicyStage(Stage):
+    """What every reinforcement-learning stage shares. `prompts` x `group` rollouts make one optimizer step."""
+
+    optim: OptimConfig
+    families: list[FamilyConfig]
+    prompts: int = 8
+    group: int = 16
+    max_tokens: int = 48
+    max_turns: int = 4
+    max_context: int = 512
+    temperature: float = 1.0
+    row_length: int = 256
+    beta: float = 2.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+
+class ReasoningStage(PolicyStage):
+    """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
+
+    kind: Literal["reasoning"]
+
+
+class AgenticStage(PolicyStage):
+    """Agentic RL: multi-turn, asynchronous over a logical clock, double-sided importance sampling (Eqs. 3-5, §3.3, §4.1)."""
+
+    kind: Literal["agentic"]
+    eps_low: float = 0.5
+    eps_high: float = 1.0
+    max_staleness: int = 4
+    concurrency: int = 64
+    train_ticks: int = 24
+    """Engine steps that pass on the logical clock while one gradient update is computed."""
+    push_every: int = 1
+    """Gradient updates between weight pushes; the optimizer state is reset at every push."""
+
+
+class RewardModelConfig(Frozen):
+    """The outcome reward model of General RL: a scalar head on a copy of the policy, trained on preference pairs."""
+
+    optim: OptimConfig
+    pairs: int = 32
+    held_out_pairs: int = 200
+
+
+class GeneralStage(PolicyStage):
+    """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
+
+    kind: Literal["general"]
+    reward_model: RewardModelConfig
+
+
+class DistillStage(PolicyStage):
+    """On-policy cross-stage distillation (§3.5): each family's prompts are tagged with one earlier stage as teacher."""
+
+    kind: Literal["distill"]
+    teachers: dict[str, str]
+    """Family name -> name of the stage whose final checkpoint teaches it."""
+
+
+AnyStage = Annotated[
+    TokenizerStage
+    | PretrainStage
+    | DsaStage
+    | SftStage
+    | ReasoningStage
+    | AgenticStage
+    | GeneralStage
+    | DistillStage,
+    Field(discriminator="kind"),
+]
+
+
+class EvalConfig(Frozen):
+    """Evaluation after every stage: each skill's problems, held-out text, retrieval lengths."""
+
+    families: list[FamilyConfig] = []
+    problems: int = 100
+    """Held-out problems per family."""
+    max_tokens: int = 48
+    max_turns: int = 4
+    max_context: int = 512
+    text_bytes: int = 60_000
+    """Held-out bytes that are scored."""
+    needle_bytes: list[int] = []
+    needle_problems: int = 40
+    mtp_prompts: int = 16
+    mtp_tokens: int = 48
+
+
+class RunRecipe(Frozen):
+    """A run: a chain of stages over one model. `start` is a checkpoint directory (its config and tokenizer win), else
+    `preset` with `model` overrides is initialised at random."""
+
+    name: str
+    seed: int = 0
+    runs: str = "runs"
+    start: str | None = None
+    data: str | None = None
+    """Shards made by `glm5 data build`, for runs whose stages do not make their own."""
+    tokenizer: str | None = None
+    """Tokenizer directory, for runs that neither train one nor start from a checkpoint that has one."""
+    preset: str = "nano"
+    model: dict[str, Any] = {}
+    template: str = "5.0"
+    """Chat template version of a tokenizer that the run trains."""
+    final: str | None = None
+    """Where the last checkpoint goes; default `runs/NAME/final`."""
+    evaluation: EvalConfig | None = None
+    stages: list[AnyStage]

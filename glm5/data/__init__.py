@@ -1,0 +1,1 @@
+"""From files to packed token rows: sources, shards, loader, packing."""

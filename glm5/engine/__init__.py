@@ -1,0 +1,1 @@
+"""Inference: token ids in; token ids, log-probabilities and weight versions out."""

@@ -1,0 +1,31 @@
+"""What works on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from typing import Any
+
+import torch
+
+import glm5
+from glm5.tasks import sandbox_available
+
+
+def check() -> dict[str, Any]:
+    """Versions, cores, devices, the sandbox's mechanism and which extras are installed."""
+    extras = {"serve": ("fastapi", "uvicorn"), "report": ("matplotlib",)}
+    return {
+        "glm5": glm5.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "sandbox": sandbox_available() or "none: code-running tasks will refuse to run",
+        **{
+            f"extra {name}": all(importlib.util.find_spec(module) for module in modules)
+            for name, modules in extras.items()
+        },
+    }

@@ -1,0 +1,198 @@
+"""Chained stages in `runs/NAME/NN-stage/`, resumable at any moment, with one evaluation after each (§3, Fig. 5)."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import glm5
+from glm5.chat import Tokenizer
+from glm5.config.load import dump_recipe
+from glm5.config.recipe import RunRecipe, TokenizerStage
+from glm5.errors import CheckpointError, ConfigError
+from glm5.eval.harness import evaluate
+from glm5.files import atomic_write, publish_dir, recover_dir, verify_manifest
+from glm5.launch.stages import RunState, run_stage, units
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.hf_weights import write_checkpoint
+from glm5.obs import MetricsWriter, PipelineProgress
+from glm5.rl.learner import Agreement
+from glm5.train.loop import StageIO
+
+DONE = "stage.json"
+MODEL = "model"
+
+
+def run_pipeline(recipe: RunRecipe) -> Path:
+    """Run all stages that are not finished; returns the run folder, whose `results.json` holds everything measured.
+
+    A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any moment
+    and calling again ends with the same numbers. The recipe of an existing run cannot change under it.
+    """
+    run = Path(recipe.runs) / recipe.name
+    run.mkdir(parents=True, exist_ok=True)
+    _claim(run, recipe)
+    state = _start(recipe)
+    entries: list[dict[str, Any]] = []
+    folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}
+    expected = {stage.name: stage.expected_seconds for stage in recipe.stages}
+    with MetricsWriter(run / "metrics.jsonl") as metrics, PipelineProgress(list(folders), expected) as progress:
+        for stage in recipe.stages:
+            folder = folders[stage.name]
+            recover_dir(folder / MODEL)
+            if (folder / DONE).exists():
+                entries.append(_reload(state, stage.name, folder))
+                progress.skip(stage.name)
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            progress.start(stage.name, units(stage))
+            io = StageIO(stage.name, folder, metrics, lambda n, numbers: progress.advance(n, **_shown(numbers)))
+            entries.append(_run_one(state, stage, io, recipe))
+            progress.finish(stage.name, _summary(entries[-1]))
+    results = _results(recipe, state, entries)
+    _publish_final(state, Path(recipe.final) if recipe.final else run / "final")
+    atomic_write(run / "results.json", json.dumps(results, indent=1) + "\n")
+    return run
+
+
+def _claim(run: Path, recipe: RunRecipe) -> None:
+    """Save the resolved recipe, or check that the run was started with the same one."""
+    path = run / "recipe.toml"
+    text = dump_recipe(recipe)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"{run} was started with another recipe (its {path.name} differs). Choose another `name`, or delete {run}."
+        )
+    atomic_write(path, text)
+
+
+def _start(recipe: RunRecipe) -> RunState:
+    state = RunState(recipe, data=Path(recipe.data) if recipe.data else None)
+    if recipe.start:
+        state.model = GLM5ForCausalLM.from_pretrained(recipe.start)
+        state.checkpoints["start"] = Path(recipe.start)
+    source = recipe.tokenizer or (
+        recipe.start if recipe.start and (Path(recipe.start) / "tokenizer.json").exists() else None
+    )
+    if source:
+        state.tokenizer = Tokenizer.load(source)
+    return state
+
+
+def _run_one(state: RunState, stage: Any, io: StageIO, recipe: RunRecipe) -> dict[str, Any]:
+    started = time.perf_counter()
+    numbers = run_stage(state, stage, io)
+    entry: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "numbers": numbers}
+    trained = time.perf_counter()
+    if not isinstance(stage, TokenizerStage):
+        model, tokenizer = state.need_model(), state.need_tokenizer()
+        _save_checkpoint(model, tokenizer, io.folder / MODEL)
+        state.checkpoints[stage.name] = io.folder / MODEL
+        if recipe.evaluation is not None:
+            held_out = state.shard("held_out") if state.data is not None else None
+            entry["evaluation"] = evaluate(model, tokenizer, recipe.evaluation, held_out, recipe.seed)
+    ended = time.perf_counter()
+    agreement = state.agreement.get(stage.name)
+    entry |= {
+        "exact": vars(agreement) if agreement else None,
+        "train_seconds": trained - started,
+        "evaluation_seconds": ended - trained,
+    }
+    atomic_write(io.folder / DONE, json.dumps(entry, indent=1) + "\n")
+    return entry
+
+
+def _save_checkpoint(model: GLM5ForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
+    with publish_dir(path) as folder:
+        write_checkpoint(model, folder)
+        tokenizer.save(folder)
+
+
+def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
+    """Take a finished stage's results and checkpoint instead of running it."""
+    try:
+        entry: dict[str, Any] = json.loads((folder / DONE).read_text(encoding="utf-8"))
+        kind, exact = entry["kind"], entry["exact"]
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{folder / DONE} is damaged; delete {folder} to run this stage again.") from None
+    if kind == "tokenizer":
+        state.tokenizer = Tokenizer.load(folder / "tokenizer")
+        state.data = folder / "data"
+        verify_manifest(state.data)
+    else:
+        state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL)
+        state.checkpoints[name] = folder / MODEL
+    if exact:
+        state.agreement[name] = Agreement(**exact)
+    return entry
+
+
+def _publish_final(state: RunState, path: Path) -> None:
+    if state.model is not None:
+        _save_checkpoint(state.model, state.need_tokenizer(), path)
+
+
+def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything measured. Only `times` may differ between two runs of one recipe on one machine."""
+    agreements = state.agreement.values()
+    corpus = next((e["numbers"] for e in entries if e["kind"] == "tokenizer"), {})
+    stages = [{k: e[k] for k in ("name", "kind", "numbers", "evaluation") if k in e} for e in entries]
+    times = {
+        e["name"]: {"train_seconds": e["train_seconds"], "evaluation_seconds": e["evaluation_seconds"]} for e in entries
+    }
+    return {
+        "name": recipe.name,
+        "seed": recipe.seed,
+        "preset": recipe.preset,
+        "parameters": sum(p.numel() for p in state.model.parameters()) if state.model is not None else 0,
+        "corpus": corpus,
+        "stages": stages,
+        "exact": {
+            "tokens": sum(a.tokens for a in agreements),
+            "mismatches": sum(a.mismatches for a in agreements),
+            "max_abs_diff": max((a.max_abs_diff for a in agreements), default=0.0),
+            "stages": {name: vars(a) for name, a in state.agreement.items()},
+        },
+        "notes": _notes(recipe, stages),
+        "times": {
+            "total_seconds": sum(e["train_seconds"] + e["evaluation_seconds"] for e in entries),
+            "stages": times,
+        },
+        "software": {"glm5": glm5.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _notes(recipe: RunRecipe, stages: list[dict[str, Any]]) -> list[str]:
+    """Plain sentences about stages that did not raise the skills that they train."""
+    notes = []
+    families = {s.name: [f.name for f in getattr(s, "families", [])] for s in recipe.stages}
+    for before, after in zip(stages, stages[1:], strict=False):
+        old, new = (s.get("evaluation", {}).get("skills", {}) for s in (before, after))
+        for skill in families.get(after["name"], []):
+            if skill in old and skill in new and new[skill]["score"] <= old[skill]["score"]:
+                notes.append(
+                    f"{after['name']}: the held-out score of {skill} went from {old[skill]['score']:.2f} to "
+                    f"{new[skill]['score']:.2f}; the stage did not help it."
+                )
+    return notes
+
+
+def _shown(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The two or three numbers that fit on a progress line."""
+    wanted = ("loss", "reward", "indexer_kl", "reverse_kl", "vocab", "megabytes")
+    return {key: numbers[key] for key in wanted if key in numbers}
+
+
+def _summary(entry: Mapping[str, Any]) -> str:
+    parts = [f"{k} {v:.3f}" for k, v in _shown(entry["numbers"]).items()]
+    evaluation = entry.get("evaluation", {})
+    if "text" in evaluation:
+        parts.append(f"bits/byte {evaluation['text']['bits_per_byte']:.3f}")
+    parts += [f"{name} {100 * skill['score']:.0f}%" for name, skill in evaluation.get("skills", {}).items()]
+    return ", ".join(parts)

@@ -1,0 +1,218 @@
+"""One function per stage kind: checkpoint in, checkpoint out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5.chat import Tokenizer, render_chat
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import (
+    AgenticStage,
+    DistillStage,
+    DsaStage,
+    GeneralStage,
+    PolicyStage,
+    PretrainStage,
+    ReasoningStage,
+    RunRecipe,
+    SftStage,
+    Stage,
+    TokenizerStage,
+)
+from glm5.data.shards import Shard, build_shards, open_shard
+from glm5.data.sources import Document, read_sources
+from glm5.errors import ConfigError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.rl.algos import Algorithm
+from glm5.rl.algos.agentic import AgenticRL
+from glm5.rl.algos.distill import Distillation
+from glm5.rl.algos.general import GeneralRL
+from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.learner import Agreement
+from glm5.rl.loop import PolicyLoop
+from glm5.rl.reward_model import train_reward_model
+from glm5.tasks import make_family
+from glm5.tasks.general import GeneralFamily
+from glm5.train import dsa_adapt, pretrain, sft
+from glm5.train.loop import StageIO
+
+
+@dataclass
+class RunState:
+    """What is handed from stage to stage. `checkpoints` maps finished stages to their checkpoint directories."""
+
+    recipe: RunRecipe
+    model: GLM5ForCausalLM | None = None
+    tokenizer: Tokenizer | None = None
+    data: Path | None = None
+    checkpoints: dict[str, Path] = field(default_factory=dict)
+    agreement: dict[str, Agreement] = field(default_factory=dict)
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f'{self.recipe.name}: no tokenizer. Begin with a stage of kind "tokenizer", or set `tokenizer` or `start`.'
+            )
+        return self.tokenizer
+
+    def need_model(self) -> GLM5ForCausalLM:
+        """The current model; made from the preset before the first training stage."""
+        if self.model is None:
+            tokenizer = self.need_tokenizer()
+            recipe = self.recipe
+            values = {"vocab_size": tokenizer.vocab_size, **recipe.model}
+            ends = {"eos_token_id": tokenizer.stop_token_ids, "pad_token_id": tokenizer.pad_token_id}
+            self.model = GLM5ForCausalLM(GLM5Config.preset(recipe.preset, **values, **ends), seed=recipe.seed)
+        return self.model
+
+    def shard(self, split: str) -> Shard:
+        if self.data is None:
+            raise ConfigError(
+                f'{self.recipe.name}: no token shards. Begin with a stage of kind "tokenizer", or set `data`.'
+            )
+        return open_shard(self.data, split, self.tokenizer, verify=False)
+
+
+def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
+    """Run one stage in place on `state`; returns the numbers it ended with."""
+    for kind, runner in _RUNNERS.items():
+        if isinstance(stage, kind):
+            return runner(state, stage, io)
+    raise ConfigError(f"{stage.name}: no runner for {type(stage).__name__}.")
+
+
+def _tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str, float]:
+    documents = read_sources(stage.sources)
+    kept = sorted((d for d in documents if not d.held_out), key=_by_hash)
+    total, chosen = 0, []
+    for document in kept:
+        if total >= stage.max_bytes:
+            break
+        chosen.append(document)
+        total += len(document.text.encode())
+    held_out = sorted((d for d in documents if d.held_out), key=_by_hash)
+    io.advance(1, {"documents": float(len(chosen)), "megabytes": total / 1e6})
+    texts = [document.text for document in chosen] + _chat_texts(state.recipe)
+    state.tokenizer = Tokenizer.train(texts, stage.vocab_size, template_version=state.recipe.template)
+    state.tokenizer.save(io.folder / "tokenizer")
+    io.advance(1, {"vocab": float(state.tokenizer.vocab_size)})
+    state.data = io.folder / "data"
+    counts = build_shards(chosen + held_out, state.tokenizer, state.data, stage.sources)
+    io.advance(1, {})
+    return {**{k: float(v) for k, v in counts.items()}, "tokenizer_vocab": float(state.tokenizer.vocab_size)}
+
+
+def _by_hash(document: Document) -> str:
+    return hashlib.sha256(document.path.encode()).hexdigest()
+
+
+def _chat_texts(recipe: RunRecipe, per_family: int = 200) -> list[str]:
+    """Conversations as the template writes them, so that the tokenizer knows the words of prompts and tool blocks."""
+    plain = Tokenizer.byte_level(recipe.template)
+    texts = []
+    for stage in recipe.stages:
+        if not isinstance(stage, SftStage):
+            continue
+        for config in stage.families:
+            family = make_family(config.name, **config.options)
+            for index in range(per_family):
+                problem = family.problem("train", index)
+                tools = problem.tools if config.render_tools and problem.tools else None
+                ids = render_chat(problem.demonstration(index), tools, tokenizer=plain, clear_thinking=False).ids
+                texts.append(plain.decode(ids, skip_special=True))
+    return texts
+
+
+def _pretrain(state: RunState, stage: PretrainStage, io: StageIO) -> dict[str, float]:
+    model = state.need_model()
+    changes: dict[str, Any] = {}
+    if stage.rope_theta is not None:
+        changes["rope_theta"] = stage.rope_theta
+    if stage.max_position_embeddings is not None:
+        changes["max_position_embeddings"] = stage.max_position_embeddings
+    if changes:
+        model = state.model = model.clone(model.config.replace(**changes))
+    return pretrain.run(model, stage, state.shard("train"), state.need_tokenizer(), io, state.recipe.seed)
+
+
+def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
+    model = state.need_model()
+    if not model.config.use_dsa:
+        preset = GLM5Config.preset(state.recipe.preset)
+        topk = state.recipe.model.get("index_topk") or preset.index_topk
+        if not topk:
+            raise ConfigError(f"{stage.name}: set model.index_topk; the preset has no sparse attention.")
+        model = state.model = dsa_adapt.add_indexer(model, state.recipe.seed, int(topk))
+    return dsa_adapt.run(model, stage, state.shard("train"), state.need_tokenizer(), io, state.recipe.seed)
+
+
+def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
+    return sft.run(state.need_model(), stage, state.need_tokenizer(), io, state.recipe.seed)
+
+
+def _policy(state: RunState, stage: PolicyStage, algorithm: Algorithm, io: StageIO) -> dict[str, float]:
+    loop = PolicyLoop(state.need_model(), state.need_tokenizer(), stage, algorithm, io, state.recipe.seed)
+    numbers = loop.run()
+    state.agreement[stage.name] = loop.learner.agreement
+    state.need_model().requires_grad_(True)
+    return numbers
+
+
+def _reasoning(state: RunState, stage: ReasoningStage, io: StageIO) -> dict[str, float]:
+    return _policy(state, stage, ReasoningRL(stage), io)
+
+
+def _agentic(state: RunState, stage: AgenticStage, io: StageIO) -> dict[str, float]:
+    return _policy(state, stage, AgenticRL(stage), io)
+
+
+def _general(state: RunState, stage: GeneralStage, io: StageIO) -> dict[str, float]:
+    families: Sequence[Any] = [make_family(f.name, **f.options) for f in stage.families]
+    source = next((f for f in families if isinstance(f, GeneralFamily)), None)
+    if source is None:
+        raise ConfigError(f'{stage.name}: general RL needs the family "general" to train its reward model on.')
+    reward_model, accuracy = train_reward_model(
+        state.need_model(),
+        state.need_tokenizer(),
+        source,
+        stage.reward_model,
+        io.metrics,
+        f"{io.name}/reward_model",
+    )
+    numbers = _policy(state, stage, GeneralRL(stage, reward_model), io)
+    return numbers | {"reward_model_accuracy": accuracy}
+
+
+def _distill(state: RunState, stage: DistillStage, io: StageIO) -> dict[str, float]:
+    teachers = {}
+    for config in stage.families:
+        name = stage.teachers.get(config.name)
+        if name not in state.checkpoints:
+            known = ", ".join(state.checkpoints) or "none"
+            raise ConfigError(f'{stage.name}: teacher "{name}" of {config.name} is no finished stage (known: {known}).')
+        domain = make_family(config.name, **config.options).domain
+        teachers[domain] = GLM5ForCausalLM.from_pretrained(state.checkpoints[name]).eval()
+    return _policy(state, stage, Distillation(stage, teachers), io)
+
+
+_RUNNERS: dict[type[Stage], Callable[..., dict[str, float]]] = {
+    TokenizerStage: _tokenizer,
+    PretrainStage: _pretrain,
+    DsaStage: _dsa,
+    SftStage: _sft,
+    ReasoningStage: _reasoning,
+    AgenticStage: _agentic,
+    GeneralStage: _general,
+    DistillStage: _distill,
+}
+
+
+def units(stage: Stage) -> int:
+    """How many progress units a stage reports."""
+    if isinstance(stage, TokenizerStage):
+        return 3
+    return getattr(stage, "optim").steps  # noqa: B009 - every other kind has an optimizer

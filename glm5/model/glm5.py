@@ -1,0 +1,164 @@
+"""`GLM5ForCausalLM`: the one module that trains, generates rollouts and serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import GLM5Config
+from glm5.errors import ConfigError
+from glm5.model.context import ForwardContext, padded_context
+from glm5.model.layers import MLP, RMSNorm
+from glm5.model.mla import MLA
+from glm5.model.moe import MoE, Router
+from glm5.model.mtp import MTPLayer
+from glm5.seeds import derive_seed
+
+
+class Block(nn.Module):
+    """Pre-norm residual layer: x += attention(norm x); x += feed-forward(norm x)."""
+
+    def __init__(self, config: GLM5Config, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MLA(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        dense = config.is_dense_layer(layer)
+        self.mlp: nn.Module = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config, layer)
+
+    def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        attended, indices = self.self_attn(self.input_layernorm(x), ctx, indices)
+        x = x + attended
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp(normed, ctx) if isinstance(self.mlp, MoE) else self.mlp(normed)), indices
+
+
+class GLM5Model(nn.Module):
+    """The trunk: embedding, layers, final norm."""
+
+    def __init__(self, config: GLM5Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
+        x = ctx.flat(self.embed_tokens(input_ids))
+        indices: Tensor | None = None
+        for layer in self.layers:
+            x, indices = layer(x, ctx, indices)
+        return self.norm(x)
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits [B, T, V] in the model's dtype; hidden [B, T, D] after the final norm."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class GLM5ForCausalLM(nn.Module):
+    """GLM-5: trunk, output head and, where the configuration has one, the MTP layer.
+
+    Parameters carry checkpoint names; the MTP layer is `mtp` in memory and `model.layers.{num_hidden_layers}` on disk.
+    Random initialisation is a function of `seed` alone.
+    """
+
+    def __init__(self, config: GLM5Config, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.census: dict[str, int] = {}
+        self.model = GLM5Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mtp = MTPLayer(config, Block(config, config.num_hidden_layers)) if config.num_nextn_predict_layers else None
+        self.initialise(seed)
+
+    @torch.no_grad()
+    def initialise(self, seed: int, only: str = "") -> None:
+        """Normal(0, initializer_range) for matrices, ones and zeros for norms; `only` limits it to names that contain it."""
+        for name, parameter in self.named_parameters():
+            if only not in name or parameter.is_meta:
+                continue
+            if parameter.ndim >= 2:
+                generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def clone(self, config: GLM5Config | None = None, *, seed: int = 0) -> GLM5ForCausalLM:
+        """A second model with the same weights, possibly under another configuration of equal shapes.
+
+        Tensors that only the new configuration has (indexers, when DSA is switched on) are initialised from `seed`.
+        `copy.deepcopy` is no substitute: it drops what is declared on parameters, such as Muon Split's blocks.
+        """
+        fresh = GLM5ForCausalLM(config or self.config, seed=seed).to(self.dtype)
+        own = fresh.state_dict()
+        with torch.no_grad():
+            for name, tensor in self.state_dict().items():
+                own[name].copy_(tensor)
+        return fresh
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
+        """Logits for input_ids [B, T]; attention_mask [B, T] marks left padding with 0."""
+        ctx = self.context(input_ids) if attention_mask is None else padded_context(attention_mask)
+        hidden = self.model(input_ids, ctx)
+        return Output(ctx.rows(self.lm_head(hidden)), ctx.rows(hidden))
+
+    def context(self, input_ids: Tensor) -> ForwardContext:
+        """Plain context: one document per row, positions from 0, no cache; not exact, so short rows stay cheap."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return ForwardContext(positions=positions, exact=False)
+
+    def mtp_hidden(self, next_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """One MTP depth: next_ids [B, T] are the tokens one step ahead of `hidden` [M, D]; returns [M, D]."""
+        if self.mtp is None:
+            raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
+        return self.mtp(ctx.flat(self.model.embed_tokens(next_ids)), hidden, ctx)
+
+    def routers(self) -> list[tuple[int, Router]]:
+        """(layer index, router) of every MoE layer, the MTP layer's last."""
+        return [(module.layer, module.gate) for module in self.modules() if isinstance(module, MoE)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        strict_config: bool = True,
+        allow_missing: str = "",
+        **overrides: Any,
+    ) -> GLM5ForCausalLM:
+        """Load a Hugging Face layout directory; other keywords override the configuration.
+
+        `dtype=None` means fp32. `allow_missing` is a regular expression of tensor names that may be absent and then keep
+        their random initialisation. Raises CheckpointError or ConfigError for anything else that does not fit.
+        """
+        from glm5.model.hf_weights import load_checkpoint
+
+        return load_checkpoint(
+            Path(path),
+            dtype=dtype,
+            device=device,
+            strict_config=strict_config,
+            overrides=overrides,
+            allow_missing=allow_missing,
+        )
+
+    def save_pretrained(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write config.json and safetensors with per-expert names, atomically. `extra` adds generation settings."""
+        from glm5.model.hf_weights import save_checkpoint
+
+        save_checkpoint(self, Path(path), extra)

@@ -1,0 +1,46 @@
+"""The plain parts: norms, projections, the dense feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.ops.elementwise import rms_norm, swiglu
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with its own epsilon, because the latent norms and the others disagree in public code."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def linear(inputs: int, outputs: int, split: tuple[int, ...] = ()) -> nn.Linear:
+    """Linear layer without bias. `split` are the heights of the row blocks that Muon orthogonalises one by one (§2.1)."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    declare_split(layer.weight, split or (outputs,))
+    return layer
+
+
+def declare_split(weight: nn.Parameter, blocks: tuple[int, ...]) -> None:
+    """Attach Muon Split's row blocks to a matrix (or to every matrix of a stack): heights that add up to its rows."""
+    if sum(blocks) != weight.shape[-2]:
+        raise ValueError(f"row blocks {blocks[:4]}… do not add up to {weight.shape[-2]} rows")
+    weight.muon_split = blocks  # type: ignore[attr-defined]
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward. Gate and up projections are one matrix in memory (gate first), two on disk."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up_proj = linear(hidden, 2 * intermediate, split=(intermediate, intermediate))
+        self.down_proj = linear(intermediate, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))

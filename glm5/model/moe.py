@@ -1,0 +1,75 @@
+"""Mixture of experts: fp32 sigmoid router with selection-only bias, stacked experts, one shared expert (§2.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import GLM5Config
+from glm5.model.context import ForwardContext, RouterStats
+from glm5.model.layers import MLP, declare_split
+from glm5.ops.elementwise import sigmoid, swiglu
+from glm5.ops.experts import expert_layout, grouped_matmul, permute, unpermute
+
+
+class Router(nn.Module):
+    """Chooses experts by score + bias and weights them by score alone. The bias is a buffer: no gradient ever moves it."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: GLM5Config) -> None:
+        super().__init__()
+        self.top_k, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.scaling = config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        declare_split(self.weight, (config.n_routed_experts,))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [M, D] -> weights [M, K], experts [M, K] (ascending ids), scores [M, E] in fp32 (or wider)."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scores = sigmoid(nn.functional.linear(x.to(wide), self.weight.to(wide)))
+        biased = scores.detach() + self.e_score_correction_bias
+        experts = biased.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
+        weights = scores.gather(-1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scaling, experts, scores
+
+
+class Experts(nn.Module):
+    """All routed experts as two stacks of matrices."""
+
+    def __init__(self, config: GLM5Config) -> None:
+        super().__init__()
+        experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        declare_split(self.gate_up_proj, (inner, inner))
+        declare_split(self.down_proj, (hidden,))
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
+        slot_of, source, bounds, _ = expert_layout(experts, self.gate_up_proj.shape[0])
+        grouped = permute(x, slot_of, source, experts.shape[1])
+        grouped = grouped_matmul(swiglu(grouped_matmul(grouped, self.gate_up_proj, bounds)), self.down_proj, bounds)
+        per_slot = unpermute(grouped, slot_of).unflatten(0, experts.shape)
+        return (per_slot * weights.unsqueeze(-1).to(x.dtype)).sum(1)
+
+
+class MoE(nn.Module):
+    """y = shared(x) + sum_e weight_e * expert_e(x)."""
+
+    def __init__(self, config: GLM5Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        weights, experts, scores = self.gate(x)
+        if ctx.router_stats is not None:
+            real = ctx.batch * ctx.length
+            ctx.router_stats.append(RouterStats(self.layer, scores[:real], experts[:real]))
+        return self.experts(x, weights, experts) + self.shared_experts(x)

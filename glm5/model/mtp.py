@@ -1,0 +1,40 @@
+"""Multi-token prediction: one layer that is applied at every depth with the same parameters (§2.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import GLM5Config
+from glm5.model.context import ForwardContext
+from glm5.model.layers import RMSNorm, linear
+
+
+class SharedHead(nn.Module):
+    """Only a norm: embedding and output matrix belong to the trunk."""
+
+    def __init__(self, config: GLM5Config) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class MTPLayer(nn.Module):
+    """h^k = norm(block(eh_proj[enorm(embedding of token i + k) ; hnorm(h^(k-1))])) with its own indexer.
+
+    The carried hidden state is the one after the norm, at depth 0 the trunk's after its final norm; carrying the state
+    before the norm makes later drafts useless without any error.
+    """
+
+    def __init__(self, config: GLM5Config, block: nn.Module) -> None:
+        super().__init__()
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
+        self.block = block
+        self.shared_head = SharedHead(config)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """embedded and hidden [M, D] flat -> next depth's hidden state [M, D], after the norm."""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        x, _ = self.block(x, ctx, None)
+        return self.shared_head.norm(x)

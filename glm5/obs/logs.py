@@ -1,0 +1,75 @@
+"""Logs that know their rank: rank 0 speaks, the other ranks speak only when something is wrong.
+
+The rank is read from the environment variable RANK, which torchrun and our own launchers set. Logs go to stderr,
+because `--json` owns stdout, and to the run's `log.txt` when `setup_logging` is told where that is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TextIO
+
+_ROOT = "glm5"
+_OURS = "_glm5_handler"
+
+
+def rank() -> int:
+    """This process's rank in its job; 0 where there is only one process."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def get_logger(name: str = _ROOT) -> logging.Logger:
+    """The logger `name`, below "glm5". Silent until `setup_logging` or the host program configures logging, but for
+    warnings and errors, which Python prints by itself."""
+    return logging.getLogger(name if name == _ROOT or name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
+
+
+def setup_logging(level: int = logging.INFO, file: Path | None = None) -> None:
+    """Send logs to stderr and, on rank 0, to `file` (appended, folder made). A second call replaces the first.
+
+    Other ranks are heard from WARNING on, with their rank in front.
+    """
+    logger = logging.getLogger(_ROOT)
+    for handler in [h for h in logger.handlers if hasattr(h, _OURS)]:
+        logger.removeHandler(handler)
+        handler.close()
+    main = rank() == 0
+    logger.setLevel(level if main else max(level, logging.WARNING))
+    logger.propagate = False
+    mark = "" if main else f"[rank {rank()}] "
+    _install(logger, _StderrHandler(), f"{mark}%(message)s")
+    if file is not None and main:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
+        _install(logger, handler, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _install(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
+    setattr(handler, _OURS, True)
+    handler.setFormatter(logging.Formatter(form))
+    logger.addHandler(handler)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at that moment: a progress display replaces it while it is on the screen."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # None where the process was started without a stderr.
+        if sys.stderr is not None and not sys.stderr.closed:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A stderr that nobody reads any more is no reason to stop a run; a mistake in our own message is reported."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

@@ -1,0 +1,142 @@
+"""`metrics.jsonl`: one JSON object a line with `stage`, `step`, `time` and flat numeric keys.
+
+The file is append-only while a run works. A run that is resumed from a checkpoint repeats the steps after it, so their
+lines are taken out first (`MetricsWriter.rewind`); a line cut off by a crash is dropped when the file is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsFloat, SupportsIndex
+
+from glm5.errors import DataError
+
+Number = SupportsFloat | SupportsIndex
+_RESERVED = frozenset({"stage", "step", "time"})
+
+
+class MetricsWriter:
+    """Appends to one metrics file. Every line is on its way to the disk when `write` returns. Usable from any thread.
+
+    One process writes a file; in a job of many ranks, rank 0.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        if self.path.exists():
+            read_metrics(self.path)  # refuses a file that is damaged elsewhere than in its last line
+            _repair_last_line(self.path)
+        self._file = self.path.open("ab")
+
+    def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None:
+        """Append one line. Tensors of one element and numpy scalars are numbers too; nan and infinities become null,
+        since JSON has no spelling for them. `time` is in seconds since the epoch."""
+        if clash := _RESERVED & numbers.keys():
+            raise ValueError(f"the metric names {sorted(clash)} are taken by the line itself")
+        line: dict[str, Any] = {"stage": stage, "step": int(step), "time": round(time.time(), 3)}
+        line.update((name, _plain(name, value)) for name, value in numbers.items())
+        data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        with self._lock:
+            self._file.write(data)
+            self._file.flush()
+
+    def rewind(self, stage: str, step: int) -> int:
+        """Take out the lines of `stage` with a step above `step`; return how many they were. The file is replaced as a
+        whole, so that a crash leaves either the old or the new one."""
+        with self._lock:
+            self._file.flush()
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if not _is_after(json.loads(line), stage, step)]
+            if len(kept) < len(lines):
+                self._file.close()
+                fresh = self.path.with_name(f"{self.path.name}.tmp")
+                with fresh.open("wb") as file:
+                    file.writelines(kept)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(fresh, self.path)
+                self._file = self.path.open("ab")
+            return len(lines) - len(kept)
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path | str, stage: str | None = None) -> list[dict[str, Any]]:
+    """All lines of a metrics file in their order, or those of one stage. None stands for a number that was not finite.
+
+    A last line without its line break was cut off and is left out unless it is whole. Any other line that is not an
+    object with stage and step is a DataError.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"The metrics {path} cannot be read: {error.strerror}.") from None
+    *lines, last = raw.split(b"\n")
+    rows = [_parse(line, path, number) for number, line in enumerate(lines, start=1)]
+    if last and (row := _row(last)) is not None:
+        rows.append(row)
+    return [row for row in rows if stage is None or row["stage"] == stage]
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    row = _row(line)
+    if row is None:
+        raise DataError(
+            f'{path}, line {number}: not a metrics line ({{"stage": ..., "step": ...}}). Remove it to use this file.'
+        )
+    return row
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("stage"), str) and isinstance(row.get("step"), int)
+    return row if whole else None
+
+
+def _repair_last_line(path: Path) -> None:
+    raw = path.read_bytes()
+    last = raw.rpartition(b"\n")[2]
+    if not last:
+        return
+    with path.open("r+b") as file:
+        if _row(last) is None:
+            file.truncate(len(raw) - len(last))
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _is_after(row: Mapping[str, Any], stage: str, step: int) -> bool:
+    return bool(row["stage"] == stage and row["step"] > step)
+
+
+def _plain(name: str, value: Number) -> int | float | None:
+    if isinstance(value, bool | int):
+        return int(value)
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"the metric {name} is {value!r}, which is not a number")
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,242 @@
+"""Where a pipeline stands: its stages with state, time, time left and the latest numbers.
+
+On a terminal the list is drawn in place; elsewhere (a file, a pipe, CI) plain lines are printed, few enough to read.
+All of it goes to stderr: `--json` owns stdout. That nobody reads is no reason to fail, so a closed stream only ends the
+output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_MARKS = {"waiting": "·", "running": "▸", "done": "✓", "skipped": "-", "failed": "✗"}
+_ASCII_MARKS = {"waiting": ".", "running": ">", "done": "+", "skipped": "-", "failed": "!"}
+_STYLES = {"waiting": "dim", "running": "bold", "done": "green", "skipped": "dim", "failed": "red"}
+
+
+@dataclass
+class _Stage:
+    name: str
+    expected: float | None  # seconds, as the recipe's author measured or computed them
+    state: str = "waiting"
+    total: int | None = None
+    count: int = 0
+    began: float = 0.0
+    seconds: float = 0.0  # final, once the stage has ended
+    text: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class PipelineProgress:
+    """Context manager around a pipeline; stages run one at a time, in any order of `stage_names`.
+
+    `expected_seconds` gives each stage's weight in the estimate of the whole; how fast this machine is gets corrected
+    by the stages that have run. `interval` is the least time in seconds between two plain lines of a running stage.
+    """
+
+    def __init__(
+        self,
+        stage_names: Sequence[str],
+        expected_seconds: Mapping[str, float] | None = None,
+        console: Console | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        expected = expected_seconds or {}
+        self._stages = {name: _Stage(name, expected.get(name)) for name in stage_names}
+        if len(self._stages) != len(stage_names):
+            raise ValueError(f"stage names must differ: {list(stage_names)}")
+        self._console = console or QuietConsole()
+        self._interval = interval
+        self._clock = clock
+        self._began = clock()
+        self._current: _Stage | None = None
+        self._last_line = 0.0
+        self._broken = False
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+
+    def __enter__(self) -> PipelineProgress:
+        self._began = self._clock()
+        if self._live is not None:
+            self._guard(self._live.start)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._current is not None:
+            self._end(self._current, "failed", "interrupted" if kind is KeyboardInterrupt else "failed")
+        if self._live is not None:
+            self._guard(self._live.stop)
+
+    def start(self, stage: str, total: int | None = None) -> None:
+        """`stage` begins and will `advance` by `total` in all; None where that is not known."""
+        if self._current is not None:
+            raise ValueError(f"{self._current.name} has not finished; {stage} cannot start")
+        current = self._stages[stage]
+        current.state, current.total, current.count = "running", total, 0
+        current.began = self._last_line = self._clock()
+        self._current = current
+        self._line(current, f"started{'' if total is None else f', {total} steps'}")
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        """The running stage got on by `n`; `numbers` are its latest, shown beside it."""
+        current = self._running()
+        current.count += n
+        current.numbers.update(numbers)
+        now = self._clock()
+        if now - self._last_line >= self._interval:
+            self._last_line = now
+            self._line(current, ", ".join(part for part in self._report(current, now) if part))
+
+    def finish(self, stage: str, summary: str = "") -> None:
+        """The running stage came to its end."""
+        if self._running().name != stage:
+            raise ValueError(f"{stage} is not the running stage, {self._running().name} is")
+        self._end(self._running(), "done", summary)
+
+    def skip(self, stage: str, reason: str = "already done") -> None:
+        """`stage` is not going to run, for `reason`."""
+        skipped = self._stages[stage]
+        skipped.state, skipped.text = "skipped", reason
+        self._line(skipped, reason)
+
+    def stage_seconds_left(self) -> float | None:
+        """Time that the running stage still takes, from its own pace, or from its expected time before the first step.
+        None without either, and when nothing runs."""
+        current = self._current
+        if current is None:
+            return None
+        spent = self._clock() - current.began
+        if current.total and current.count:
+            return spent * max(current.total - current.count, 0) / current.count
+        return None if current.expected is None else max(current.expected * self._slowness() - spent, 0.0)
+
+    def seconds_left(self) -> float | None:
+        """Time until the pipeline's end; None while a stage that is still to run has no expected time."""
+        left = 0.0
+        if self._current is not None:
+            own = self.stage_seconds_left()
+            if own is None:
+                return None
+            left = own
+        slowness = self._slowness()
+        for stage in self._stages.values():
+            if stage.state == "waiting":
+                if stage.expected is None:
+                    return None
+                left += stage.expected * slowness
+        return left
+
+    def _slowness(self) -> float:
+        """Seconds that an expected second takes here, over the stages that ran and the one that runs."""
+        pairs = [(s.seconds, s.expected) for s in self._stages.values() if s.state == "done" and s.expected]
+        current = self._current
+        if current is not None and current.expected and current.total and current.count:
+            share = min(current.count / current.total, 1.0)
+            pairs.append((self._clock() - current.began, current.expected * share))
+        expected = sum(e for _, e in pairs)
+        return sum(s for s, _ in pairs) / expected if expected > 0 else 1.0
+
+    def _running(self) -> _Stage:
+        if self._current is None:
+            raise ValueError("no stage is running; call start() first")
+        return self._current
+
+    def _end(self, stage: _Stage, state: str, text: str) -> None:
+        stage.state, stage.text = state, text
+        stage.seconds = self._clock() - stage.began
+        self._current = None
+        took = _duration(stage.seconds)
+        self._line(stage, f"{text} after {took}" if state == "failed" else f"done in {took}{text and f': {text}'}")
+
+    def _report(self, stage: _Stage, now: float) -> tuple[str, ...]:
+        left = self.stage_seconds_left()
+        whole = self.seconds_left()
+        return (
+            f"{stage.count}/{stage.total}" if stage.total else str(stage.count),
+            f"{_duration(now - stage.began)} elapsed",
+            "" if left is None else f"{_duration(left)} left",
+            "" if whole is None or whole == left else f"{_duration(whole)} for all",
+            _numbers(stage.numbers),
+        )
+
+    def _line(self, stage: _Stage, text: str) -> None:
+        """One plain line; on a terminal the list says it already."""
+        if self._live is None:
+            position = f"[{list(self._stages).index(stage.name) + 1}/{len(self._stages)}]"
+            self._guard(lambda: self._print(f"{position} {stage.name}: {text}"))
+
+    def _print(self, line: str) -> None:
+        encoding = self._console.encoding
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _guard(self, output: Callable[[], None]) -> None:
+        """Run `output`; after the first failure of the stream stay silent."""
+        if self._broken:
+            return
+        try:
+            output()
+        except (OSError, ValueError):  # ValueError: the file object was closed by the program itself
+            self._broken = True
+
+    def _table(self) -> Table:
+        marks = _MARKS if self._console.encoding.startswith("utf") else _ASCII_MARKS
+        now = self._clock()
+        table = Table.grid(padding=(0, 2))
+        for stage in self._stages.values():
+            elapsed, left, text = "", "", stage.text
+            if stage.state == "running":
+                _, _, own, _, latest = self._report(stage, now)
+                count = f"{stage.count}/{stage.total}" if stage.total else ""
+                elapsed, left, text = _duration(now - stage.began), own, f"{count}  {latest}".strip()
+            elif stage.state in ("done", "failed"):
+                elapsed = _duration(stage.seconds)
+            style = _STYLES[stage.state]
+            table.add_row(
+                Text(marks[stage.state], style), Text(stage.name, style), Text(elapsed), Text(left), Text(text, "dim")
+            )
+        whole = self.seconds_left()
+        left = "" if whole is None or all(s.state != "waiting" for s in self._stages.values()) else _duration(whole)
+        table.add_row("", Text("all", "dim"), Text(_duration(now - self._began)), Text(left and f"{left} left"), "")
+        return table
+
+
+class QuietConsole(Console):
+    """A rich console on stderr that goes silent when its reader goes away, where rich's own ends the program."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What is still buffered would fail once more when Python flushes at exit, and spoil the exit code.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
+            os.close(nowhere)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def _numbers(numbers: Mapping[str, float]) -> str:
+    """The first four numbers, short: `loss 3.21 lr 0.0003`."""
+    shown = list(numbers.items())[:4]
+    return " ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown)

@@ -1,0 +1,108 @@
+"""Attention over MLA latents: dense in expanded form, sparse over selected rows in absorbed form (§2.1, §2.1.1).
+
+A latent row holds [c_KV (kv_lora_rank) | k_R (rope)]: the only thing that is cached per token and layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 22
+"""Gathered elements per block of queries in the sparse path: 16 MiB in fp32."""
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention. q [B, N, T, H], k [B, N, S, H], v [B, N, S, Hv], valid bool [B, 1, T, S] -> [B, N, T, Hv].
+
+    `valid=None` means plain causal attention with T = S. Rows without a valid key (padding) give arbitrary finite values.
+    """
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=valid, is_causal=valid is None, scale=scale
+    )
+
+
+def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -> Tensor:
+    """Softmax probabilities summed over heads, the target of the indexer's KL (§2.1.1): [B, T, S]. No gradient."""
+    with torch.no_grad():
+        scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+        scores = scores.masked_fill(~valid, float("-inf"))
+        return torch.softmax(scores, dim=-1).nan_to_num(0.0).sum(1)
+
+
+def _gather(latents: Tensor, indices: Tensor) -> Tensor:
+    """Rows of latents [B, S, W] at indices [B, t, K] (-1 reads row 0; it is masked later) -> [B, t, K, W]."""
+    base = torch.arange(latents.shape[0], device=latents.device).view(-1, 1, 1) * latents.shape[1]
+    flat = (base + indices.clamp_min(0)).flatten()
+    return latents.flatten(0, 1).index_select(0, flat).view(*indices.shape, latents.shape[-1])
+
+
+def _probabilities(q: Tensor, rows: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """Softmax over the selected slots: q [B, t, N, W], rows [B, t, K, W] -> [B, t, N, K]; empty slots get 0."""
+    scores = torch.matmul(q, rows.transpose(-1, -2)) * scale
+    scores = scores.masked_fill((indices < 0).unsqueeze(2), torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=-1)
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Gathers in blocks of queries and gathers again in backward, so that nothing of size T * K * W is kept."""
+
+    @staticmethod
+    def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def,override]
+        ctx.save_for_backward(q, latents, indices)
+        ctx.value_dim, ctx.scale = value_dim, scale
+        step = _block(q, indices)
+        out = q.new_empty(*q.shape[:3], value_dim)
+        target = q.new_empty(indices.shape) if want_probs else None
+        for s in range(0, q.shape[1], step):
+            part = slice(s, s + step)
+            rows = _gather(latents, indices[:, part])
+            probs = _probabilities(q[:, part], rows, indices[:, part], scale)
+            out[:, part] = torch.matmul(probs, rows[..., :value_dim])
+            if target is not None:
+                target[:, part] = probs.sum(2)
+        if target is not None:
+            ctx.mark_non_differentiable(target)
+        return out, target
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def,override]
+        q, latents, indices = ctx.saved_tensors
+        value_dim, scale = ctx.value_dim, ctx.scale
+        step = _block(q, indices)
+        grad_q = torch.empty_like(q)
+        grad_latents = torch.zeros_like(latents).flatten(0, 1)
+        base = torch.arange(latents.shape[0], device=latents.device).view(-1, 1, 1) * latents.shape[1]
+        for s in range(0, q.shape[1], step):
+            part = slice(s, s + step)
+            picked = indices[:, part]
+            rows = _gather(latents, picked)
+            probs = _probabilities(q[:, part], rows, picked, scale)
+            g = grad[:, part]
+            grad_probs = torch.matmul(g, rows[..., :value_dim].transpose(-1, -2))
+            grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+            grad_q[:, part] = torch.matmul(grad_scores, rows)
+            grad_rows = torch.matmul(grad_scores.transpose(-1, -2), q[:, part])
+            grad_rows[..., :value_dim] += torch.matmul(probs.transpose(-1, -2), g)
+            # Empty slots carry zero probability and zero gradient, so adding them to row 0 changes nothing.
+            flat = (base + picked.clamp_min(0)).flatten()
+            grad_latents.index_add_(0, flat, grad_rows.flatten(0, 2))
+        return grad_q, grad_latents.view_as(latents), None, None, None, None
+
+
+def _block(q: Tensor, indices: Tensor) -> int:
+    """Queries per block. It bounds memory only: a query's result does not depend on its block."""
+    return max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * indices.shape[2] * q.shape[3]))
+
+
+def sparse_attention(
+    q: Tensor, latents: Tensor, indices: Tensor, *, value_dim: int, scale: float, want_probs: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Absorbed MLA over selected rows, forward and backward without an L x L tensor.
+
+    q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K] with -1 for empty
+    slots -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the probabilities summed over heads
+    [B, T, K] (no gradient). Every query reduces over exactly K slots, which is what makes exact mode exact: the same K
+    gives the same bits in a packed training row and in single-token decoding. At least one slot per query must be filled.
+    """
+    return _SparseAttention.apply(q, latents, indices, value_dim, scale, want_probs)

@@ -1,0 +1,104 @@
+"""Routed experts: one grouped matrix product over tokens sorted by expert, with its own backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glm5.ops import ROW_TILE
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """y[rows of e] = x[rows of e] @ weight[e]^T for consecutive segments of rows."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def,override]
+        ctx.save_for_backward(x, weight)
+        ctx.bounds = bounds
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for expert in range(weight.shape[0]):
+            rows = slice(bounds[expert], bounds[expert + 1])
+            if rows.stop > rows.start:
+                torch.mm(x[rows], weight[expert].T, out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight)
+        for expert in range(weight.shape[0]):
+            rows = slice(ctx.bounds[expert], ctx.bounds[expert + 1])
+            if rows.stop > rows.start:
+                torch.mm(grad[rows], weight[expert], out=grad_x[rows])
+                torch.mm(grad[rows].T, x[rows], out=grad_weight[expert])
+        return grad_x, grad_weight, None
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, bounds: list[int]) -> Tensor:
+    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows get zero gradient."""
+    return _GroupedMatmul.apply(x, weight, bounds)
+
+
+class _Permute(torch.autograd.Function):
+    """Gather token rows into expert order (one row per token and slot, padded), scatter-free in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, slot_of, source, top_k):  # type: ignore[no-untyped-def,override]
+        ctx.save_for_backward(slot_of)
+        ctx.top_k = top_k
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+        (slot_of,) = ctx.saved_tensors
+        return grad.index_select(0, slot_of).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    """Inverse of `_Permute` without the sum: rows in expert order -> [T * K, D] in token order."""
+
+    @staticmethod
+    def forward(ctx, y, slot_of):  # type: ignore[no-untyped-def,override]
+        ctx.save_for_backward(slot_of)
+        ctx.rows = y.shape[0]
+        return y.index_select(0, slot_of)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+        (slot_of,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.rows, grad.shape[1])
+        out[slot_of] = grad  # slots are unique: a plain write, deterministic
+        return out, None
+
+
+def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
+    """Where each (token, slot) goes when rows are grouped by expert and every group is padded to `ROW_TILE` rows.
+
+    experts [T, K] -> (slot_of [T*K] row in the grouped buffer, source [M] token of each row (padding rows repeat token 0),
+    bounds of length E + 1, counts [E] tokens per expert).
+    """
+    flat = experts.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    order = flat.argsort(stable=True)
+    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    rows = starts[flat[order]] + rank
+    slot_of = torch.empty_like(flat)
+    slot_of[order] = rows
+    source = flat.new_zeros(int(ends[-1]))
+    source[rows] = order // experts.shape[1]
+    return slot_of, source, [0, *ends.tolist()], counts
+
+
+def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
+    """x [T, D] -> [M, D] in expert order (see `expert_layout`)."""
+    return _Permute.apply(x, slot_of, source, top_k)
+
+
+def unpermute(y: Tensor, slot_of: Tensor) -> Tensor:
+    """y [M, D] in expert order -> [T * K, D] in token order."""
+    return _Unpermute.apply(y, slot_of)

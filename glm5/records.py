@@ -1,0 +1,165 @@
+"""Records that cross package borders: what is said, sampled, played and trained on. Plain data, no torch.
+
+Token ids and log-probabilities are the ground truth from the moment a token is sampled until the gradient step; text is
+a view of them (token-in/token-out, §4.1 of the paper). Nothing in training ever tokenises sampled text a second time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool. `arguments` keeps the order in which the model wrote them."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation in canonical form (see `glm5.chat.template.normalise` for foreign forms).
+
+    `reasoning` is the text between `<think>` and `</think>`; None means that the turn has none. `train=False` keeps an
+    assistant turn in the context but out of the loss (erroneous segments, §3.1).
+    """
+
+    role: str
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    train: bool = True
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. `temperature=0` is greedy; `top_k=0` means no limit. Stops are in token ids or text.
+
+    `seed=None` draws from the engine's own stream; a seed makes the result a function of (seed, sample index) alone.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass
+class Completion:
+    """What the engine produced for one sample of one prompt.
+
+    `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it
+    was sampled from (after temperature), `weight_versions[i]` the version of the weights that produced it.
+    `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit) or "abort".
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    cached_len: int = 0
+
+
+class Outcome(enum.StrEnum):
+    """How an episode ended. Only `ENV_ERROR` says nothing about the policy and is left out of training (§4.1)."""
+
+    SOLVED = "solved"
+    FAILED = "failed"
+    TRUNCATED = "truncated"
+    MALFORMED = "malformed"
+    ENV_ERROR = "env_error"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One generation inside an episode, exactly as the engine saw it: ids in, ids out."""
+
+    context_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass
+class Trajectory:
+    """The record of one episode. `group` joins the samples of one problem; `detail` is for people and reports."""
+
+    problem: str
+    domain: str
+    group: int
+    turns: list[Turn]
+    reward: float
+    outcome: Outcome
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        return tuple(v for turn in self.turns for v in turn.weight_versions)
+
+
+@dataclass
+class TrainSample:
+    """One token row for the learner. All lists have the length of `ids`.
+
+    `loss_mask[i]` is True where token i was sampled by the policy (or is a target in SFT) and counts in the loss;
+    `rollout_logprobs[i]` and `advantages[i]` are 0.0 elsewhere. Position i is predicted from ids[:i].
+    """
+
+    ids: list[int]
+    loss_mask: list[bool]
+    rollout_logprobs: list[float]
+    advantages: list[float]
+    weight_versions: list[int]
+    group: int = 0
+    domain: str = ""
+    teacher: str = ""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Answer of an environment to one assistant message: new messages for the policy, or the end with a reward."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    reward: float = 0.0
+    outcome: Outcome = Outcome.FAILED
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One problem being worked on. Single use: `start` once, then `step` until `done`."""
+
+    problem: str
+    domain: str
+
+    def start(self) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]], bool]:
+        """Opening messages, tool specifications (OpenAI function format) and whether the policy shall think."""
+        ...
+
+    def step(self, message: Message | None) -> StepResult:
+        """React to the policy's message; None stands for output that could not be parsed or was cut off."""
+        ...
+
+
+class Completer(Protocol):
+    """Whatever continues token ids: our engine, or a server behind HTTP."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]: ...

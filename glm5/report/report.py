@@ -1,0 +1,165 @@
+"""Run folder -> one self-contained HTML file: no script, no request, nothing that a model wrote can do anything."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from glm5.errors import DataError
+from glm5.files import atomic_write
+from glm5.report import sections
+from glm5.report.figures import COLOURS
+from glm5.report.results import Results, Run, load_run
+from glm5.report.wording import KINDS, SKILLS, agreement, clean, duration, listing, number, safe, visible
+
+TEMPLATE = Path(__file__).with_name("template.html")
+_DEMOS = {"laptop": "make demo", "smoke": "make smoke"}
+
+
+def build_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the page of a run and return its path, `run_dir/report.html` unless `out` says otherwise.
+
+    Needs `results.json`, `metrics.jsonl` or both; what they lack is left out of the page. The same data give the same
+    bytes. DataError when there is nothing to report or a file is damaged; MissingExtraError without matplotlib.
+    """
+    run_dir = Path(run_dir)
+    run = load_run(run_dir)
+    out = run_dir / "report.html" if out is None else Path(out)
+    if out.is_dir():
+        raise DataError(f"{out} is a folder; name the file that the report goes to.")
+    atomic_write(out, render(run))
+    return out
+
+
+def render(run: Run) -> str:
+    """The page as text."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["visible"] = visible
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(_context(run))
+
+
+def _finalize(value: object) -> object:
+    """Applied to every value that the template prints and that is not HTML already."""
+    return safe(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _context(run: Run) -> dict[str, Any]:
+    results = run.results
+    return {
+        "name": results.name,
+        "finished": run.finished,
+        "summary": summary(run),
+        "tiles": _tiles(results),
+        "stages": sections.stage_rows(results),
+        "forgetting": sections.forgetting(results),
+        "skills": [(name, SKILLS[name]) for name in results.skills if name in SKILLS],
+        "groups": sections.curve_groups(run),
+        "needle": sections.needle(results),
+        "mtp": sections.mtp(results),
+        "comparisons": sections.comparisons(results),
+        "notes": results.notes,
+        "exact": sections.exactness(run),
+        "agreement": agreement(results.exact),
+        "commands": _commands(run),
+        "software": sections.software(results),
+        "total": duration(results.times.total_seconds) if results.times.total_seconds is not None else "",
+        "marks": {"better": "▲", "worse": "▼", "same": "≈"},
+        "colours": COLOURS,
+    }
+
+
+def summary(run: Run) -> list[str]:
+    """What was run and what came out, in a few sentences that only say what the data hold."""
+    results = run.results
+    model = "a model"
+    if results.preset:
+        model = f"a “{results.preset}” model"
+    if results.parameters:
+        model += f" of {results.parameters:,} parameters"
+    count = len(results.stages)
+    text = f"The run “{results.name}” took {model} through {count} stage{'s' if count != 1 else ''}"
+    if results.stages:
+        text += f": {listing(_steps(results))}"
+    seed = f", with seed {results.seed}" if results.seed is not None else ""
+    took = results.times.total_seconds
+    said = [f"{text}{seed}.", f"It took {duration(took)} in all." if took is not None else "", _corpus(results)]
+    if not run.finished:
+        said.insert(0, "This run has not finished: there is no results.json yet, so this page shows its metrics so far.")
+    if evaluated := results.evaluated:
+        said.append(_final(results, evaluated[-1].name))
+    said.append(agreement(results.exact))
+    return [sentence for sentence in said if sentence]
+
+
+def _steps(results: Results) -> list[str]:
+    """Stages by what they are, runs of the same kind once: "pre-training, DSA warm-up, ..."."""
+    titles = []
+    for stage in results.stages:
+        title = KINDS[stage.kind].title if stage.kind in KINDS else stage.name
+        # Abbreviations keep their capitals.
+        titles.append(title if title[:2].isupper() or stage.kind not in KINDS else title[0].lower() + title[1:])
+    return list(dict.fromkeys(titles))
+
+
+def _corpus(results: Results) -> str:
+    corpus = results.corpus
+    if not corpus.train_tokens:
+        return ""
+    documents = f" from {corpus.train_documents:,} documents" if corpus.train_documents else ""
+    vocabulary = f", in a vocabulary of {corpus.tokenizer_vocab:,}" if corpus.tokenizer_vocab else ""
+    return f"Its training text has {corpus.train_tokens:,} tokens{documents}{vocabulary}."
+
+
+def _final(results: Results, stage: str) -> str:
+    last = results.evaluated[-1].evaluation
+    if last is None:
+        return ""
+    scores = [f"{score.score:.2f} on {name}" for name, score in last.skills.items()]
+    bits = last.text.bits_per_byte
+    parts = []
+    if scores:
+        parts.append(f"the model scores {listing(scores)} (1 is perfect)")
+    if bits is not None:
+        parts.append(f"needs {bits:.3f} bits per byte of held-out text" if scores else f"it needs {bits:.3f} bits per byte")
+    return f"After the last evaluated stage, {stage}, {' and '.join(parts)}." if parts else ""
+
+
+def _tiles(results: Results) -> list[tuple[str, str, str]]:
+    """(label, value, remark) of the numbers that one looks for first: the last evaluation."""
+    if not results.evaluated or (last := results.evaluated[-1].evaluation) is None:
+        return []
+    tiles = []
+    for name, score in last.skills.items():
+        cell = sections.score_cell(score)
+        tiles.append((name, cell.value, f"{cell.interval}{f', n = {score.n}' if score.n else ''}"))
+    if last.text.bits_per_byte is not None:
+        tiles.append(("bits per byte", f"{last.text.bits_per_byte:.3f}", "fewer are better"))
+    if last.mtp and last.mtp.accept_length is not None:
+        tiles.append(("accept length", number(last.mtp.accept_length), "tokens per check"))
+    return tiles
+
+
+def _commands(run: Run) -> list[tuple[str, str]]:
+    """(command, what it does), to be typed in the repository."""
+    name = run.results.name
+    folder = shlex.quote(clean(f"runs/{name}"))
+    repeat = _DEMOS.get(name, f"glm5 pipeline {shlex.quote(clean(f'runs/{name}/recipe.toml'))}")
+    commands = [(repeat, "runs all of it again" if run.finished else "goes on with the run")]
+    if run.finished:
+        final = shlex.quote(clean(f"runs/{name}/final"))
+        commands.append((f"glm5 serve {final}", "serves the final model, with a page to chat with it"))
+    commands.append((f"glm5 report {folder}", "writes this page again"))
+    return commands
+
+

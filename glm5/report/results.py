@@ -1,0 +1,227 @@
+"""Reads a run folder: `results.json`, and `metrics.jsonl` for the curves or, before a run has ended, for all there is.
+
+Both files may come from someone else, so their shape is checked here and every text in them counts as hostile later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from glm5.errors import DataError
+from glm5.obs.metrics import read_metrics
+
+SFT_KIND = "sft"
+DSA_KINDS = ("dsa_warmup", "dsa_sparse")
+POLICY_KINDS = ("reasoning", "agentic", "general", "distill")
+REWARD_MODEL = "/reward_model"
+"""Ending of the stage name under which a stage's reward model writes its metrics."""
+
+
+class _Part(BaseModel):
+    """A part of results.json. Absent and null are the same; keys that the report does not know are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Score(_Part):
+    """A mean score in [0, 1] with its 95% interval and the number of problems."""
+
+    score: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+class TextScore(_Part):
+    bits_per_byte: float | None = None
+    bytes: int | None = None
+
+
+class MtpScore(_Part):
+    """`accept_length` = tokens per verification (1 + accepted drafts); `per_position` = share of drafts accepted."""
+
+    accept_length: float | None = None
+    per_position: list[float | None] = []
+    n: int | None = None
+
+
+class Sample(_Part):
+    family: str
+    prompt: str
+    output: str = ""
+    reward: float | None = None
+
+
+class Evaluation(_Part):
+    text: TextScore = TextScore()
+    skills: dict[str, Score] = {}
+    needle: dict[str, Score] = {}
+    mtp: MtpScore | None = None
+    samples: list[Sample] = []
+
+
+class Stage(_Part):
+    name: str
+    kind: str = ""
+    numbers: dict[str, float | None] = {}
+    evaluation: Evaluation | None = None
+
+
+class Agreement(_Part):
+    """How many sampled tokens the learner scored again, on how many the engine's log-probability had other bits."""
+
+    tokens: int | None = None
+    mismatches: int | None = None
+    max_abs_diff: float | None = None
+    stages: dict[str, Agreement] = {}
+
+
+class StageTimes(_Part):
+    train_seconds: float | None = None
+    evaluation_seconds: float | None = None
+
+
+class Times(_Part):
+    total_seconds: float | None = None
+    stages: dict[str, StageTimes] = {}
+
+
+class Corpus(_Part):
+    train_tokens: int | None = None
+    train_documents: int | None = None
+    held_out_tokens: int | None = None
+    held_out_documents: int | None = None
+    tokenizer_vocab: int | None = None
+
+
+class Results(_Part):
+    """All of results.json."""
+
+    name: str = ""
+    seed: int | None = None
+    preset: str | None = None
+    parameters: int | None = None
+    corpus: Corpus = Corpus()
+    stages: list[Stage] = []
+    exact: Agreement | None = None
+    notes: list[str] = []
+    times: Times = Times()
+    software: dict[str, str | None] = {}
+
+    @property
+    def evaluated(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.evaluation is not None]
+
+    @property
+    def skills(self) -> list[str]:
+        """Names of all skills, in the order of their first appearance."""
+        return list(dict.fromkeys(name for _, found in self.evaluations() for name in found.skills))
+
+    def evaluations(self) -> Iterator[tuple[Stage, Evaluation]]:
+        """The stages that were evaluated, each with what was found."""
+        for stage in self.stages:
+            if stage.evaluation is not None:
+                yield stage, stage.evaluation
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds. `finished` is False where results.json is not written yet."""
+
+    results: Results
+    metrics: list[dict[str, Any]]
+    finished: bool
+
+    def series(self, stage: str, key: str) -> list[tuple[float, float]]:
+        """(step, value) of one metric of one stage, without the values that are absent or not finite."""
+        rows = (row for row in self.metrics if row["stage"] == stage)
+        return [(float(row["step"]), value) for row in rows if (value := finite(row.get(key))) is not None]
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder; DataError where there is nothing to report or a file is damaged."""
+    results_path, metrics_path = folder / "results.json", folder / "metrics.jsonl"
+    if not results_path.is_file() and not metrics_path.is_file():
+        raise DataError(f"{folder} holds neither results.json nor metrics.jsonl; give the folder of a run.")
+    metrics = read_metrics(metrics_path) if metrics_path.is_file() else []
+    if results_path.is_file():
+        return Run(_named(parse_results(_read_json(results_path), str(results_path)), folder), metrics, True)
+    if not metrics:
+        raise DataError(f"{metrics_path} has no line yet; report again when the run has made its first steps.")
+    return Run(_named(_from_metrics(metrics, _read_recipe(folder / "recipe.toml")), folder), metrics, False)
+
+
+def parse_results(data: object, where: str = "results") -> Results:
+    """Check the shape of a parsed results.json; DataError names the first part that is wrong."""
+    try:
+        return Results.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise DataError(f"{where} is not a run's result: {place}: {first['msg']}. Run the pipeline again.") from None
+
+
+def finite(value: object) -> float | None:
+    """`value` as a float, None where it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _named(results: Results, folder: Path) -> Results:
+    return results if results.name else results.model_copy(update={"name": folder.resolve().name})
+
+
+def _read_json(path: Path) -> object:
+    try:
+        # NaN and Infinity are no JSON, but Python writes them; they say "no number" like null.
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{path} is damaged: it is not JSON. Run the pipeline again.") from None
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """The recipe of an unfinished run; it only adds names, so an unreadable one counts as none."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _from_metrics(metrics: list[dict[str, Any]], recipe: dict[str, Any]) -> Results:
+    """What the metrics alone tell: the stages so far, their last numbers, the time between first and last line."""
+    listed = recipe.get("stages")
+    entries = [s for s in (listed if isinstance(listed, list) else []) if isinstance(s, dict)]
+    kinds = {str(entry.get("name")): str(entry.get("kind", "")) for entry in entries}
+    stages, times = [], {}
+    for name in dict.fromkeys(row["stage"] for row in metrics):
+        if name.endswith(REWARD_MODEL):
+            continue
+        rows = [row for row in metrics if row["stage"] == name]
+        numbers = {k: v for k, v in rows[-1].items() if k not in ("stage", "step", "time")}
+        # Recipes without a file to read name their stages after the kinds more often than not.
+        stages.append(Stage(name=name, kind=kinds.get(name, name), numbers={k: finite(v) for k, v in numbers.items()}))
+        clock = [t for row in rows if (t := finite(row.get("time"))) is not None]
+        times[name] = StageTimes(train_seconds=max(clock) - min(clock) if clock else None)
+    seed, label, preset = recipe.get("seed"), recipe.get("name"), recipe.get("preset")
+    return Results(
+        name=label if isinstance(label, str) else "",
+        seed=seed if isinstance(seed, int) else None,
+        preset=preset if isinstance(preset, str) else None,
+        stages=stages,
+        times=Times(stages=times),
+    )

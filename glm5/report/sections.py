@@ -1,0 +1,287 @@
+"""The report's sections as data for the template: tables, panels of curves, retrieval, drafting, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from glm5.report.figures import Panel, Series, by_category, curves
+from glm5.report.results import DSA_KINDS, POLICY_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score, Stage
+from glm5.report.wording import KINDS, METRICS, Change, bpb_change, clean, duration, number, score_change
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table with what stands below it: an interval or a count, and the change since the stage before."""
+
+    value: str
+    interval: str = ""
+    change: Change | None = None
+    delta: str = ""
+
+
+@dataclass(frozen=True)
+class TableData:
+    """Headings (the first names the row) and rows: a name, then one cell per further heading."""
+
+    headings: list[str]
+    rows: list[tuple[str, list[Cell]]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Panels that belong together, under one heading with one explanation."""
+
+    title: str
+    text: str
+    panels: list[Panel]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    name: str
+    title: str
+    does: str
+    section: str
+    numbers: list[tuple[str, str]]
+    train: str
+    evaluation: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One problem, and what the model made of it after some stages: (stage, output, reward) each."""
+
+    family: str
+    prompt: str
+    answers: list[tuple[str, str, float | None]] = field(default_factory=list)
+
+
+def stage_rows(results: Results) -> list[StageRow]:
+    """The list of stages. A stage of an unknown kind is shown with its first numbers."""
+    rows = []
+    for stage in results.stages:
+        kind = KINDS.get(stage.kind)
+        keys = kind.keys if kind else tuple(stage.numbers)[:4]
+        known = [(METRICS.get(key, key), value) for key in keys if (value := stage.numbers.get(key)) is not None]
+        times = results.times.stages.get(stage.name)
+        rows.append(
+            StageRow(
+                name=stage.name,
+                title=kind.title if kind else stage.kind,
+                does=kind.does if kind else "",
+                section=f"§{kind.section}" if kind and kind.section else "–",
+                numbers=[(label, number(value)) for label, value in known],
+                train=duration(times.train_seconds if times else None),
+                evaluation=duration(times.evaluation_seconds if times else None),
+            )
+        )
+    return rows
+
+
+def forgetting(results: Results) -> TableData | None:
+    """Skills and bits per byte after every stage, each compared to the stage before. None without an evaluation."""
+    skills = results.skills
+    rows: list[tuple[str, list[Cell]]] = []
+    before: Evaluation | None = None
+    for stage, now in results.evaluations():
+        cells = []
+        for name in skills:
+            new, old = now.skills.get(name), before.skills.get(name) if before else None
+            cells.append(score_cell(new, score_change(old, new) if new and old else None))
+        cells.append(_bits_cell(now, before))
+        rows.append((stage.name, cells))
+        before = now
+    return TableData(["after stage", *skills, "bits per byte"], rows) if rows else None
+
+
+def score_cell(score: Score | None, change: Change | None = None) -> Cell:
+    """A score with its interval."""
+    if score is None:
+        return Cell("–")
+    known = score.low is not None and score.high is not None
+    interval = f"{score.low:.2f}–{score.high:.2f}" if known else "no interval"
+    return Cell(f"{score.score:.2f}", interval, change, f"{change.delta:+.2f}" if change else "")
+
+
+def _bits_cell(now: Evaluation, before: Evaluation | None) -> Cell:
+    bits, old = now.text.bits_per_byte, before.text.bits_per_byte if before else None
+    if bits is None:
+        return Cell("–")
+    change = bpb_change(old, bits) if old is not None else None
+    size = f"on {now.text.bytes:,} bytes" if now.text.bytes else ""
+    return Cell(f"{bits:.3f}", size, change, f"{change.delta:+.3f}" if change else "")
+
+
+def curve_groups(run: Run) -> list[Group]:
+    """All curves that the metrics hold, in a few groups."""
+    stages = run.results.stages
+    groups = [
+        Group(
+            "Language modelling",
+            "Loss in nats per token, for the next token and for the tokens that the MTP depths draft after it. "
+            "Each panel has its own scale.",
+            [panel for stage in stages if (panel := _loss_panel(run, stage))],
+        ),
+        Group(
+            "Sparse attention (DSA)",
+            "How well the indexers learn where attention looks. KL is the distance from their distribution to that of "
+            "attention. Recall is the share of attention that falls on the tokens they pick; 1 would lose nothing.",
+            _panels(run, DSA_KINDS, (("indexer_kl", "Indexer KL (nats)", ""), ("indexer_recall", "Indexer recall", ""))),
+        ),
+        Group("Reinforcement learning", _POLICY_TEXT, _panels(run, POLICY_KINDS, _POLICY_PANELS) + _special_panels(run)),
+        Group(
+            "Expert load",
+            "Tokens of the busiest expert over the mean of all, in the layer where that is worst; 1 is perfect balance.",
+            _panels(run, tuple(KINDS), (("load_max", "Busiest expert", "1 = balanced"),)),
+        ),
+    ]
+    return [group for group in groups if group.panels]
+
+
+_POLICY_TEXT = (
+    "Each step samples new replies, grades them and updates the model once. Rewards of different stages belong to "
+    "different problems. The masked share are tokens that count for nothing, because the model that learned and the "
+    "one that sampled had drifted apart. Entropy tells how undecided the model is; it falls as it grows sure."
+)
+_POLICY_PANELS = (
+    ("reward", "Mean reward", ""),
+    ("masked_share", "Masked share of tokens", ""),
+    ("entropy", "Entropy (nats per token)", ""),
+    ("length", "Length (tokens)", ""),
+    ("reverse_kl", "Reverse KL to the teachers (nats)", "lower is closer to them"),
+    ("orm_score", "Score by the reward model", "learned, not exact"),
+)
+
+
+def _loss_panel(run: Run, stage: Stage) -> Panel | None:
+    if stage.kind in POLICY_KINDS:
+        return None
+    keys = [("loss", "next token"), *((f"mtp{depth}_loss", f"MTP {depth}") for depth in range(1, 6))]
+    return curves(stage.name, [Series(label, run.series(stage.name, key)) for key, label in keys])
+
+
+def _panels(run: Run, kinds: Sequence[str], wanted: Sequence[tuple[str, str, str]]) -> list[Panel]:
+    """One panel per (metric, title, note) with one line per stage of these kinds."""
+    names = [stage.name for stage in run.results.stages if stage.kind in kinds]
+    made = (curves(title, [Series(n, run.series(n, key)) for n in names], note) for key, title, note in wanted)
+    return [panel for panel in made if panel]
+
+
+def _special_panels(run: Run) -> list[Panel]:
+    """What single kinds of RL stages have to themselves: staleness of sampled tokens, and reward models."""
+    panels = []
+    for stage in run.results.stages:
+        if stage.kind == "agentic":
+            lines = [Series(label, run.series(stage.name, f"staleness_{label}")) for label in ("mean", "max")]
+            panels.append(curves(f"Staleness in {stage.name}", lines, "weight updates since a token was sampled"))
+        model = f"{stage.name}{REWARD_MODEL}"
+        lines = [Series(key, run.series(model, key)) for key in ("loss", "accuracy")]
+        panels.append(curves(f"Reward model of {stage.name}", lines, "on pairs of a better and a worse reply"))
+    return [panel for panel in panels if panel]
+
+
+def needle(results: Results) -> tuple[TableData, Panel | None] | None:
+    """Retrieval by document length: dense attention, sparse attention, the final model. None where nothing was measured."""
+    measured = [stage for stage in results.evaluated if stage.evaluation and stage.evaluation.needle]
+    if not measured:
+        return None
+    chosen: dict[str, str] = {}  # stage name -> what it stands for
+    first_dsa = next((i for i, s in enumerate(results.stages) if s.kind in DSA_KINDS), None)
+    if first_dsa is not None:
+        earlier = {stage.name for stage in results.stages[:first_dsa]}
+        if dense := [stage.name for stage in measured if stage.name in earlier]:
+            chosen[dense[-1]] = "dense attention"
+    if sparse := [stage.name for stage in measured if stage.kind == "dsa_sparse"]:
+        chosen[sparse[-1]] = "sparse attention (DSA)"
+    last = measured[-1].name
+    chosen[last] = f"{chosen[last]}, last measured" if last in chosen else "last measured"
+    found = {stage.name: stage.evaluation.needle for stage in measured if stage.evaluation}
+    lengths = sorted({length for name in chosen for length in found[name]}, key=_length_order)
+    rows = [
+        (f"{what}: after {name}", [score_cell(found[name].get(length)) for length in lengths])
+        for name, what in chosen.items()
+    ]
+    series = []
+    for name in chosen:
+        known = [(place, found[name][length]) for place, length in enumerate(lengths) if length in found[name]]
+        intervals = [(_or(score.low, score.score), _or(score.high, score.score)) for _, score in known]
+        series.append(Series(f"after {name}", [(place, score.score) for place, score in known], intervals))
+    panel = by_category("Share of numbers found", lengths, series, "by document length in bytes", top=1.03)
+    return TableData(["model", *(f"{length} bytes" for length in lengths)], rows), panel
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _length_order(length: str) -> tuple[int, str]:
+    return (int(length), "") if length.isascii() and length.isdigit() and len(length) < 19 else (10**19, length)
+
+
+def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
+    """Drafting with MTP by stage. None where nothing was measured."""
+    found = [(s.name, s.evaluation.mtp) for s in results.evaluated if s.evaluation and s.evaluation.mtp]
+    if not found:
+        return None
+    names = [name for name, _ in found]
+    depth = max(len(score.per_position) for _, score in found)
+    lengths = [(i, score.accept_length) for i, (_, score) in enumerate(found) if score.accept_length is not None]
+    lines = []
+    for position in range(depth):
+        values = [(i, s.per_position[position]) for i, (_, s) in enumerate(found) if position < len(s.per_position)]
+        lines.append(Series(f"draft {position + 1}", [(i, value) for i, value in values if value is not None]))
+    panels = [
+        by_category("Accept length", names, [Series("accept length", lengths)], "tokens per check; 1 = no help"),
+        by_category("Accepted drafts by position", names, lines, "share of checks", top=1.03),
+    ]
+    rows = []
+    for name, score in found:
+        shares = [*score.per_position, *[None] * (depth - len(score.per_position))]
+        count = "" if score.n is None else f"{score.n:,} checks"
+        cells = [Cell("–" if share is None else f"{share:.2f}") for share in shares]
+        rows.append((name, [Cell(number(score.accept_length), count), *cells]))
+    headings = ["after stage", "accept length", *(f"draft {position + 1}" for position in range(depth))]
+    return TableData(headings, rows), [panel for panel in panels if panel]
+
+
+def comparisons(results: Results) -> list[Comparison]:
+    """Per family its first problem, as answered after the first evaluated stage, after SFT and after the last stage."""
+    sampled = [stage for stage in results.evaluated if stage.evaluation and stage.evaluation.samples]
+    if not sampled:
+        return []
+    tuned = [stage for stage in sampled if stage.kind == SFT_KIND]
+    names = {stage.name for stage in (sampled[0], *tuned[-1:], sampled[-1])}
+    chosen = [stage for stage in sampled if stage.name in names]
+    answers: dict[tuple[str, str], list[tuple[str, str, float | None]]] = {}
+    for stage in chosen:
+        for sample in stage.evaluation.samples if stage.evaluation else []:
+            answers.setdefault((sample.family, sample.prompt), []).append((stage.name, sample.output, sample.reward))
+    found: dict[str, Comparison] = {}
+    for (family, prompt), given in answers.items():
+        # The first problem, unless a later one was asked more often (the problems changed between stages).
+        if family not in found or len(given) > len(found[family].answers):
+            found[family] = Comparison(family, prompt, given)
+    return list(found.values())
+
+
+def exactness(run: Run) -> TableData | None:
+    """Agreement of engine and learner per stage: as counted or, in an unfinished run, as the metrics tell so far."""
+    exact = run.results.exact
+    if exact is not None and exact.stages:
+        rows = [
+            (name, [Cell(_count(e.tokens)), Cell(_count(e.mismatches)), Cell(number(e.max_abs_diff))])
+            for name, e in exact.stages.items()
+        ]
+        return TableData(["stage", "sampled tokens", "of these different", "largest difference (nats)"], rows)
+    worst = {s.name: [v for _, v in run.series(s.name, "mismatch_max")] for s in run.results.stages}
+    rows = [(name, [Cell(number(max(values)))]) for name, values in worst.items() if values]
+    return TableData(["stage", "largest difference (nats)"], rows) if rows else None
+
+
+def software(results: Results) -> list[tuple[str, str]]:
+    return [(clean(name), version or "–") for name, version in results.software.items()]
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"

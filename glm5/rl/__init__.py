@@ -1,0 +1,1 @@
+"""Reinforcement learning and on-policy distillation: one asynchronous loop, algorithms as small files."""

@@ -1,0 +1,23 @@
+"""One algorithm per file; the loop asks each for advantages and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from glm5.records import Trajectory, TrainSample
+from glm5.rl.learner import PolicyBatch
+
+
+class Algorithm(Protocol):
+    """What distinguishes the RL stages."""
+
+    def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
+        """Token rows with advantages, and numbers for the metrics."""
+        ...
+
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
+        """Loss of one micro-batch and its statistics."""
+        ...

@@ -1,0 +1,40 @@
+"""Agentic RL: mean baseline without standard deviation, direct double-sided importance sampling (§3.3, §4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from glm5.config.recipe import AgenticStage
+from glm5.records import Trajectory, TrainSample
+from glm5.rl.advantages import mean_centred
+from glm5.rl.learner import PolicyBatch
+from glm5.rl.losses import double_sided_is_loss
+from glm5.tasks.episode import to_samples
+
+
+class AgenticRL:
+    """Tokens of the environment are not in the loss; stale tokens are weighted by their own rollout probability."""
+
+    def __init__(self, stage: AgenticStage) -> None:
+        self.stage = stage
+
+    def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
+        rows = []
+        for group in groups:
+            for trajectory, advantage in zip(group, mean_centred([t.reward for t in group]), strict=True):
+                rows.extend(to_samples(trajectory, advantage))
+        turns = [len(t.turns) for group in groups for t in group]
+        return rows, {"turns": sum(turns) / len(turns)}
+
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
+        return double_sided_is_loss(
+            batch.logprobs,
+            batch.rollout_logprobs,
+            batch.advantages,
+            batch.mask,
+            eps_low=self.stage.eps_low,
+            eps_high=self.stage.eps_high,
+            average="sequence",
+        )

@@ -1,0 +1,60 @@
+"""On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (§3.5, Eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from glm5.config.recipe import DistillStage
+from glm5.data.packing import pack_batch
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.records import Trajectory, TrainSample
+from glm5.rl.learner import PolicyBatch, packed_logprobs
+from glm5.rl.losses import icepop_grpo_loss
+from glm5.tasks.episode import to_samples
+
+
+class Distillation:
+    """Samples come from the student; each prompt is tagged with one teacher, the final checkpoint of an earlier stage.
+
+    A_t = sg[log pi_teacher(y_t) - log pi_student(y_t)] takes the advantage's place in Eq. 1, group size 1. Its
+    expectation is minus the reverse KL, so teacher = student means no change. `teachers` maps a domain to its model.
+    """
+
+    def __init__(self, stage: DistillStage, teachers: Mapping[str, GLM5ForCausalLM]) -> None:
+        self.stage, self.teachers = stage, teachers
+
+    def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
+        rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
+        for domain, teacher in self.teachers.items():
+            mine = [row for row in rows if row.domain == domain]
+            if mine:
+                self._score(teacher, mine, domain)
+        return rows, {}
+
+    @torch.no_grad()
+    def _score(self, teacher: GLM5ForCausalLM, rows: Sequence[TrainSample], name: str) -> None:
+        """Write the teacher's log-probabilities into the advantages; the student's are subtracted in the loss."""
+        width = max(self.stage.row_length, max(len(row.ids) for row in rows))
+        batch, places = pack_batch([(row.ids, row.loss_mask) for row in rows], width)
+        logprobs = iter(packed_logprobs(teacher, batch, self.stage.temperature)[0].tolist())
+        for i in sorted(range(len(rows)), key=lambda i: (places[i].row, places[i].start)):
+            rows[i].advantages = [next(logprobs) if wanted else 0.0 for wanted in rows[i].loss_mask]
+            rows[i].teacher = name
+
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
+        advantages = batch.advantages - batch.logprobs.detach()
+        loss, stats = icepop_grpo_loss(
+            batch.logprobs,
+            batch.logprobs.detach(),
+            batch.rollout_logprobs,
+            advantages,
+            batch.mask,
+            beta=self.stage.beta,
+            clip_low=self.stage.clip_low,
+            clip_high=self.stage.clip_high,
+        )
+        picked = advantages[batch.mask]
+        return loss, stats | {"reverse_kl": float(-picked.mean()) if picked.numel() else 0.0}

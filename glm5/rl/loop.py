@@ -1,0 +1,214 @@
+"""The one RL loop: rollouts and updates over a logical clock. Synchronous RL is the same loop with max_staleness 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm5.chat import Tokenizer
+from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage
+from glm5.engine.engine import Engine
+from glm5.engine.request import Request
+from glm5.errors import RolloutError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.optim.schedules import learning_rate
+from glm5.records import Outcome, SamplingParams, Trajectory
+from glm5.rl.algos import Algorithm
+from glm5.rl.buffer import Buffer, staleness
+from glm5.rl.learner import Agreement, Learner
+from glm5.rl.weight_sync import publish
+from glm5.seeds import derive_seed
+from glm5.tasks import Episode, Family, make_family
+from glm5.train.checkpoint import load_state, save_state
+from glm5.train.loop import StageIO
+
+
+class PromptStream:
+    """Group number -> problem: families take turns in proportion to their weights, training split only."""
+
+    def __init__(self, families: Sequence[FamilyConfig], seed: int) -> None:
+        self._configs = families
+        self._families: list[Family] = [make_family(f.name, **f.options) for f in families]
+        self._total = sum(f.weight for f in families)
+        self._seed = seed
+
+    def episode(self, group: int, tokenizer: Tokenizer, stage: PolicyStage) -> Episode:
+        """A fresh episode of group number `group`. Even spacing: family i owns a fixed slice of every unit interval."""
+        at = (group * 0.6180339887498949) % 1.0 * self._total
+        index = 0
+        while index < len(self._configs) - 1 and at >= self._configs[index].weight:
+            at -= self._configs[index].weight
+            index += 1
+        # Rollouts use problems that the demonstrations of SFT did not: another region of the same endless training split.
+        problem = self._families[index].problem("train", 1_000_000 + self._seed % 1000 * 100_000 + group)
+        return Episode(
+            problem.env(),
+            tokenizer,
+            max_turns=stage.max_turns,
+            max_context=stage.max_context,
+            group=group,
+            render_tools=self._configs[index].render_tools,
+        )
+
+
+@dataclass
+class _Running:
+    """An episode whose next turn the engine is generating."""
+
+    episode: Episode
+    member: int
+    request: Request
+
+
+class PolicyLoop:
+    """Keeps the engine busy, hands complete groups to the learner and pushes weights.
+
+    Time is logical: one tick is one engine step, and an update's weights become visible `train_ticks` ticks after its
+    batch was taken, while the engine goes on with the old ones. So an asynchronous run can be repeated exactly. Group g
+    may start only when g < (pushed version * push_every + 1 + max_staleness) * prompts: sampling is paced first, and what
+    still comes out too stale is dropped.
+    """
+
+    def __init__(
+        self,
+        model: GLM5ForCausalLM,
+        tokenizer: Tokenizer,
+        stage: PolicyStage,
+        algorithm: Algorithm,
+        io: StageIO,
+        seed: int,
+    ) -> None:
+        self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
+        self.seed = derive_seed(seed, "policy", stage.name)
+        asynchronous = isinstance(stage, AgenticStage)
+        self.max_staleness = stage.max_staleness if isinstance(stage, AgenticStage) else 0
+        self.train_ticks = stage.train_ticks if isinstance(stage, AgenticStage) else 0
+        self.push_every = stage.push_every if isinstance(stage, AgenticStage) else 1
+        self.reset_on_push = asynchronous
+        self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
+        self.learner = Learner(model, stage.optim, row_length=stage.row_length, temperature=stage.temperature)
+        self.engine = Engine(
+            model.clone(), tokenizer, max_batch=self.concurrency, max_length=stage.max_context + 1
+        )
+        self.buffer = Buffer(stage.group, self.max_staleness)
+        self.prompts = PromptStream(stage.families, seed)
+        self._running: list[_Running] = []
+        self._next = (0, 0)  # group and member that start next
+        self._pushed = 0
+        self._push_in = -1  # ticks until finished weights become visible; -1 = nothing on its way
+
+    def run(self) -> dict[str, float]:
+        """All updates of the stage; resumes where no rollout was in flight. Returns the last update's numbers."""
+        state = self.io.folder / "state"
+        steps = self.stage.optim.steps
+        done, extra = load_state(state, self.learner.model, self.learner.optimizer) or (0, {})
+        numbers: dict[str, float] = dict(extra.get("numbers", {}))
+        if done:
+            self._restore(done, extra)
+        self.io.metrics.rewind(self.io.name, done)
+        self.io.advance(done, {})
+        while self.learner.version < steps:
+            self._tick()
+            if self._push_in < 0:
+                self.buffer.drop_stale(self.learner.version)
+                if self.buffer.ready >= self.stage.prompts:
+                    numbers = self._update()
+                    self.io.metrics.write(self.io.name, self.learner.version, numbers)
+                    self.io.advance(1, numbers)
+                    if not self._running and self.train_ticks == 0:
+                        self._push()
+                        self._save(state, numbers)
+        return numbers
+
+    def _restore(self, done: int, extra: dict[str, object]) -> None:
+        self.learner.version = self._pushed = done
+        self._next = (int(str(extra["next_group"])), 0)
+        saved = extra["agreement"]
+        assert isinstance(saved, dict)
+        self.learner.agreement = Agreement(**saved)
+        publish(self.learner.model, self.engine, done)
+
+    def _save(self, state, numbers: dict[str, float]) -> None:  # type: ignore[no-untyped-def]
+        every = self.stage.optim.save_every
+        if every and self.learner.version % every == 0 and self.learner.version < self.stage.optim.steps:
+            extra = {"next_group": self._next[0], "agreement": vars(self.learner.agreement), "numbers": numbers}
+            save_state(state, self.learner.model, self.learner.optimizer, self.learner.version, extra)
+
+    def _tick(self) -> None:
+        """One step of the clock: start what may start, advance the engine, collect what ended, push when due."""
+        self._start()
+        if not self._running and self._push_in < 0 and self.buffer.ready < self.stage.prompts:
+            raise RolloutError(
+                f"{self.io.name}: no rollout can start and no batch is complete; every group was dropped "
+                f"({self.buffer.dropped_env} by environment failures, {self.buffer.dropped_stale} as stale)."
+            )
+        self.engine.step()
+        for running in [r for r in self._running if r.request.done]:
+            self._running.remove(running)
+            running.episode.accept(running.request.completion)
+            self._continue(running.episode, running.member)
+        if self._push_in > 0:
+            self._push_in -= 1
+        if self._push_in == 0:
+            self._push()
+
+    def _start(self) -> None:
+        while len(self._running) < self.concurrency:
+            group, member = self._next
+            budget = (self._pushed + 1 + self.max_staleness) * self.stage.prompts + self.buffer.dropped
+            if group >= budget:
+                return
+            self._next = (group, member + 1) if member + 1 < self.stage.group else (group + 1, 0)
+            self._continue(self.prompts.episode(group, self.tokenizer, self.stage), member)
+
+    def _continue(self, episode: Episode, member: int) -> None:
+        """Submit the next turn of an episode, or put its trajectory into the buffer."""
+        context = episode.pending()
+        if context is None:
+            self.buffer.add(episode.trajectory())
+            return
+        params = SamplingParams(
+            max_tokens=min(self.stage.max_tokens, episode.room),
+            temperature=self.stage.temperature,
+            seed=derive_seed(self.seed, "turn", episode.group, member, len(episode.turns)),
+            stop_token_ids=self.tokenizer.stop_token_ids,
+        )
+        (request,) = self.engine.submit(context, params)
+        self._running.append(_Running(episode, member, request))
+
+    def _update(self) -> dict[str, float]:
+        groups = self.buffer.take(self.stage.prompts)
+        numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
+        samples, more = self.algorithm.samples(groups)
+        config = self.stage.optim
+        rate = learning_rate(
+            self.learner.version,
+            steps=config.steps,
+            peak=config.lr,
+            final=config.final_lr,
+            warmup=config.warmup,
+            shape=config.schedule,
+        )
+        numbers |= more | self.learner.step(samples, self.algorithm.loss, rate)
+        numbers["dropped_groups"] = float(self.buffer.dropped)
+        self._push_in = self.train_ticks if self.learner.version % self.push_every == 0 else -1
+        return numbers
+
+    def _push(self) -> None:
+        publish(self.learner.model, self.engine, self.learner.version)
+        self._pushed, self._push_in = self.learner.version, -1
+        if self.reset_on_push:
+            self.learner.reset_optimizer()
+
+
+def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
+    """Reward, solved share, output length and staleness of one batch."""
+    count = len(trajectories)
+    stale = [staleness(t, learner_version) for t in trajectories]
+    return {
+        "reward": sum(t.reward for t in trajectories) / count,
+        "solved": sum(t.outcome is Outcome.SOLVED for t in trajectories) / count,
+        "length": sum(len(turn.output_ids) for t in trajectories for turn in t.turns) / count,
+        "staleness_mean": sum(stale) / count,
+        "staleness_max": float(max(stale)),
+    }

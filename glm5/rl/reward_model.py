@@ -1,0 +1,97 @@
+"""The outcome reward model of General RL: a scalar head on a copy of the policy, trained on preference pairs (§3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from glm5.chat import Tokenizer, render_chat
+from glm5.config.recipe import RewardModelConfig
+from glm5.data.packing import pack_batch
+from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter
+from glm5.optim.schedules import learning_rate
+from glm5.records import Message
+from glm5.tasks.general import GeneralFamily
+from glm5.train.loop import build_optimizer, clip_gradients
+
+
+class RewardModel(nn.Module):
+    """score = w . (hidden state of the conversation's last token); larger is better, the scale has no meaning."""
+
+    def __init__(self, policy: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.trunk = policy.clone()
+        self.trunk.mtp = None
+        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+        self.head.weight.muon_split = (1,)  # type: ignore[attr-defined]
+        self.tokenizer = tokenizer
+
+    def ids(self, prompt: str, answer: str) -> list[int]:
+        """The conversation as the policy would have produced it, up to and including the closing token."""
+        messages = [Message("user", prompt), Message("assistant", answer)]
+        return render_chat(
+            messages,
+            tokenizer=self.tokenizer,
+            enable_thinking=False,
+            clear_thinking=False,
+            add_generation_prompt=False,
+            close_last=True,
+        ).ids
+
+    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores [N] of N token rows."""
+        width = max(256, max(map(len, rows)))
+        batch, places = pack_batch([(row, [True] * len(row)) for row in rows], width)
+        ctx = packed_context(batch.documents)
+        hidden = ctx.rows(self.trunk.model(batch.ids, ctx))
+        last = [place.start + len(row) - 1 for row, place in zip(rows, places, strict=True)]
+        return self.head(hidden[torch.tensor([p.row for p in places]), torch.tensor(last)]).squeeze(-1)
+
+    @torch.no_grad()
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Scores of (prompt, answer) pairs."""
+        return self([self.ids(prompt, answer) for prompt, answer in pairs]).tolist()
+
+
+def train_reward_model(
+    policy: GLM5ForCausalLM,
+    tokenizer: Tokenizer,
+    family: GeneralFamily,
+    config: RewardModelConfig,
+    metrics: MetricsWriter,
+    stage: str,
+) -> tuple[RewardModel, float]:
+    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy."""
+    model = RewardModel(policy, tokenizer)
+    optimizer = build_optimizer(model, config.optim, lambda name: ".indexer." not in name and "lm_head" not in name)  # type: ignore[arg-type]
+    metrics.rewind(stage, 0)
+    for step in range(config.optim.steps):
+        pairs = [family.preference_pair(step * config.pairs + i) for i in range(config.pairs)]
+        better, worse = _pair_scores(model, pairs)
+        loss = -nn.functional.logsigmoid(better - worse).mean()
+        rate = learning_rate(
+            step, steps=config.optim.steps, peak=config.optim.lr, final=config.optim.final_lr, warmup=config.optim.warmup
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(model, config.optim.clip)
+        optimizer.step()
+        accuracy = float((better > worse).float().mean())
+        metrics.write(stage, step + 1, {"loss": float(loss.detach()), "accuracy": accuracy, "lr": rate})
+    with torch.no_grad():
+        pairs = [family.preference_pair(i, split="heldout") for i in range(config.held_out_pairs)]
+        better, worse = _pair_scores(model, pairs)
+    return model.eval(), float((better > worse).float().mean())
+
+
+def _pair_scores(model: RewardModel, pairs: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
+    rows = [model.ids(prompt, text) for prompt, better, worse in pairs for text in (better, worse)]
+    scores = model(rows)
+    return scores[0::2], scores[1::2]

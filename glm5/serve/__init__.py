@@ -1,0 +1,11 @@
+"""The HTTP server: text meets tokens here. Needs the extra `serve`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from glm5.errors import MissingExtraError
+
+for _package in ("fastapi", "uvicorn"):
+    if importlib.util.find_spec(_package) is None:
+        raise MissingExtraError(_package, "serve")

@@ -1,0 +1,109 @@
+"""Intervals for scores: what a benchmark number is worth when it comes from a few dozen problems.
+
+All intervals are two-sided. `confidence` is the share of repetitions in which such an interval covers the true value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+_EXACT_DF = 300  # above this many degrees of freedom the expansion below is exact to six digits
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate `value` from `n` observations, with the ends of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """For a difference: whether its sign is settled at this confidence."""
+        return self.low > 0 or self.high < 0
+
+
+def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
+    """Wilson score interval for a proportion, e.g. a pass rate. Honest at 0 and at n successes, unlike the normal
+    approximation, and always within [0, 1]. ValueError unless 0 <= successes <= n and n > 0."""
+    if n <= 0 or not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n} are not a proportion")
+    z = _normal_quantile(confidence)
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    # At the ends the two terms are equal but for rounding.
+    low = 0.0 if successes == 0 else max(0.0, centre - half)
+    high = 1.0 if successes == n else min(1.0, centre + half)
+    return Interval(p, low, high, n)
+
+
+def mean_interval(
+    values: Sequence[float], confidence: float = 0.95, bounds: tuple[float, float] = (-math.inf, math.inf)
+) -> Interval:
+    """Student's t interval for the mean of independent `values`, cut to `bounds`, the range that a mean can have.
+
+    One value says nothing about the spread: its interval is all of `bounds`. Values that are all equal give an interval
+    of width 0; for right-or-wrong scores use `wilson`, which does not. ValueError for no values.
+    """
+    if not values:
+        raise ValueError("the mean of no values has no interval")
+    n = len(values)
+    mean = fmean(values)
+    if n == 1:
+        return Interval(mean, *bounds, n)
+    half = t_quantile(confidence, n - 1) * stdev(values) / math.sqrt(n)
+    return Interval(mean, max(bounds[0], mean - half), min(bounds[1], mean + half), n)
+
+
+def paired_difference(
+    a: Sequence[float],
+    b: Sequence[float],
+    confidence: float = 0.95,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> Interval:
+    """Interval for the mean of a[i] - b[i], where both systems worked on the same problems.
+
+    What makes a problem hard for both cancels, so this is narrower than comparing two separate intervals. ValueError
+    unless the two are equally long and not empty.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} and {len(b)} values are not pairs")
+    return mean_interval([x - y for x, y in zip(a, b, strict=True)], confidence, bounds)
+
+
+def t_quantile(confidence: float, df: int) -> float:
+    """The t for which Student's distribution with `df` degrees of freedom has `confidence` of its mass in [-t, t]."""
+    z = _normal_quantile(confidence)
+    if df < 1:
+        raise ValueError(f"Student's distribution needs at least one degree of freedom, not {df}")
+    if df > _EXACT_DF:
+        return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+    low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(df)) keeps the search finite
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_mass(middle, df) < confidence else (low, middle)
+    return math.tan(high) * math.sqrt(df)
+
+
+def _t_mass(angle: float, df: int) -> float:
+    """P(|T| <= t) at angle = atan(t / sqrt(df)): Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = df % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(2 if not odd else 3, df + 1, 2):
+        total += term
+        term *= square * (k - 1) / k
+    return (angle + sine * total) * 2 / math.pi if odd else sine * total
+
+
+def _normal_quantile(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"a confidence lies between 0 and 1, not at {confidence}")
+    return NormalDist().inv_cdf((1 + confidence) / 2)

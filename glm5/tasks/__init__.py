@@ -1,0 +1,29 @@
+"""Problems, environments, the episode runner and the sandbox, for reinforcement learning and evaluation (§4.2)."""
+
+from __future__ import annotations
+
+from glm5.tasks.contract import Family, Problem, split_of
+from glm5.tasks.episode import Episode, count_forks, play, to_samples
+from glm5.tasks.families import FAMILIES, make_family
+from glm5.tasks.general import rules_score
+from glm5.tasks.needle import needle_text
+from glm5.tasks.sandbox import Job, Limits, Sandbox, SandboxResult, sandbox_available
+
+__all__ = [
+    "FAMILIES",
+    "Episode",
+    "Family",
+    "Job",
+    "Limits",
+    "Problem",
+    "Sandbox",
+    "SandboxResult",
+    "count_forks",
+    "make_family",
+    "needle_text",
+    "play",
+    "rules_score",
+    "sandbox_available",
+    "split_of",
+    "to_samples",
+]

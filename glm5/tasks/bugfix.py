@@ -1,0 +1,390 @@
+"""Repair a one-line function with two tools: the smallest honest stand-in for agentic coding (§3.3, §4.2).
+
+The policy sees `def add(a,b):\\n return a-b`, may `run` the tests, may `edit` the returned expression (which runs the
+tests too) and says `done`. Its code runs in the sandbox. The sandbox receives the code and the arguments only; the
+wanted values stay outside and are compared there, so a program can neither read the answers nor talk the grader into a
+pass: it has to compute them. The reward is 1 iff the final code gives the wanted values on hidden arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm5.errors import ConfigError
+from glm5.records import Env, Message, Outcome, StepResult, ToolCall
+from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.sandbox import Limits, Sandbox
+
+LETTERS = "abcdefghkmnpqrstuvwxyz"
+TOOLS: tuple[ToolSpec, ...] = (function_tool("run"), function_tool("edit", "code"))
+VISIBLE_TESTS = 3
+MOST_CODE_BYTES = 80
+MOST_MALFORMED = 2
+MEMO_SIZE = 16384
+BLOCK = 32  # problems whose listed programs are evaluated in one process
+
+HARNESS = """\
+import json, sys
+
+def attempt(function, *arguments):
+    try:
+        value = function(*arguments)
+        json.dumps(value)
+        return ["value", value]
+    except BaseException as error:
+        return ["error", type(error).__name__]
+
+def load(number):
+    spaces.append({})
+    spaces[-1].update(vars(__import__(f"solution{number}")))
+
+with open("jobs.json") as stream:
+    jobs = json.load(stream)
+sys.path.insert(0, ".")
+spaces = []
+results = []
+for number, (name, cases) in enumerate(jobs):
+    loaded = attempt(load, number)
+    space = spaces[-1]
+    results.append([attempt(space[name], *case) if name in space else loaded for case in cases])
+print()
+print(json.dumps(results))
+"""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function worth writing: its right expression, wrong ones, what it computes and arguments to try it on."""
+
+    right: str
+    wrong: tuple[str, ...]
+    compute: Callable[..., Any]
+    kind: str = "numbers"
+
+    @property
+    def arity(self) -> int:
+        return 2 if "{1}" in self.right else 1
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "add": Operation("{0}+{1}", ("{0}-{1}", "{0}*{1}", "{1}-{0}"), lambda a, b: a + b),
+    "sub": Operation("{0}-{1}", ("{0}+{1}", "{1}-{0}", "{0}*{1}"), lambda a, b: a - b),
+    "mul": Operation("{0}*{1}", ("{0}+{1}", "{0}-{1}", "{0}//{1}"), lambda a, b: a * b),
+    "div": Operation("{0}//{1}", ("{0}*{1}", "{0}%{1}", "{1}//{0}"), lambda a, b: a // b),
+    "mod": Operation("{0}%{1}", ("{0}//{1}", "{1}%{0}", "{0}-{1}"), lambda a, b: a % b),
+    "most": Operation("max({0},{1})", ("min({0},{1})", "{0}", "{1}"), max),
+    "least": Operation("min({0},{1})", ("max({0},{1})", "{0}", "{1}"), min),
+    "same": Operation("{0}=={1}", ("{0}!={1}", "{0}<{1}", "{0}>{1}"), lambda a, b: a == b),
+    "less": Operation("{0}<{1}", ("{0}>{1}", "{0}=={1}", "{0}>={1}"), lambda a, b: a < b),
+    "neg": Operation("-{0}", ("{0}", "{0}-1", "{0}*2"), lambda a: -a),
+    "inc": Operation("{0}+1", ("{0}-1", "{0}", "{0}*2"), lambda a: a + 1),
+    "dec": Operation("{0}-1", ("{0}+1", "{0}", "-{0}"), lambda a: a - 1),
+    "dbl": Operation("{0}*2", ("{0}*{0}", "{0}+1", "{0}//2"), lambda a: a * 2),
+    "sqr": Operation("{0}*{0}", ("{0}*2", "{0}+{0}", "{0}"), lambda a: a * a),
+    "even": Operation("{0}%2==0", ("{0}%2==1", "{0}%2", "{0}==2"), lambda a: a % 2 == 0),
+    "first": Operation("{0}[0]", ("{0}[1]", "{0}[-1]", "{0}"), lambda s: s[0], "text"),
+    "last": Operation("{0}[-1]", ("{0}[0]", "{0}[1]", "{0}[-2]"), lambda s: s[-1], "text"),
+    "size": Operation("len({0})", ("len({0})-1", "len({0})+1", "{0}"), len, "text"),
+    "join": Operation("{0}+{1}", ("{1}+{0}", "{0}", "{0}+{0}"), lambda s, t: s + t, "text"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments and the wanted value, all JSON."""
+
+    args: tuple[Any, ...]
+    want: Any
+
+
+def _same(got: Any, want: Any) -> bool:
+    """Equal in value and JSON type: 1 is not true."""
+    return json.dumps(got) == json.dumps(want)
+
+
+class Judge:
+    """Evaluates programs in a sandbox. One judge serves many environments; safe to share between threads.
+
+    A program's values are a pure function of (program, name, arguments), so they are remembered in a bounded table.
+    (A program that reads the clock or draws random numbers gets its first result again: it gains nothing by retrying.)
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._memo: OrderedDict[tuple[str, str, str], list[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.runs = 0
+
+    def values(self, program: str, name: str, cases: Sequence[Case]) -> list[Any]:
+        """`["value", v]` or `["error", kind]` for each case. Raises `GradingError` when the sandbox fails."""
+        key = (program, name, json.dumps([case.args for case in cases]))
+        with self._lock:
+            if key in self._memo:
+                self._memo.move_to_end(key)
+                return self._memo[key]
+        self._run([key])
+        with self._lock:
+            return self._memo[key]
+
+    def prefill(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
+        """Evaluate many (program, name, cases) in one process. Only for programs of our own: in one process a hostile
+        program could change the values of its neighbours."""
+        keys = {(program, name, json.dumps([case.args for case in cases])): None for program, name, cases in jobs}
+        with self._lock:
+            missing = [key for key in keys if key not in self._memo]
+        if missing:
+            self._run(missing)
+
+    def _run(self, keys: Sequence[tuple[str, str, str]]) -> None:
+        jobs = ",".join(f"[{json.dumps(name)}, {cases}]" for _, name, cases in keys)
+        files = {f"solution{number}.py": program for number, (program, _, _) in enumerate(keys)}
+        result = self._sandbox.run_python(HARNESS, {**files, "jobs.json": f"[{jobs}]"})
+        counts = [len(json.loads(cases)) for _, _, cases in keys]
+        values = _read_values(result.stdout, counts)
+        if values is None:
+            values = [[["error", "timeout" if result.timed_out else "crash"]] * count for count in counts]
+        with self._lock:
+            self.runs += 1
+            self._memo.update(zip(keys, values, strict=True))
+            while len(self._memo) > MEMO_SIZE:
+                self._memo.popitem(last=False)
+
+    def grade(self, program: str, name: str, cases: Sequence[Case]) -> list[str | None]:
+        """For each case a short complaint, or None where it passes. Sees the code and the tests, nothing else."""
+        complaints: list[str | None] = []
+        for case, (kind, got) in zip(cases, self.values(program, name, cases), strict=True):
+            call = f"{name}({','.join(map(repr, case.args))})"
+            if kind == "error":
+                complaints.append(f"{call}: {str(got)[:20]}")
+            else:
+                same = _same(got, case.want)
+                complaints.append(None if same else f"{call}={repr(got)[:20]} want {case.want!r}")
+        return complaints
+
+
+def _read_values(stdout: str, counts: Sequence[int]) -> list[list[Any]] | None:
+    """The last line as one list of [kind, value] pairs per job; None for anything else (the writer is untrusted)."""
+    try:
+        jobs = json.loads(stdout.rstrip("\n").rpartition("\n")[2])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(jobs, list) or [len(job) if isinstance(job, list) else -1 for job in jobs] != list(counts):
+        return None
+    pairs = [pair for job in jobs for pair in job]
+    fit = all(isinstance(pair, list) and len(pair) == 2 and pair[0] in ("value", "error") for pair in pairs)
+    return jobs if fit else None
+
+
+@functools.cache
+def default_judge() -> Judge:
+    """The judge that families share unless given another. Raises `GradingError` where code cannot be isolated."""
+    return Judge(Sandbox(Limits(cpu_s=1, wall_s=10.0, memory_mb=128, processes=1, file_mb=4, output_kb=64)))
+
+
+@dataclass(frozen=True)
+class BugfixProblem:
+    """One broken function. `key` leaves the bug out: all bugs of one right program share a split."""
+
+    id: str
+    function: str
+    letters: tuple[str, ...]
+    wrong: str
+    cases: tuple[Case, ...]
+    max_turns: int
+    thinking: bool
+    judge: Judge = field(compare=False)
+    prepare: Callable[[], None] = field(compare=False)
+    domain: str = "agentic"
+    tools: Sequence[ToolSpec] = TOOLS
+
+    @property
+    def key(self) -> str:
+        return f"bugfix {self.program(self.right)}"
+
+    @property
+    def prompt(self) -> str:
+        return self.program(self.wrong)
+
+    @property
+    def right(self) -> str:
+        return OPERATIONS[self.function].right.format(*self.letters)
+
+    def program(self, expression: str) -> str:
+        return f"def {self.function}({','.join(self.letters)}):\n return {expression}"
+
+    @property
+    def programs(self) -> list[str]:
+        """The right program and every listed wrong one."""
+        operation = OPERATIONS[self.function]
+        return [self.program(text.format(*self.letters)) for text in (operation.right, *operation.wrong)]
+
+    def env(self) -> Env:
+        self.prepare()
+        return BugfixEnv(self)
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Mostly run, edit, done; sometimes straight to the edit; sometimes a wrong edit first, kept in the context but
+        out of the loss (§3.1). The observations come from the real tools."""
+        rng = random.Random(f"bugfix-demonstration-{rng_seed}-{self.id}")
+        others = [w.format(*self.letters) for w in OPERATIONS[self.function].wrong]
+        edits = [(self.right, True)]
+        spare = [w for w in others if w != self.wrong]
+        if self.max_turns >= 4 and rng.random() < 0.25:
+            edits.insert(0, (rng.choice(spare), False))
+        env = self.env()
+        opening, _, _ = env.start()
+        messages = list(opening)
+        if rng.random() < 0.75 and self.max_turns >= len(edits) + 2:
+            messages.append(self._assistant("test it", ToolCall("run", {})))
+            messages.extend(env.step(messages[-1]).messages)
+        for code, train in edits:
+            messages.append(self._assistant(f"{self.function}: {code}", ToolCall("edit", {"code": code}), train))
+            messages.extend(env.step(messages[-1]).messages)
+        return [*messages, Message("assistant", "done", reasoning="ok" if self.thinking else None)]
+
+    def _assistant(self, thought: str, call: ToolCall, train: bool = True) -> Message:
+        return Message("assistant", reasoning=thought if self.thinking else None, tool_calls=(call,), train=train)
+
+
+class BugfixEnv:
+    """The episode: at most `max_turns` assistant messages, at most one malformed call forgiven."""
+
+    def __init__(self, problem: BugfixProblem) -> None:
+        self.problem, self.domain = problem.id, problem.domain
+        self._source, self._expression = problem, problem.wrong
+        self._turns = self._malformed = 0
+
+    def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
+        return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
+
+    def step(self, message: Message | None) -> StepResult:
+        """Run the calls of a message, or grade when it has none. Raises `GradingError` when the sandbox fails."""
+        self._turns += 1
+        if message is not None and not message.tool_calls:
+            return self._finish(Outcome.FAILED)
+        observations, bad = self._observe(message)
+        self._malformed += bad
+        if self._malformed >= MOST_MALFORMED:
+            return StepResult(done=True, outcome=Outcome.MALFORMED, detail=self._detail())
+        if self._turns >= self._source.max_turns:
+            return self._finish(Outcome.TRUNCATED)
+        return StepResult(messages=tuple(Message("tool", text) for text in observations))
+
+    def _observe(self, message: Message | None) -> tuple[list[str], bool]:
+        if message is None:
+            return ["error: bad call"], True
+        texts, bad = [], False
+        for call in message.tool_calls:
+            problem = self._misuse(call)
+            bad |= problem is not None
+            if problem is None and call.name == "edit":
+                self._expression = call.arguments["code"].strip()
+            texts.append(f"error: {problem}" if problem else self._run_tests())
+        return texts, bad
+
+    def _misuse(self, call: ToolCall) -> str | None:
+        """What is wrong with a call, in few words; None when it can be carried out."""
+        wanted = {"run": set(), "edit": {"code"}}.get(call.name)
+        if wanted is None:
+            return "no such tool"
+        if set(call.arguments) != wanted:
+            return "bad arguments"
+        code = call.arguments.get("code", "-")
+        if not isinstance(code, str) or not code.strip() or len(code.encode()) > MOST_CODE_BYTES or "\n" in code:
+            return "code: one short line"
+        return None
+
+    def _complaints(self) -> list[str | None]:
+        """One sandbox run covers visible and hidden cases, in the order of the cases."""
+        source = self._source
+        return source.judge.grade(source.program(self._expression), source.function, source.cases)
+
+    def _run_tests(self) -> str:
+        first = next((text for text in self._complaints()[:VISIBLE_TESTS] if text is not None), None)
+        return "ok" if first is None else f"fail {first}"
+
+    def _finish(self, otherwise: Outcome) -> StepResult:
+        solved = all(complaint is None for complaint in self._complaints()[VISIBLE_TESTS:])
+        return StepResult(
+            done=True, reward=float(solved), outcome=Outcome.SOLVED if solved else otherwise, detail=self._detail()
+        )
+
+    def _detail(self) -> dict[str, Any]:
+        return {"code": self._expression, "malformed": self._malformed}
+
+
+class BugfixFamily:
+    """Draws an operation, argument names and a bug. Raises `GradingError` where code cannot be isolated.
+
+    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    """
+
+    name = "bugfix"
+    domain = "agentic"
+
+    def __init__(
+        self, seed: int = 0, max_turns: int = 4, thinking: bool | None = True, judge: Judge | None = None
+    ) -> None:
+        if max_turns < 2:
+            raise ConfigError(f"bugfix max_turns={max_turns}: it takes at least 2 turns, an edit and a last word.")
+        self.seed, self.max_turns, self.thinking = seed, max_turns, thinking
+        self.judge = judge or default_judge()
+        self._prepared: set[tuple[str, int]] = set()
+
+    def problem(self, split: str, index: int) -> BugfixProblem:
+        prepare = functools.partial(self._prepare, split, index // BLOCK)
+        return draw(
+            lambda rng: self._make(rng, f"{self.name}/{split}/{self.seed}/{index}", prepare),
+            lambda problem: problem.key,
+            purpose=self.name,
+            split=split,
+            seed=self.seed,
+            index=index,
+        )
+
+    def _prepare(self, split: str, block: int) -> None:
+        """Evaluate the listed programs of a block of neighbouring problems, once: most of what a policy, and all that
+        a demonstration will write, at a hundredth of the price of a sandbox each."""
+        if (split, block) not in self._prepared:
+            problems = [self.problem(split, index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
+            self.judge.prefill((text, p.function, p.cases) for p in problems for text in p.programs)
+            self._prepared.add((split, block))
+
+    def _make(self, rng: random.Random, name: str, prepare: Callable[[], None]) -> BugfixProblem:
+        function = rng.choice(sorted(OPERATIONS))
+        operation = OPERATIONS[function]
+        letters = tuple(rng.sample(LETTERS, operation.arity))
+        wrong = rng.choice(operation.wrong).format(*letters)
+        thinking = rng.random() < 0.5 if self.thinking is None else self.thinking
+        cases = _cases(rng, operation)
+        return BugfixProblem(name, function, letters, wrong, cases, self.max_turns, thinking, self.judge, prepare)
+
+
+def _cases(rng: random.Random, operation: Operation) -> tuple[Case, ...]:
+    """Visible cases with small numbers, then hidden ones. Each block of three catches every listed wrong expression,
+    so a bug always shows and a lucky wrong repair never passes."""
+    blocks = [_arguments(rng, operation, most) for most in (9, 9, 30)]
+    return tuple(Case(args, operation.compute(*args)) for block in blocks for args in block)
+
+
+def _arguments(rng: random.Random, operation: Operation, most: int) -> list[tuple[Any, ...]]:
+    if operation.kind == "text":
+        words = ["".join(rng.sample(LETTERS, 2 * size)) for size in (2, 3, 2)]
+        return [(word[::2], word[1::2]) if operation.arity == 2 else (word,) for word in words]
+    if operation.arity == 1:
+        block = [2 * rng.randint(1, most // 2 - 1) + 1, 2 * rng.randint(2, most // 2), rng.randint(3, most)]
+        rng.shuffle(block)
+        return [(number,) for number in block]
+    small = rng.randint(2, (most - 1) // 2)
+    low = rng.randint(2, most - 1)
+    equal = rng.randint(3, most)
+    pairs = [(rng.randint(2 * small + 1, most), small), (low, rng.randint(low + 1, most)), (equal, equal)]
+    rng.shuffle(pairs)
+    return list(pairs)

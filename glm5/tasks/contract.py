@@ -1,0 +1,109 @@
+"""What a task is made of: a family hands out problems, a problem makes single-use environments and demonstrations.
+
+A problem belongs to the training or to the held-out split by a hash of its content, never by its index, so that no
+seed, level mix or number of draws can let one leak into the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from glm5.errors import ConfigError, DataError
+from glm5.records import Env, Message, Outcome, StepResult
+
+SPLITS = ("train", "heldout")
+HELDOUT_SHARE = 5  # one problem in five is held out
+MOST_DRAWS = 10_000
+
+ToolSpec = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Problem(Protocol):
+    """One exercise. `id` names the draw, `key` is its content: equal keys mean the same exercise."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def domain(self) -> str: ...
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]: ...
+
+    @property
+    def thinking(self) -> bool: ...
+
+    def env(self) -> Env:
+        """A fresh single-use environment."""
+        ...
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """A whole conversation that earns reward 1: user, assistant and tool messages, mistakes with `train=False`."""
+        ...
+
+
+class Family(Protocol):
+    """An endless, seeded supply of problems of one kind."""
+
+    name: str
+    domain: str
+
+    def problem(self, split: str, index: int) -> Problem:
+        """The same problem for the same (seed, options, split, index), on every machine."""
+        ...
+
+
+def split_of(key: str) -> str:
+    """The split that owns a problem's content."""
+    digest = hashlib.sha256(key.encode("utf-8")).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_SHARE == 0 else "train"
+
+
+def draw(
+    make: Callable[[random.Random], T], key: Callable[[T], str], *, purpose: str, split: str, seed: int, index: int
+) -> T:
+    """Draw candidates from the stream of (purpose, split, seed, index) until one belongs to `split`."""
+    if split not in SPLITS:
+        raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
+    rng = random.Random(f"{purpose}/{split}-{seed}-{index}")
+    for _ in range(MOST_DRAWS):
+        candidate = make(rng)
+        if split_of(key(candidate)) == split:
+            return candidate
+    raise DataError(f"{purpose}: no {split} problem in {MOST_DRAWS} draws; its options leave too few problems.")
+
+
+def function_tool(name: str, *parameters: str) -> ToolSpec:
+    """An OpenAI function specification with required string parameters, as short as the format allows."""
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+class SingleTurnEnv:
+    """Ask once, grade the answer. `grade` maps the policy's message to 0.0 or 1.0."""
+
+    def __init__(self, problem: Problem, grade: Callable[[Message], float]) -> None:
+        self.problem, self.domain = problem.id, problem.domain
+        self._source, self._grade = problem, grade
+
+    def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
+        """The question, the tools (usually none) and whether to think."""
+        return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
+
+    def step(self, message: Message | None) -> StepResult:
+        """Grade; an unreadable message earns nothing."""
+        if message is None:
+            return StepResult(done=True, outcome=Outcome.MALFORMED)
+        reward = self._grade(message)
+        return StepResult(done=True, reward=reward, outcome=Outcome.SOLVED if reward == 1.0 else Outcome.FAILED)

@@ -1,0 +1,53 @@
+"""Retrieval documents of any length, for training and measuring long context (§2.2 mid-training, RULER-like suites).
+
+A document is plain text: lines `name = value` with random short names and numbers, and a last line that asks for one of
+them again. Nothing but attention to the right line gives the answer.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+
+from glm5.errors import ConfigError
+from glm5.tasks.contract import SPLITS, split_of
+
+SMALLEST = 32
+
+
+def needle_text(seed: int, index: int, target_bytes: int, depth: float, *, split: str = "train") -> tuple[str, str]:
+    """`(prompt, answer)`: the prompt has at most `target_bytes` bytes and ends in `name = `; the answer is the value
+    and the end of its line (`417\\n`). `depth` in [0, 1] places the asked line from first to last.
+
+    The asked (name, value) pair belongs to `split` by hash, so training and evaluation never ask the same.
+    """
+    if target_bytes < SMALLEST or not 0.0 <= depth <= 1.0 or split not in SPLITS:
+        raise ConfigError(
+            f"needle: target_bytes={target_bytes} (at least {SMALLEST}), depth={depth} (0 to 1), split={split!r} "
+            f"(one of {', '.join(SPLITS)})."
+        )
+    rng = random.Random(f"needle/{split}-{seed}-{index}")
+    name, value = _assignment(rng)
+    while split_of(f"needle {name}={value}") != split:
+        name, value = _assignment(rng)
+    asked, query = f"{name} = {value}\n", f"{name} = "
+    left = target_bytes - len(asked) - len(query)
+    lines, used = [], {name}
+    while True:
+        other, number = _assignment(rng)
+        if other in used:
+            continue
+        line = f"{other} = {number}\n"
+        left -= len(line)
+        if left < 0:
+            break
+        used.add(other)
+        lines.append(line)
+    lines.insert(round(depth * len(lines)), asked)
+    return "".join(lines) + query, f"{value}\n"
+
+
+def _assignment(rng: random.Random) -> tuple[str, str]:
+    """A name of two to five letters and a number of two or three digits."""
+    letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 5)))
+    return letters, str(rng.randint(10, 999))

@@ -1,0 +1,260 @@
+"""Runs inside the sandbox process tree: builds the locked room, then starts the untrusted program in it.
+
+`glm5.tasks.sandbox` starts this file with `python -I -S -B`, so it imports nothing of `glm5` and only cheap standard
+modules: every import here is paid on each run of each rollout. Order matters and is the whole point of the file:
+namespaces, file system, resource limits, identity, capabilities, system-call filter, `execve`.
+
+The request arrives as netstrings (`<length>:<bytes>`) on one descriptor, the verdict leaves as text lines on another:
+`error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never
+sees the second descriptor, and process 1 of its world is this file, which it cannot kill.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+from collections.abc import Iterator
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 14, 1 << 18, 2
+NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, uts, ipc, pid, network
+CLONE_NEWUSER = 0x10000000
+AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
+ATTR_READ_ONLY = 1 | 2 | 4  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SIGKILL, EPERM, ENOSYS = 9, 1, 38
+NOBODY = 65534
+BOX = "/box"
+
+# System calls that no exercise needs and that reach the network, the kernel's soft spots or memory outside the limits:
+# (x86_64, aarch64) numbers; None where the call is the same number on both or does not exist.
+DENIED = {
+    "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279),
+    "open_by_handle_at": (304, 265), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "personality": (135, 92), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "pidfd_getfd": (438, 438), "mount_setattr": (442, 442), "memfd_secret": (447, 447),
+}  # fmt: skip
+MACHINES = {"x86_64": (0, 0xC000003E, 56, 435), "aarch64": (1, 0xC00000B7, 220, 435)}  # column, audit, clone, clone3
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SetupError(Exception):
+    """The room could not be built; says nothing about the program."""
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        raise SetupError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    args = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    check(libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]), f"mount {target}")
+
+
+def netstrings(blob: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(blob):
+        colon = blob.index(b":", at)
+        end = colon + 1 + int(blob[at:colon])
+        yield blob[colon + 1 : end]
+        at = end
+
+
+def read_request(descriptor: int) -> dict[str, list[list[str]]]:
+    """Rows grouped by their first field: `[kind, field, ...]`, every row a netstring of netstrings."""
+    with os.fdopen(descriptor, "rb") as stream:
+        blob = stream.read()
+    request: dict[str, list[list[str]]] = {}
+    for row in netstrings(blob):
+        kind, *fields = (part.decode("utf-8", "surrogateescape") for part in netstrings(row))
+        request.setdefault(kind, []).append(fields)
+    return request
+
+
+def enter_namespaces(as_root: bool) -> None:
+    """New namespaces for everything. An ordinary user needs a user namespace to be allowed the others."""
+    uid, gid = os.getuid(), os.getgid()
+    check(libc.unshare(NAMESPACES | (0 if as_root else CLONE_NEWUSER)), "unshare")
+    if not as_root:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {uid} 1"),
+            ("gid_map", f"{NOBODY} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as stream:
+                stream.write(text)
+
+
+def sandbox_uid(as_root: bool) -> int:
+    """An identity that owns nothing. Root takes one of its own per run, so that runs do not share a process count."""
+    if not as_root:
+        return NOBODY
+    with open("/proc/self/uid_map") as stream:
+        first, _, count = (int(word) for word in stream.readline().split())
+    own = 1_000_000_000 + os.getpid()
+    return own if first <= own < first + count else NOBODY
+
+
+def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb: int) -> None:
+    """A tmpfs that holds read-only views of the interpreter's paths and one writable folder; then the only root."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, link in request.get("link", []):
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(link, root + path)
+    for (path,) in request.get("bind", []):
+        target = root + path
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            open(target, "x").close()
+        mount(path, target, None, MS_BIND | MS_REC)
+        if not path.startswith("/dev/"):  # a device node must stay a device
+            attributes = struct.pack("=4Q", ATTR_READ_ONLY, 0, 0, 0)
+            check(
+                libc.syscall(
+                    ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
+                    ctypes.c_size_t(len(attributes)),
+                ),
+                f"mount_setattr {target}",
+            )  # fmt: skip
+    for (path,) in request.get("hide", []):
+        mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
+    os.mkdir(root + BOX)
+    options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
+    mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(root)
+    check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
+    check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and takes it away
+    os.chdir("/")
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def write_files(files: list[list[str]], uid: int) -> None:
+    for name, text in files:
+        path = f"{BOX}/{name}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            stream.write(text)
+    if os.getuid() == 0:
+        for folder, _, names in os.walk(BOX):
+            for entry in (folder, *(f"{folder}/{name}" for name in names)):
+                os.chown(entry, uid, uid)
+
+
+def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
+    for which, value in (
+        (resource.RLIMIT_AS, memory_mb << 20),
+        (resource.RLIMIT_FSIZE, file_mb << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_NPROC, processes + 2),  # process 1 and, in a user namespace, its parent count too
+    ):
+        resource.setrlimit(which, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+
+
+def drop_privileges(uid: int, last_capability: int) -> None:
+    for capability in range(last_capability + 1):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused when it is already gone
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", 0, 0, 0, 0, 0, 0)
+    check(libc.capset(header, nothing), "capset")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+
+
+def filter_system_calls(machine: str) -> None:
+    """A seccomp filter: the calls of `DENIED` and new namespaces fail with EPERM, a foreign call table kills."""
+    if machine not in MACHINES:
+        raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
+    column, audit, clone, clone3 = MACHINES[machine]
+    load, jump_eq, jump_ge, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
+    code = [(load, 0, 0, 4), (jump_eq, 1, 0, audit), (give, 0, 0, kill)]
+    code += [(load, 0, 0, 0), (jump_ge, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 call table
+    for numbers in DENIED.values():
+        code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail | EPERM)]
+    code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags hide behind a pointer; libc falls back
+    code += [(jump_eq, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, 0x7E020000), (give, 0, 0, fail | EPERM)]
+    code += [(give, 0, 0, allow)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+    descriptor = struct.pack("@HP", len(code), ctypes.addressof(program))
+    check(libc.prctl(PR_SET_SECCOMP, 2, descriptor, 0, 0), "seccomp")
+
+
+def start_program(executable: str, machine: str) -> int:
+    """Fork and become the program. Returns the child's process id in the caller."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        filter_system_calls(machine)
+        os.chdir(BOX)
+        environment = {"PATH": "/usr/bin", "HOME": BOX, "TMPDIR": BOX}
+        os.execve(executable, [executable, "-I", "-S", "-B", "-X", "utf8", "main.py"], environment)
+    except BaseException as error:  # a fork must never return into the parent's code
+        os.write(2, f"sandbox: {error}\n".encode())
+        os._exit(127)
+
+
+def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, status: int, uid: int) -> None:
+    """Build the room, run the program, report. Our exit takes every process of the room with it."""
+    (executable, last_capability) = request["program"][0]
+    cpu_s, memory_mb, processes, file_mb = (int(value) for value in request["limits"][0])
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
+    if mode != "bubblewrap":
+        build_root(root, request, uid, file_mb)
+    os.umask(0o022)
+    write_files(request.get("file", []), uid)
+    drop_privileges(uid, int(last_capability))
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # after the change of identity, which clears it
+    limit(cpu_s, memory_mb, processes, file_mb)
+    child = start_program(executable, machine)
+    os.write(status, b"ready\n")
+    while True:
+        pid, code = os.wait()
+        if pid == child:
+            break
+    verdict = f"signal {os.WTERMSIG(code)}" if os.WIFSIGNALED(code) else f"exit {os.WEXITSTATUS(code)}"
+    os.write(status, f"{verdict}\n".encode())
+
+
+def main() -> None:
+    """`sandbox_launcher.py MODE REQUEST_FD STATUS_FD ROOT`; MODE is root, user or bubblewrap."""
+    mode, request_fd, status, root = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    os.set_inheritable(status, False)
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    try:
+        request = read_request(request_fd)
+        uid = sandbox_uid(mode == "root")
+        if mode != "bubblewrap":  # bubblewrap has built the room and made us its process 1
+            enter_namespaces(mode == "root")
+            first = os.fork()
+            if first:
+                os.waitpid(first, 0)
+                os._exit(0)
+        be_process_one(request, mode, root, status, uid)
+    except (SetupError, OSError, ValueError) as error:
+        os.write(status, f"error {error}\n".encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

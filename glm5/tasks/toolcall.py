@@ -1,0 +1,127 @@
+"""One function call and its answer: `weather in Rome` > get_weather(city=Rome) > `sunny` > `sunny`.
+
+For SFT and evaluation. The reward is 1 iff exactly the right call was made first and the final answer tells the tool's
+result; a wrong or malformed call ends the episode with 0, as for GLM-4.5's exact-match reward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from glm5.records import Env, Message, Outcome, StepResult, ToolCall
+from glm5.tasks.contract import ToolSpec, draw, function_tool
+
+CITIES = tuple(
+    "Rome Oslo Lima Bonn Nice Bern Cork Kiev Riga Doha Pune Bari Graz Lyon Metz Linz Ulm Vigo Gent Kobe".split()
+)
+ITEMS = tuple("tea salt rice milk corn soap oats jam figs kale nuts plum leek beef lamb cake pie ham egg bun".split())
+
+
+@dataclass(frozen=True)
+class Service:
+    """A tool with one parameter: how people ask for it, what it is asked about and what it may answer."""
+
+    tool: str
+    parameter: str
+    question: str
+    subjects: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+SERVICES: Mapping[str, Service] = {
+    "weather": Service("get_weather", "city", "weather in {}", CITIES, ("sunny", "rain", "snow", "fog", "windy")),
+    "time": Service("get_time", "city", "time in {}", CITIES, ("6:00", "9:30", "12:15", "18:45", "23:05")),
+    "price": Service("get_price", "item", "price of {}", ITEMS, ("2", "3", "5", "8", "12", "20")),
+    "stock": Service("get_stock", "item", "stock of {}", ITEMS, ("0", "4", "7", "15", "31")),
+}
+
+
+@dataclass(frozen=True)
+class ToolCallProblem:
+    """A question, the right tool beside a wrong one, and what the tool will say."""
+
+    id: str
+    service: str
+    subject: str
+    result: str
+    tools: Sequence[ToolSpec]
+    domain: str = "toolcall"
+    thinking: bool = False
+
+    @property
+    def prompt(self) -> str:
+        return SERVICES[self.service].question.format(self.subject)
+
+    @property
+    def key(self) -> str:
+        return f"toolcall {self.prompt}"
+
+    @property
+    def call(self) -> ToolCall:
+        service = SERVICES[self.service]
+        return ToolCall(service.tool, {service.parameter: self.subject})
+
+    def env(self) -> Env:
+        return ToolCallEnv(self)
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Ask, call, hear, tell; there is one good way."""
+        return [
+            Message("user", self.prompt),
+            Message("assistant", tool_calls=(self.call,)),
+            Message("tool", self.result),
+            Message("assistant", self.result),
+        ]
+
+
+class ToolCallEnv:
+    """Two steps: the call, then the answer."""
+
+    def __init__(self, problem: ToolCallProblem) -> None:
+        self.problem, self.domain = problem.id, problem.domain
+        self._source, self._called = problem, False
+
+    def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
+        return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
+
+    def step(self, message: Message | None) -> StepResult:
+        if message is None:
+            return StepResult(done=True, outcome=Outcome.MALFORMED)
+        if not self._called:
+            calls = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+            if calls != [(self._source.call.name, dict(self._source.call.arguments))]:
+                return StepResult(done=True, outcome=Outcome.FAILED, detail={"calls": len(calls)})
+            self._called = True
+            return StepResult(messages=(Message("tool", self._source.result),))
+        right = not message.tool_calls and message.content.strip(" \n.") == self._source.result
+        return StepResult(done=True, reward=float(right), outcome=Outcome.SOLVED if right else Outcome.FAILED)
+
+
+class ToolCallFamily:
+    """Draws a service, a subject, a result and one distracting tool."""
+
+    name = "toolcall"
+    domain = "toolcall"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def problem(self, split: str, index: int) -> ToolCallProblem:
+        return draw(
+            lambda rng: self._make(rng, f"{self.name}/{split}/{self.seed}/{index}"),
+            lambda problem: problem.key,
+            purpose=self.name,
+            split=split,
+            seed=self.seed,
+            index=index,
+        )
+
+    def _make(self, rng: random.Random, name: str) -> ToolCallProblem:
+        right, wrong = rng.sample(sorted(SERVICES), 2)
+        offered = [SERVICES[right], SERVICES[wrong]]
+        rng.shuffle(offered)
+        tools = tuple(function_tool(service.tool, service.parameter) for service in offered)
+        service = SERVICES[right]
+        return ToolCallProblem(name, right, rng.choice(service.subjects), rng.choice(service.results), tools)

@@ -1,0 +1,1 @@
+"""Training: one loop; stages differ by their data and their loss."""

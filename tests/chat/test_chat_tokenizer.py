@@ -1,0 +1,139 @@
+"""Tokenizer: round trips, special tokens, determinism, files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer
+from glm5.chat import tokenizer as tokenizer_module
+from glm5.errors import CheckpointError, ConfigError
+
+TEXTS = ["the cat sat on the mat, the end.\n" * 4, "def f(x):\n    return x + 12345\n", "naïve 语言模型 🙂"]
+TRAINED = Tokenizer.train(TEXTS, 340)
+BYTES = Tokenizer.byte_level()
+
+anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.sampled_from(SPECIAL_TOKENS)
+few = settings(max_examples=40, deadline=None)
+
+
+@few
+@given(anything)
+def test_text_round_trip(text: str) -> None:
+    for tokenizer in (TRAINED, BYTES):
+        for allow_special in (False, True):
+            assert tokenizer.decode(tokenizer.encode(text, allow_special)) == text
+    assert TRAINED.encode_batch([text, "x"]) == [TRAINED.encode(text), TRAINED.encode("x")]
+
+
+@few
+@given(st.binary(max_size=40))
+def test_bytes_round_trip_and_streaming(data: bytes) -> None:
+    ids_of_bytes = {BYTES.decode_bytes([i]): i for i in range(256)}
+    ids = [ids_of_bytes[bytes([byte])] for byte in data]
+    assert BYTES.decode_bytes(ids) == data
+    decoder = StreamDecoder(BYTES)
+    assert "".join(decoder.feed([i]) for i in ids) + decoder.finish() == BYTES.decode(ids)
+
+
+def test_stream_decoder_holds_back_incomplete_characters() -> None:
+    decoder = StreamDecoder(BYTES)
+    assert [decoder.feed([i]) for i in BYTES.encode("é🙂")] == ["", "é", "", "", "", "🙂"]
+    assert decoder.finish() == ""
+
+
+def test_special_tokens_come_last_and_only_when_allowed() -> None:
+    first = TRAINED.vocab_size - len(SPECIAL_TOKENS)
+    assert [TRAINED.special[name] for name in SPECIAL_TOKENS] == list(range(first, TRAINED.vocab_size))
+    everything = "".join(SPECIAL_TOKENS) + " x " + "<think></think>"
+    assert max(TRAINED.encode(everything)) < first
+    ids = TRAINED.encode(everything, allow_special=True)
+    assert [TRAINED.decode([i]) for i in ids if i >= first] == [*SPECIAL_TOKENS, "<think>", "</think>"]
+    assert TRAINED.decode(ids, skip_special=True) == " x "
+    assert TRAINED.stop_token_ids == tuple(TRAINED.special[t] for t in ("<|endoftext|>", "<|user|>", "<|observation|>"))
+    assert TRAINED.pad_token_id == TRAINED.special["<|endoftext|>"]
+
+
+def test_pre_tokenizer_never_merges_across_a_border() -> None:
+    tokenizer = Tokenizer.train(["12345678 can't stop  here\n\n" * 50], 400)
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("12345678 can't stop  here\n\n")]
+    assert pieces == ["123", "456", "78", " can", "'t", " stop", " ", " here", "\n\n"]
+
+
+def test_training_is_deterministic_and_counts_specials() -> None:
+    assert TRAINED.hash() == Tokenizer.train(TEXTS, 340).hash()
+    assert TRAINED.vocab_size == 340 and BYTES.vocab_size == 256 + len(SPECIAL_TOKENS)
+    assert len(TRAINED.encode(TEXTS[0])) < len(BYTES.encode(TEXTS[0]))
+    with pytest.raises(ConfigError, match="292"):
+        Tokenizer.train(TEXTS, 291)
+
+
+def test_surrogates_and_padding_ids() -> None:
+    assert BYTES.decode(BYTES.encode("a\ud83d\ude42\ud800b")) == "a🙂\ufffdb"
+    assert BYTES.decode([BYTES.vocab_size, -1, 10**9]) == ""
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(TEXTS, 320, template_version="5.0")
+    tokenizer.save(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = Tokenizer.load(path)
+        assert (
+            loaded.hash() == tokenizer.hash() == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+        )
+        assert loaded.template_version == "5.0"
+        assert loaded.encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+    assert Tokenizer.load(tmp_path, template_version="5.3").template_version == "5.3"
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(tmp_path).template_version == "5.2"
+
+
+def test_transformers_reads_the_files_alike(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    TRAINED.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "[gMASK]<sop><|user|>the cat's 1234<|assistant|><think>"
+    assert theirs(text).input_ids == TRAINED.encode(text, allow_special=True)
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.padding_side) == (TRAINED.pad_token_id,) * 2 + ("left",)
+
+
+def test_damaged_files_give_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TRAINED.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    good = json.loads(file.read_text())
+    ordinary = len(good["model"]["vocab"])
+    bad: list[str] = [
+        "",
+        "[]",
+        "[" * 100_000,
+        good["version"],
+        json.dumps(good)[:500],
+        json.dumps({**good, "added_tokens": good["added_tokens"][1:]}),
+        json.dumps({**good, "added_tokens": [{**token, "id": 7} for token in good["added_tokens"]]}),
+        json.dumps({**good, "model": {**good["model"], "type": "WordPiece"}}),
+        json.dumps({**good, "model": {**good["model"], "vocab": {"a": 0}, "merges": []}}),
+        json.dumps({**good, "model": {**good["model"], "vocab": {**good["model"]["vocab"], "\u4e00": ordinary}}}),
+        json.dumps({**good, "model": {**good["model"], "merges": [["no", "such"]]}}),
+    ]
+    for content in bad:
+        file.write_text(content)
+        with pytest.raises(CheckpointError) as caught:
+            Tokenizer.load(tmp_path)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        Tokenizer.load(tmp_path / "absent")
+    file.write_text(json.dumps(good))
+    (tmp_path / "tokenizer_config.json").write_text('{"glm5_template_version": 5.2}')
+    with pytest.raises(CheckpointError, match="glm5_template_version"):
+        Tokenizer.load(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="1,000"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,151 @@
+"""The page, who may ask, and the process as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from glm5.errors import CheckpointError, ConfigError, UsageError
+from glm5.records import SamplingParams
+from glm5.serve.app import load_defaults, run
+from glm5.serve.page import page_route
+
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+Make = Callable[..., tuple[TestClient, Any]]
+
+
+def test_the_page(client: TestClient) -> None:
+    response = client.get("/")
+    page, policy = response.text, response.headers["content-security-policy"]
+    assert response.status_code == 200 and "nano" in page and "{{" not in page
+    assert not re.search(r"https?:|//[a-z]", re.sub(r"(?m)^//.*$", "", page))
+    for tag in ("script", "style"):
+        blocks = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)
+        assert len(blocks) == 1
+        digest = base64.b64encode(hashlib.sha256(blocks[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\son\w+=|\sstyle=", page)
+
+
+def test_a_model_name_is_no_markup() -> None:
+    route: Any = page_route("<b>&").routes[0]
+    assert "<b>" not in asyncio.run(route.endpoint()).body.decode()
+
+
+def test_api_key(scripted: Make) -> None:
+    client, _ = scripted("<|user|>", app={"api_key": "secret"})
+    assert client.get("/health").status_code == client.get("/").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer "}):
+        for response in (client.get("/v1/models", headers=headers), client.post(URL, json={}, headers=headers)):
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    good = {"Authorization": "Bearer secret"}
+    assert client.post(URL, json={"messages": HI}, headers=good).status_code == 200
+
+
+def test_pages_of_other_sites_are_turned_away(scripted: Make) -> None:
+    client, engine = scripted("<|user|>", app={"allowed_hosts": {"testserver", "localhost"}})
+    body = {"messages": HI}
+    for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert client.post(URL, json=body, headers=headers).status_code == 403
+    for host in ("evil.example", "localhost.evil.example", "[::1", ""):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 403
+    assert not engine.prompts
+    own = {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"}
+    answer = client.post(URL, json=body, headers=own)
+    assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+
+
+def test_defaults_of_a_directory(tmp_path: Path, checkpoint: Path) -> None:
+    assert load_defaults(tmp_path) == SamplingParams()
+    assert load_defaults(checkpoint) == SamplingParams(temperature=1.0, top_p=0.95)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 50, "do_sample": True, "eos_token_id": [1]}))
+    assert load_defaults(tmp_path) == SamplingParams(temperature=0.6, top_k=50)
+    file.write_text('{"do_sample": false}')
+    assert load_defaults(tmp_path).temperature == 0
+    for bad in ("{", "[]", '{"temperature": -3}', '{"top_p": "high"}', "[" * 100_000):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+            load_defaults(tmp_path)
+
+
+def test_run_refuses(checkpoint: Path, model: Any, tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "", "example.com"):
+        with pytest.raises(UsageError, match="API key"):
+            run(checkpoint, host=host)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"Port {port} on 127.0.0.1 is in use"):
+            run(checkpoint, port=port)
+    with pytest.raises(UsageError, match="Cannot serve"):
+        run(checkpoint, port=99_999)
+    model.save_pretrained(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        run(tmp_path / "bare", port=0)
+
+
+@pytest.fixture
+def address(checkpoint: Path) -> Iterator[str]:
+    """A server in a process of its own."""
+    code = f"from glm5.serve.app import run; run({str(checkpoint)!r}, port=0)"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("Ready on http://127.0.0.1:"), line
+        yield line.split()[-1]
+        process.terminate()
+        process.wait(60)
+        watchdog.cancel()
+
+
+def test_a_real_server_streams_and_drops_work_of_clients_that_left(address: str) -> None:
+    long = {"messages": HI, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
+    with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        assert client.get("/health").status_code == 200
+        # Rows of the engine's batch are free again only if it noticed that each of these clients hung up.
+        for _ in range(4):
+            with client.stream("POST", URL, json={**long, "n": 64, "stream": True}) as response:
+                assert response.status_code == 200
+                lines = response.iter_lines()
+                while "reasoning_content" not in next(lines):
+                    pass
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(URL, json={**long, "n": 64}, timeout=1)
+        deadline = time.monotonic() + 20
+        while client.post(URL, json={"messages": HI, "n": 128, "max_tokens": 1}).status_code == 429:
+            assert time.monotonic() < deadline, "work of clients that left still fills the server"
+            time.sleep(0.1)
+        parts = [
+            json.loads(line.removeprefix("data: "))
+            for line in client.post(URL, json={**long, "max_tokens": 8, "stream": True}).text.splitlines()
+            if line.startswith("data: {")
+        ]
+        assert parts[-1]["choices"][0]["finish_reason"] == "length"
+
+        def pieces() -> Iterator[bytes]:
+            for _ in range(300):
+                yield b" " * 2**16
+
+        assert client.post(URL, content=pieces()).status_code == 413  # without an announced length
+        assert client.get("/health").status_code == 200

@@ -1,0 +1,341 @@
+"""Problem families: splits, demonstrations, strict grading, and that nothing but solving pays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm5.errors import ConfigError, GradingError
+from glm5.records import Message, Outcome, ToolCall
+from glm5.tasks import FAMILIES, make_family, needle_text, rules_score, sandbox_available, split_of
+from glm5.tasks.arithmetic import ArithmeticFamily, ArithmeticProblem, parse_integer, working
+from glm5.tasks.bugfix import OPERATIONS, VISIBLE_TESTS, BugfixEnv, BugfixFamily, Judge, default_judge
+from glm5.tasks.general import ACTS, FORMS, NAMES, GeneralFamily, GeneralProblem
+from glm5.tasks.sandbox import SandboxResult
+from glm5.tasks.toolcall import ToolCallFamily
+
+needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
+NAMES_OF_ALL = [pytest.param(name, marks=needs_sandbox if name == "bugfix" else ()) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", NAMES_OF_ALL)
+def test_splits_are_disjoint_for_all_seeds(name: str) -> None:
+    keys = {
+        split: {make_family(name, seed).problem(split, index).key for seed in range(3) for index in range(150)}
+        for split in ("train", "heldout")
+    }
+    assert keys["train"] and keys["heldout"] and not keys["train"] & keys["heldout"]
+    assert all(split_of(key) == split for split in keys for key in keys[split])
+
+
+@pytest.mark.parametrize("name", NAMES_OF_ALL)
+def test_problems_repeat_and_differ(name: str) -> None:
+    first, again = (make_family(name, 5).problem("train", 3) for _ in range(2))
+    assert first == again and first.demonstration(1) == again.demonstration(1)
+    assert len({make_family(name, 5).problem("train", index).key for index in range(30)}) > 10
+    assert make_family(name, 6).problem("train", 3).id != first.id
+
+
+@pytest.mark.parametrize("name", NAMES_OF_ALL)
+def test_demonstrations_solve_their_problems_and_are_short(name: str) -> None:
+    family = make_family(name, 1)
+    for index in range(40):
+        problem = family.problem("heldout" if index % 2 else "train", index)
+        conversation = problem.demonstration(index)
+        env = problem.env()
+        opening, tools, thinking = env.start()
+        assert list(opening) == conversation[: len(opening)]
+        assert list(tools) == list(problem.tools) and thinking == problem.thinking
+        assert len(problem.prompt.encode()) <= 40
+        expected = list(conversation[len(opening) :])
+        while expected:
+            message = expected.pop(0)
+            assert message.role == "assistant" and len(message.content.encode()) <= 45
+            assert (message.reasoning is not None) <= thinking
+            result = env.step(message)
+            assert list(result.messages) == expected[: len(result.messages)]
+            del expected[: len(result.messages)]
+        assert result.done and result.reward == 1.0 and result.outcome is Outcome.SOLVED
+
+
+def test_unknown_names_and_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match='did you mean "arithmetic"'):
+        make_family("arithmetics")
+    with pytest.raises(ConfigError, match="colour"):
+        make_family("general", colour=1)
+    with pytest.raises(ConfigError, match="levels"):
+        ArithmeticFamily(levels=(4,))
+    with pytest.raises(ConfigError, match="split"):
+        ArithmeticFamily().problem("test", 0)
+
+
+# --- arithmetic
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 999), st.integers(0, 999), st.sampled_from("+-"))
+def test_working_is_true_and_spells_the_answer(a: int, b: int, sign: str) -> None:
+    if sign == "-":
+        a, b = max(a, b), min(a, b)
+    digits = []
+    for step in working(a, b, sign).split(","):
+        left, _, right = step.partition("=")
+        terms = [int(term) for term in left.split(sign)]
+        assert all(0 <= term < 20 for term in terms)
+        value = sum(terms) if sign == "+" else terms[0] - sum(terms[1:])
+        assert right in ("", str(value))
+        digits.append(value % 10)
+    spelled = int("".join(map(str, reversed(digits))))
+    assert spelled == (a + b if sign == "+" else a - b)
+
+
+def test_working_examples() -> None:
+    assert working(37, 15, "+") == "7+5=12,1+3+1=5"
+    assert working(42, 17, "-") == "12-7=5,4-1-1=2"
+    assert working(7, 5, "+") == "7+5=12,1"
+    assert working(32, 5, "+") == "2+5=7,3"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12", 12), (" 12\n", 12), ("-3", -3), ("0", 0), ("", None), ("012", None), ("1 2", None), ("+5", None),
+     ("12.", None), ("1_2", None), ("５", None), ("-0", 0), ("2*6", None), ("9" * 30, None), ("12\t", None)],
+)  # fmt: skip
+def test_integers_are_read_strictly(text: str, value: int | None) -> None:
+    assert parse_integer(text) == value
+
+
+def test_arithmetic_levels_modes_and_grading() -> None:
+    for level, widths in ((1, (1, 1)), (2, (2, 1)), (3, (2, 2))):
+        problems = [ArithmeticFamily(levels=(level,)).problem("train", index) for index in range(30)]
+        assert all((len(str(p.a)), len(str(p.b))) == widths and p.level == level and p.answer >= 0 for p in problems)
+    assert {ArithmeticFamily(thinking=None).problem("train", i).thinking for i in range(20)} == {True, False}
+    assert ArithmeticFamily(thinking=False).problem("train", 0).demonstration(0)[1].reasoning is None
+    problem = ArithmeticProblem("x", 3, 4, "+", 1, False)
+    assert problem.key == ArithmeticProblem("y", 4, 3, "+", 1, True).key
+    assert problem.grade(Message("assistant", "7")) == 1.0
+    assert problem.grade(Message("assistant", "8")) == problem.grade(Message("assistant", "it is 7")) == 0.0
+    assert problem.grade(Message("assistant", "7", tool_calls=(ToolCall("run", {}),))) == 0.0
+
+
+# --- general
+
+
+def test_every_phrase_of_every_act_keeps_the_rules() -> None:
+    for act in ACTS:
+        for form in FORMS:
+            for name in NAMES[::6]:
+                problem = GeneralProblem("x", act, name, form)
+                for seed in range(8):
+                    for polite in (True, False):
+                        text = problem.answer(random.Random(seed), polite)
+                        assert rules_score(problem, text) == 1.0, (problem.prompt, text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "score"),
+    [(("greet", "Ann", "plain"), "hi Ann", 1), (("greet", "Ann", "plain"), "hi Bob", 0),
+     (("greet", "Ann", "plain"), "hi Ann and Bob", 0), (("greet", "Ann", "plain"), "hi Anna", 0),
+     (("greet", "Ann", "plain"), "Ann", 0), (("greet", "Ann", "plain"), "this Ann", 0),
+     (("greet", "Ann", "plain"), "hi Ann Ann", 0), (("greet", "Ann", "plain"), "", 0),
+     (("greet", "Ann", "plain"), "hi Ann" + "!" * 60, 0), (("greet", "Ann", "plain"), "hi\nAnn", 0),
+     (("greet", "Ann", "twice"), "hi Ann Ann", 1), (("greet", "Ann", "twice"), "hi Ann", 0),
+     (("greet", "Ann", "loud"), "HI ANN!", 1), (("greet", "Ann", "loud"), "hi Ann!", 0),
+     (("greet", "Ann", "loud"), "HI ANN", 0), (("bye", "Ann", "plain"), "hi Ann", 0)],
+)  # fmt: skip
+def test_rules(prompt: tuple[str, str, str], text: str, score: float) -> None:
+    assert rules_score(GeneralProblem("x", *prompt), text) == score
+
+
+def test_preference_pairs_differ_in_manner_only() -> None:
+    family, verdicts = GeneralFamily(), []
+    for index in range(100):
+        prompt, better, worse = family.preference_pair(index)
+        problem = family.problem("train", index)
+        assert prompt == problem.prompt and better != worse and len(better) > len(worse)
+        assert rules_score(problem, better) == rules_score(problem, worse)
+        verdicts.append(rules_score(problem, better))
+    assert 0.6 < sum(verdicts) / 100 < 0.9
+    assert family.preference_pair(3, "heldout")[0] != family.preference_pair(3)[0]
+
+
+# --- toolcall
+
+
+def test_only_the_exact_call_and_the_told_result_pay() -> None:
+    problem = ToolCallFamily().problem("train", 0)
+    right = Message("assistant", tool_calls=(problem.call,))
+    wrong_calls = [
+        (ToolCall(problem.call.name, {}),),
+        (ToolCall("other", problem.call.arguments),),
+        (ToolCall(problem.call.name, {**problem.call.arguments, "more": "x"}),),
+        (problem.call, problem.call),
+        (),
+    ]
+    for calls in wrong_calls:
+        env = problem.env()
+        env.start()
+        result = env.step(Message("assistant", problem.result, tool_calls=calls))
+        assert result.done and result.reward == 0.0
+    for answer, reward in ((problem.result, 1.0), (problem.result + ".", 1.0), ("no", 0.0), ("", 0.0)):
+        env = problem.env()
+        env.start()
+        assert env.step(right).messages == (Message("tool", problem.result),)
+        assert env.step(Message("assistant", answer)).reward == reward
+    assert problem.env().step(None).outcome is Outcome.MALFORMED
+
+
+# --- bugfix
+
+
+def edit(code: object) -> Message:
+    return Message("assistant", tool_calls=(ToolCall("edit", {"code": code}),))
+
+
+RUN = Message("assistant", tool_calls=(ToolCall("run", {}),))
+DONE = Message("assistant", "done")
+
+
+@needs_sandbox
+def test_every_listed_bug_shows_and_no_wrong_repair_passes() -> None:
+    family = BugfixFamily()
+    seen = set()
+    for index in range(150):
+        problem = family.problem("train", index)
+        if problem.function in seen:
+            continue
+        seen.add(problem.function)
+        grades = family.judge.grade(problem.program(problem.right), problem.function, problem.cases)
+        assert grades == [None] * len(problem.cases)
+        for template in OPERATIONS[problem.function].wrong:
+            program = problem.program(template.format(*problem.letters))
+            grades = family.judge.grade(program, problem.function, problem.cases)
+            assert any(grades[:VISIBLE_TESTS]) and any(grades[VISIBLE_TESTS:]), program
+    assert len(seen) >= 15
+
+
+@needs_sandbox
+def test_bugfix_tools_tell_the_truth() -> None:
+    problem = next(p for p in (BugfixFamily().problem("train", i) for i in range(99)) if p.function == "add")
+    env = problem.env()
+    env.start()
+    failing = env.step(RUN).messages[0].content
+    assert failing.startswith("fail add(") and " want " in failing
+    a, b = problem.letters
+    assert env.step(edit(f"{a}+{b}")).messages[0].content == "ok"
+    result = env.step(DONE)
+    assert (result.done, result.reward, result.outcome) == (True, 1.0, Outcome.SOLVED)
+
+
+@needs_sandbox
+def test_unsolved_endings_pay_nothing() -> None:
+    problem = BugfixFamily(max_turns=2).problem("train", 0)
+    env = problem.env()
+    env.start()
+    assert (env.step(DONE).reward, env.step(DONE).outcome) == (0.0, Outcome.FAILED)
+    env = problem.env()
+    assert not env.step(RUN).done
+    assert env.step(RUN).outcome is Outcome.TRUNCATED
+    env = problem.env()
+    assert not env.step(RUN).done
+    last = env.step(edit(problem.right))  # right on the last turn counts although nothing was said
+    assert (last.done, last.reward) == (True, 1.0)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "bad",
+    [None, Message("assistant", tool_calls=(ToolCall("rm", {}),)), edit(3), edit(""), edit("a\nb"), edit("a" * 99),
+     Message("assistant", tool_calls=(ToolCall("edit", {}),)),
+     Message("assistant", tool_calls=(ToolCall("run", {"x": "1"}),))],
+)  # fmt: skip
+def test_second_malformed_call_ends_the_episode(bad: Message | None) -> None:
+    env = BugfixFamily().problem("train", 0).env()
+    env.start()
+    first = env.step(bad)
+    assert not first.done and first.messages[0].content.startswith("error: ")
+    second = env.step(bad)
+    assert (second.done, second.reward, second.outcome) == (True, 0.0, Outcome.MALFORMED)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "cheat",
+    ["__import__('os')._exit(0)", "print('[[\"value\",1]]')", "exit()", "1//0", "(", "[].sort", "10**9**9",
+     "open('cases.json').read()", "type('E',(),{'__eq__':lambda*a:1})()"],
+)  # fmt: skip
+def test_cheating_code_fails_politely(cheat: str) -> None:
+    problem = BugfixFamily().problem("train", 1)
+    env = problem.env()
+    env.start()
+    observation = env.step(edit(cheat)).messages[0].content
+    assert observation.startswith("fail ") and len(observation) < 90
+    result = env.step(DONE)
+    assert (result.reward, result.outcome) == (0.0, Outcome.FAILED)
+
+
+@needs_sandbox
+def test_values_are_remembered_per_program_and_cases() -> None:
+    judge = Judge(default_judge()._sandbox)
+    problem = BugfixFamily(judge=judge).problem("train", 0)
+    for _ in range(3):
+        judge.grade(problem.prompt, problem.function, problem.cases)
+    assert judge.runs == 1
+    judge.grade(problem.prompt, problem.function, problem.cases[:1])
+    assert judge.runs == 2
+
+
+@needs_sandbox
+def test_a_block_of_demonstrations_takes_one_sandbox_and_gives_the_same_values() -> None:
+    judge = Judge(default_judge()._sandbox)
+    family = BugfixFamily(seed=8, judge=judge)
+    for index in range(32):
+        family.problem("train", index).demonstration(index)
+    assert judge.runs == 1
+    alone = Judge(default_judge()._sandbox)
+    problem = family.problem("train", 5)
+    for program in problem.programs:
+        assert judge.values(program, problem.function, problem.cases) == alone.values(
+            program, problem.function, problem.cases
+        )
+    assert (judge.runs, alone.runs) == (1, len(problem.programs))
+
+
+class BrokenSandbox:
+    def run_python(self, *_: object) -> SandboxResult:
+        raise GradingError("the sandbox broke")
+
+
+def test_sandbox_failure_is_no_verdict() -> None:
+    judge = Judge(BrokenSandbox())  # type: ignore[arg-type]
+    problem = BugfixFamily(judge=judge).problem("train", 0)
+    with pytest.raises(GradingError, match="broke"):
+        BugfixEnv(problem).step(RUN)
+
+
+# --- needle
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 999), st.integers(32, 3000), st.floats(0, 1))
+def test_needle_documents(index: int, size: int, depth: float) -> None:
+    prompt, answer = needle_text(1, index, size, depth)
+    assert size - 24 < len(prompt.encode()) <= size
+    *lines, query = prompt.split("\n")
+    assignments = dict(line.split(" = ") for line in lines)
+    assert len(assignments) == len(lines) and query.endswith(" = ")
+    name = query.removesuffix(" = ")
+    assert assignments[name] == answer.removesuffix("\n")
+    assert abs([*assignments].index(name) - depth * (len(lines) - 1)) <= 0.5
+    assert split_of(f"needle {name}={assignments[name]}") == "train"
+    assert needle_text(1, index, size, depth) == (prompt, answer)
+
+
+def test_needle_options_are_checked() -> None:
+    for size, depth, split in ((10, 0.5, "train"), (100, 1.5, "train"), (100, 0.5, "x")):
+        with pytest.raises(ConfigError, match="needle"):
+            needle_text(0, 0, size, depth, split=split)
+    assert needle_text(0, 0, 100, 0.0, split="heldout")[0] != needle_text(0, 0, 100, 0.0)[0]

@@ -1,0 +1,263 @@
+"""The architecture as a test: who may import whom, what stays free of torch, and what no file may use.
+
+A module imports only from strictly lower levels or from its own package. Imports inside functions and under
+`if TYPE_CHECKING` count: they are dependencies too. `glm5/__init__.py` is exempt, for it only exports lazily.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "glm5"
+
+LEVELS = {
+    "__main__": 11,
+    "cli": 10,
+    "launch": 9,
+    "eval": 8,
+    "report": 8,
+    "rl": 7,
+    "serve": 6,
+    "engine": 5,
+    "train": 5,
+    "tasks": 4,
+    "parallel": 4,
+    "optim": 4,
+    "quant": 4,
+    "model": 3,
+    "data": 3,
+    "platforms": 3,
+    "chat": 2,
+    "ops": 2,
+    "config": 1,
+    "records": 1,
+    "files": 1,
+    "seeds": 1,
+    "stats": 1,
+    "obs": 1,
+    "errors": 0,
+}
+TORCH_FREE = ("cli", "config", "records", "stats", "obs", "errors")
+SERIALIZERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+Finding = str
+Check = Callable[[str, ast.Module], Iterator[Finding]]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def is_package(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).rglob("*.py"))
+
+
+def imports(module: str, tree: ast.Module, package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that `module` (dotted, without "glm5.") imports. `from a import b`
+    yields "a.b", whether b is a module or not."""
+    own = ["glm5", *module.split(".")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            up = node.level - (1 if package and node.level else 0)
+            base = ".".join(own[: len(own) - up]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and _called(node) in ("__import__", "importlib.import_module", "import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
+
+
+def level_findings(module: str, tree: ast.Module, package: bool = False) -> Iterator[Finding]:
+    own = module.split(".")[0]
+    if own not in LEVELS:
+        yield f"glm5.{module}: {own} has no level; add it to the table of levels"
+        return
+    for line, name in imports(module, tree, package):
+        parts = name.split(".")
+        if parts[0] == "ray" and own != "launch":
+            yield f"glm5.{module}:{line} imports ray, which only launch may"
+        if parts[0] != "glm5" or parts[1:] == ["__version__"]:
+            continue
+        other = parts[1] if len(parts) > 1 else ""
+        if other not in LEVELS:
+            yield f"glm5.{module}:{line} imports {name}; import from the module that defines it, not from glm5 itself"
+        elif other != own and LEVELS[other] >= LEVELS[own]:
+            yield f"glm5.{module} (level {LEVELS[own]}):{line} imports {name} (level {LEVELS[other]})"
+
+
+def torch_findings(module: str, tree: ast.Module, package: bool = False) -> Iterator[Finding]:
+    """The command line reaches torch only through the verbs that it imports when they are called."""
+    if module.split(".")[0] in TORCH_FREE:
+        for line, name in imports(module, tree, package):
+            if name.split(".")[0] in ("torch", "triton", "transformers"):
+                yield f"glm5.{module}:{line} imports {name}, but {module.split('.')[0]} is free of torch"
+
+
+def forbidden_findings(module: str, tree: ast.Module, package: bool = False) -> Iterator[Finding]:
+    """What would let a file or a request run code."""
+    for line, name in imports(module, tree, package):
+        if name.split(".")[0] in SERIALIZERS:
+            yield f"{module}:{line} imports {name}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, where = _called(node), f"{module}:{node.lineno}"
+        if called in ("eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen"):
+            yield f"{where} calls {called}"
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        for name in ("shell", "allow_pickle"):
+            if name in keywords and not _is(keywords[name], False):
+                yield f"{where} passes {name}="
+        if "trust_remote_code" in keywords:
+            yield f"{where} passes trust_remote_code"
+        if called == "torch.load" and not _is(keywords.get("weights_only"), True):
+            yield f"{where} calls torch.load without weights_only=True"
+
+
+def _is(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def shadow_findings(module: str) -> Iterator[Finding]:
+    """A module called like one of the standard library confuses readers, tools and scripts run from its folder."""
+    name = module.split(".")[-1]
+    if name in sys.stdlib_module_names and name not in ("__main__", "__init__"):
+        yield f"glm5.{module} has the name of a standard library module"
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"errors", "config.load"} <= {module_name(path) for path in SOURCES}
+
+
+def test_imports_go_down() -> None:
+    inside = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
+    assert [f for p in inside for f in level_findings(module_name(p), parse(p), is_package(p))] == []
+
+
+def test_low_levels_and_the_command_line_are_free_of_torch() -> None:
+    inside = [path for path in SOURCES if path.parent != PACKAGE or path.name != "cli.py"]
+    assert [f for p in inside for f in torch_findings(module_name(p), parse(p), is_package(p))] == []
+
+
+def test_nothing_runs_code_from_outside() -> None:
+    findings = [f for p in SOURCES for f in forbidden_findings(module_name(p), parse(p), is_package(p))]
+    findings += [f for p in SCRIPTS for f in forbidden_findings(str(p.relative_to(ROOT)), parse(p))]
+    assert findings == []
+
+
+def test_no_module_shadows_the_standard_library() -> None:
+    assert [f for path in SOURCES for f in shadow_findings(module_name(path))] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "package"),
+    [
+        ("ops.rope", "import glm5.model.mla", False),
+        ("ops.rope", "from glm5.model import mla", False),
+        ("ops.rope", "from glm5 import model", False),
+        ("ops.rope", "def f():\n    from glm5.chat import x", False),  # the same level is not lower
+        ("model.mla", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from glm5.engine import Engine", False),
+        ("model.mla", "from ..engine import Engine", False),
+        ("model", "from ..engine import Engine", True),
+        ("model", "from .. import engine", True),
+        ("serve.app", "import importlib\nimportlib.import_module('glm5.cli')", False),
+        ("serve.app", "from glm5 import Engine", False),
+        ("serve.app", "import glm5", False),
+        ("rl.loop", "import ray.util", False),
+        ("novelty.x", "", False),
+    ],
+)
+def test_the_level_check_finds(module: str, source: str, package: bool) -> None:
+    assert len(list(level_findings(module, ast.parse(source), package))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "package"),
+    [
+        ("model.mla", "from glm5.ops.rope import rotate\nfrom glm5.model.layers import x\nimport torch", False),
+        ("model.mla", "from .layers import x", False),
+        ("model", "from .layers import x", True),
+        ("launch.cluster", "import ray", False),
+        ("cli", "def f():\n    from glm5.launch import pipeline\nfrom glm5 import __version__", False),
+    ],
+)
+def test_the_level_check_lets_pass(module: str, source: str, package: bool) -> None:
+    assert list(level_findings(module, ast.parse(source), package)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "eval('1')",
+        "exec(code)",
+        "os.system('ls')",
+        "subprocess.run(x, shell=True)",
+        "subprocess.run(x, shell=flag)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=False)",
+    ],
+)
+def test_the_check_for_running_code_finds(source: str) -> None:
+    assert len(list(forbidden_findings("m", ast.parse(source)))) == 1
+
+
+def test_the_other_checks_find_and_let_pass() -> None:
+    harmless = "model.eval()\nsubprocess.run(x, shell=False)\ntorch.load(p, weights_only=True)\nre.compile('')"
+    assert list(forbidden_findings("m", ast.parse(harmless))) == []
+    assert len(list(torch_findings("config.load", ast.parse("def f():\n    from torch import nn")))) == 1
+    assert list(torch_findings("model.mla", ast.parse("import torch"))) == []
+    assert len(list(shadow_findings("tasks.code"))) == 1
+    assert list(shadow_findings("tasks.coding")) == []
+
+
+HELP = """
+import contextlib, io, sys
+import glm5.cli
+loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi") if name in sys.modules]
+assert not loaded, f"importing glm5.cli loads {loaded}"
+sys.argv = ["glm5", "--help"]
+out = io.StringIO()
+try:
+    with contextlib.redirect_stdout(out):
+        code = glm5.cli.main()
+except SystemExit as end:
+    code = end.code
+assert code in (None, 0), code
+assert "pipeline" in out.getvalue(), out.getvalue()
+loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi") if name in sys.modules]
+assert not loaded, f"glm5 --help loads {loaded}"
+"""
+
+
+@pytest.mark.skipif(not (PACKAGE / "cli.py").exists(), reason="there is no command line yet")
+def test_help_loads_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
