@@ -74,9 +74,7 @@ def attention_flops(config: GLM5Config, keys: int, *, absorbed: bool = True) -> 
     """FLOPs of scores, values and index scores of all layers for one query over `keys` keys; DSA attends to index_topk
     at most and always scores all keys with the indexer."""
     seen = min(keys, config.index_topk or keys) if config.use_dsa else keys
-    width = (
-        2 * config.kv_lora_rank + config.qk_rope_head_dim if absorbed else config.qk_head_dim + config.v_head_dim
-    )
+    width = 2 * config.kv_lora_rank + config.qk_rope_head_dim if absorbed else config.qk_head_dim + config.v_head_dim
     flops = 2 * config.num_hidden_layers * config.num_attention_heads * width * seen
     if config.use_dsa:
         indexers = sum(config.computes_topk(i) for i in range(config.num_hidden_layers))

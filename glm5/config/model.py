@@ -162,7 +162,10 @@ class GLM5Config(BaseModel):
                 f'{where}: unknown key "{unknown[0]}"{nearest(unknown[0], known)}; pass strict_config=False to ignore it.'
             )
         values.update(_rope(raw, where))
-        if raw.get("qk_head_dim") not in (None, (raw.get("qk_nope_head_dim") or 0) + (raw.get("qk_rope_head_dim") or 0)):
+        if raw.get("qk_head_dim") not in (
+            None,
+            (raw.get("qk_nope_head_dim") or 0) + (raw.get("qk_rope_head_dim") or 0),
+        ):
             raise ConfigError(f"{where}: qk_head_dim is not qk_nope_head_dim + qk_rope_head_dim.")
         values.setdefault("use_dsa", values.get("index_topk", 2048) is not None)
         eos = values.get("eos_token_id")

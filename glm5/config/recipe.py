@@ -157,14 +157,7 @@ class DistillStage(PolicyStage):
 
 
 AnyStage = Annotated[
-    TokenizerStage
-    | PretrainStage
-    | DsaStage
-    | SftStage
-    | ReasoningStage
-    | AgenticStage
-    | GeneralStage
-    | DistillStage,
+    TokenizerStage | PretrainStage | DsaStage | SftStage | ReasoningStage | AgenticStage | GeneralStage | DistillStage,
     Field(discriminator="kind"),
 ]
 

@@ -32,7 +32,9 @@ class Shard:
         return len(self.borders) - 1
 
 
-def build_shards(documents: Sequence[Document], tokenizer: Tokenizer, out: Path, sources: Sequence[str]) -> dict[str, int]:
+def build_shards(
+    documents: Sequence[Document], tokenizer: Tokenizer, out: Path, sources: Sequence[str]
+) -> dict[str, int]:
     """Tokenise and publish `out` with the splits `train` and `held_out`; returns token and document counts."""
     splits = {
         "train": [d for d in documents if not d.held_out],

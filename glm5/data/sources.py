@@ -10,7 +10,22 @@ from pathlib import Path
 
 from glm5.errors import DataError
 
-TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".toml", ".json", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java")
+TEXT_SUFFIXES = (
+    ".py",
+    ".txt",
+    ".md",
+    ".rst",
+    ".toml",
+    ".json",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+)
 HELD_OUT_MODULUS = 50
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import glm5
+from glm5 import __version__
 from glm5.tasks import sandbox_available
 
 
@@ -17,7 +17,7 @@ def check() -> dict[str, Any]:
     """Versions, cores, devices, the sandbox's mechanism and which extras are installed."""
     extras = {"serve": ("fastapi", "uvicorn"), "report": ("matplotlib",)}
     return {
-        "glm5": glm5.__version__,
+        "glm5": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": os.cpu_count() or 1,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import glm5
+from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.recipe import RunRecipe, TokenizerStage
@@ -164,7 +164,7 @@ def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) 
             "total_seconds": sum(e["train_seconds"] + e["evaluation_seconds"] for e in entries),
             "stages": times,
         },
-        "software": {"glm5": glm5.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "software": {"glm5": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 

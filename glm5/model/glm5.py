@@ -77,7 +77,9 @@ class GLM5ForCausalLM(nn.Module):
         self.census: dict[str, int] = {}
         self.model = GLM5Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.mtp = MTPLayer(config, Block(config, config.num_hidden_layers)) if config.num_nextn_predict_layers else None
+        self.mtp = (
+            MTPLayer(config, Block(config, config.num_hidden_layers)) if config.num_nextn_predict_layers else None
+        )
         self.initialise(seed)
 
     @torch.no_grad()

@@ -25,14 +25,21 @@ class MLA(nn.Module):
         super().__init__()
         c = config
         self.layer, self.heads = layer, c.num_attention_heads
-        self.nope, self.rope_dim, self.v_dim, self.latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank
+        self.nope, self.rope_dim, self.v_dim, self.latent = (
+            c.qk_nope_head_dim,
+            c.qk_rope_head_dim,
+            c.v_head_dim,
+            c.kv_lora_rank,
+        )
         self.scale, self.theta, self.use_dsa = c.qk_head_dim**-0.5, c.rope_theta, c.use_dsa
         self.q_a_proj = linear(c.hidden_size, c.q_lora_rank)
         self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps)
         self.q_b_proj = linear(c.q_lora_rank, self.heads * c.qk_head_dim, split=(c.qk_head_dim,) * self.heads)
         self.kv_a_proj_with_mqa = linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps)
-        self.kv_b_proj = linear(c.kv_lora_rank, self.heads * (self.nope + self.v_dim), split=(self.nope, self.v_dim) * self.heads)
+        self.kv_b_proj = linear(
+            c.kv_lora_rank, self.heads * (self.nope + self.v_dim), split=(self.nope, self.v_dim) * self.heads
+        )
         self.o_proj = linear(self.heads * self.v_dim, c.hidden_size)
         self.indexer = Indexer(c) if c.use_dsa and c.computes_topk(layer) else None
 
@@ -98,9 +105,7 @@ class MLA(nn.Module):
     ) -> Tensor:
         watch = ctx.observer is not None and state is not None
         q = self._absorb(q_nope, q_rope, ctx)
-        out, target = sparse_attention(
-            q, latents, indices, value_dim=self.latent, scale=self.scale, want_probs=watch
-        )
+        out, target = sparse_attention(q, latents, indices, value_dim=self.latent, scale=self.scale, want_probs=watch)
         if ctx.observer is not None and self.indexer is not None and state is not None and index_keys is not None:
             assert target is not None
             ctx.observer.indexer(
@@ -116,7 +121,9 @@ class MLA(nn.Module):
         out = torch.matmul(torch.softmax(scores, dim=-1), latents[:, None, :, : self.latent])
         return self._values(out.transpose(1, 2), ctx)
 
-    def _expand(self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def _expand(
+        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Per-head queries, keys and values [B, N, T, H] of the expanded form."""
         q = torch.cat((ctx.rows(q_nope), q_rope), dim=-1).transpose(1, 2)
         kv = self.kv_b_proj(latents[..., : self.latent]).unflatten(-1, (self.heads, self.nope + self.v_dim))

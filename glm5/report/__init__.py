@@ -1,4 +1,4 @@
-"""What a run gave, for people: one self-contained HTML page (`build_report`) and a table for the terminal. Free of torch."""
+"""What a run gave, for people: one self-contained HTML page and a table for the terminal. Free of torch."""
 
 from glm5.report.report import build_report
 from glm5.report.terminal import summary_table

@@ -81,38 +81,42 @@ class Panel:
     legend: list[tuple[str, int]] = field(default_factory=list)
 
 
-def curves(title: str, series: Sequence[Series], note: str = "", x: str = "step") -> Panel | None:
-    """Metrics over steps. None when no series has a point."""
-    shown = [s for s in series if s.points]
+def curves(title: str, series: Sequence[Series], note: str = "") -> Panel | None:
+    """Metrics over steps; a series keeps its colour when others have no points. None when no series has any."""
+    shown = _shown(series)
     if not shown:
         return None
 
     def draw(axes: Axes) -> None:
-        for index, one in enumerate(shown):
-            points = _thin(one.points)
-            colour = _SERIES[index % COLOURS]
+        for one, colour_number in shown:
+            points, colour = _thin(one.points), _SERIES[colour_number]
             steps, values = [p[0] for p in points], [p[1] for p in points]
             if len(points) < SMOOTH_FROM:
                 axes.plot(steps, values, color=colour, marker="o" if len(points) == 1 else None, markersize=4)
                 continue
             axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-            axes.plot(steps, _running_mean(values, len(values) // 12), color=colour)
-        axes.set_xlabel(x)
+            axes.plot(steps, _running_mean(values, len(values) // 15), color=colour)
+        axes.locator_params(axis="x", nbins=6, integer=True)
+        axes.set_xlabel("step")
 
-    return _panel(title, shown, draw, note)
+    return Panel(title, _svg(title, draw), note, _legend(shown))
 
 
 def by_category(
-    title: str, categories: Sequence[str], series: Sequence[Series], note: str = "", top: float | None = None
+    title: str,
+    categories: Sequence[str],
+    series: Sequence[Series],
+    note: str = "",
+    limits: tuple[float | None, float | None] = (None, None),
 ) -> Panel | None:
-    """Values at named places (stages, lengths), whose index is x. `top` fixes the axis to [0, top]."""
-    shown = [s for s in series if s.points]
+    """Values at named places (stages, lengths), whose index is x. `limits` are the ends of the axis, None for any."""
+    shown = _shown(series)
     if not shown:
         return None
 
     def draw(axes: Axes) -> None:
-        for index, one in enumerate(shown):
-            colour = _SERIES[index % COLOURS]
+        for index, (one, colour_number) in enumerate(shown):
+            colour = _SERIES[colour_number]
             aside = 0.08 * (index - (len(shown) - 1) / 2) if one.intervals else 0.0
             places, values = [p[0] + aside for p in one.points], [p[1] for p in one.points]
             axes.plot(places, values, color=colour, marker="o", markersize=4.5)
@@ -120,20 +124,22 @@ def by_category(
                 axes.plot([place, place], [low, high], color=colour, linewidth=1.2, alpha=0.7)
         axes.set_xlim(-0.4, len(categories) - 0.6)
         axes.set_xticks(range(len(categories)), [_short(name) for name in categories])
-        if top is not None:
-            axes.set_ylim(0, top)
+        axes.set_ylim(*limits)
         if max(len(name) for name in categories) * len(categories) > 40:
             axes.tick_params(axis="x", rotation=40)
             for label in axes.get_xticklabels():
                 label.set_horizontalalignment("right")
                 label.set_rotation_mode("anchor")
 
-    return _panel(title, shown, draw, note)
+    return Panel(title, _svg(title, draw), note, _legend(shown) if len(shown) > 1 else [])
 
 
-def _panel(title: str, series: Sequence[Series], draw: Callable[[Axes], None], note: str) -> Panel:
-    legend = [(s.label, i % COLOURS) for i, s in enumerate(series)] if len(series) > 1 else []
-    return Panel(title, _svg(title, draw), note, legend)
+def _shown(series: Sequence[Series]) -> list[tuple[Series, int]]:
+    return [(one, index % COLOURS) for index, one in enumerate(series) if one.points]
+
+
+def _legend(shown: Sequence[tuple[Series, int]]) -> list[tuple[str, int]]:
+    return [(one.label, colour) for one, colour in shown]
 
 
 def _svg(title: str, draw: Callable[[Axes], None]) -> Markup:
@@ -149,7 +155,7 @@ def _svg(title: str, draw: Callable[[Axes], None]) -> Markup:
         axes.locator_params(axis="y", nbins=5)
         draw(axes)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(out, format="svg", transparent=True)
     return _inline(out.getvalue(), title)
 
 
@@ -162,7 +168,7 @@ def _matplotlib() -> Iterator[None]:
         raise MissingExtraError("matplotlib", "report") from None
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+        matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing")
         yield
 
@@ -191,8 +197,9 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over `reach` neighbours on both sides, fewer at the ends."""
-    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    """Mean over `reach` neighbours on both sides; at the start no more on the right than there are on the left, so that
+    a steep curve keeps its height."""
+    windows = (values[max(0, i - reach) : i + min(reach, i) + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 

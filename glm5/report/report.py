@@ -95,9 +95,10 @@ def summary(run: Run) -> list[str]:
     took = results.times.total_seconds
     said = [f"{text}{seed}.", f"It took {duration(took)} in all." if took is not None else "", _corpus(results)]
     if not run.finished:
-        said.insert(0, "This run has not finished: there is no results.json yet, so this page shows its metrics so far.")
-    if evaluated := results.evaluated:
-        said.append(_final(results, evaluated[-1].name))
+        said.insert(
+            0, "This run has not finished: there is no results.json yet, so this page shows its metrics so far."
+        )
+    said.append(_final(results))
     said.append(agreement(results.exact))
     return [sentence for sentence in said if sentence]
 
@@ -121,24 +122,23 @@ def _corpus(results: Results) -> str:
     return f"Its training text has {corpus.train_tokens:,} tokens{documents}{vocabulary}."
 
 
-def _final(results: Results, stage: str) -> str:
-    last = results.evaluated[-1].evaluation
-    if last is None:
+def _final(results: Results) -> str:
+    if not results.evaluated:
         return ""
+    stage, last = results.evaluated[-1]
     scores = [f"{score.score:.2f} on {name}" for name, score in last.skills.items()]
     bits = last.text.bits_per_byte
-    parts = []
-    if scores:
-        parts.append(f"the model scores {listing(scores)} (1 is perfect)")
+    parts = [f"scores {listing(scores)} (1 is perfect)"] if scores else []
     if bits is not None:
-        parts.append(f"needs {bits:.3f} bits per byte of held-out text" if scores else f"it needs {bits:.3f} bits per byte")
-    return f"After the last evaluated stage, {stage}, {' and '.join(parts)}." if parts else ""
+        parts.append(f"needs {bits:.3f} bits per byte of held-out text")
+    return f"After the last evaluated stage, {stage.name}, the model {' and '.join(parts)}." if parts else ""
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str]]:
     """(label, value, remark) of the numbers that one looks for first: the last evaluation."""
-    if not results.evaluated or (last := results.evaluated[-1].evaluation) is None:
+    if not results.evaluated:
         return []
+    _, last = results.evaluated[-1]
     tiles = []
     for name, score in last.skills.items():
         cell = sections.score_cell(score)
@@ -155,11 +155,9 @@ def _commands(run: Run) -> list[tuple[str, str]]:
     name = run.results.name
     folder = shlex.quote(clean(f"runs/{name}"))
     repeat = _DEMOS.get(name, f"glm5 pipeline {shlex.quote(clean(f'runs/{name}/recipe.toml'))}")
-    commands = [(repeat, "runs all of it again" if run.finished else "goes on with the run")]
+    commands = [(repeat, "runs all stages")]
     if run.finished:
         final = shlex.quote(clean(f"runs/{name}/final"))
         commands.append((f"glm5 serve {final}", "serves the final model, with a page to chat with it"))
     commands.append((f"glm5 report {folder}", "writes this page again"))
     return commands
-
-

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from glm5.obs.metrics import read_metrics
 
 SFT_KIND = "sft"
 DSA_KINDS = ("dsa_warmup", "dsa_sparse")
-POLICY_KINDS = ("reasoning", "agentic", "general", "distill")
 REWARD_MODEL = "/reward_model"
 """Ending of the stage name under which a stage's reward model writes its metrics."""
 
@@ -117,19 +115,14 @@ class Results(_Part):
     software: dict[str, str | None] = {}
 
     @property
-    def evaluated(self) -> list[Stage]:
-        return [stage for stage in self.stages if stage.evaluation is not None]
+    def evaluated(self) -> list[tuple[Stage, Evaluation]]:
+        """The stages that were evaluated, each with what was found."""
+        return [(stage, stage.evaluation) for stage in self.stages if stage.evaluation is not None]
 
     @property
     def skills(self) -> list[str]:
         """Names of all skills, in the order of their first appearance."""
-        return list(dict.fromkeys(name for _, found in self.evaluations() for name in found.skills))
-
-    def evaluations(self) -> Iterator[tuple[Stage, Evaluation]]:
-        """The stages that were evaluated, each with what was found."""
-        for stage in self.stages:
-            if stage.evaluation is not None:
-                yield stage, stage.evaluation
+        return list(dict.fromkeys(name for _, found in self.evaluated for name in found.skills))
 
 
 @dataclass(frozen=True)
@@ -137,13 +130,14 @@ class Run:
     """What a run folder holds. `finished` is False where results.json is not written yet."""
 
     results: Results
-    metrics: list[dict[str, Any]]
+    metrics: dict[str, list[dict[str, Any]]]
+    """Metrics lines by stage name, the stages in the order of their first line."""
     finished: bool
 
     def series(self, stage: str, key: str) -> list[tuple[float, float]]:
         """(step, value) of one metric of one stage, without the values that are absent or not finite."""
-        rows = (row for row in self.metrics if row["stage"] == stage)
-        return [(float(row["step"]), value) for row in rows if (value := finite(row.get(key))) is not None]
+        points = ((finite(row["step"]), finite(row.get(key))) for row in self.metrics.get(stage, ()))
+        return [(step, value) for step, value in points if step is not None and value is not None]
 
 
 def load_run(folder: Path) -> Run:
@@ -151,7 +145,9 @@ def load_run(folder: Path) -> Run:
     results_path, metrics_path = folder / "results.json", folder / "metrics.jsonl"
     if not results_path.is_file() and not metrics_path.is_file():
         raise DataError(f"{folder} holds neither results.json nor metrics.jsonl; give the folder of a run.")
-    metrics = read_metrics(metrics_path) if metrics_path.is_file() else []
+    metrics: dict[str, list[dict[str, Any]]] = {}
+    for row in read_metrics(metrics_path) if metrics_path.is_file() else []:
+        metrics.setdefault(row["stage"], []).append(row)
     if results_path.is_file():
         return Run(_named(parse_results(_read_json(results_path), str(results_path)), folder), metrics, True)
     if not metrics:
@@ -202,16 +198,15 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _from_metrics(metrics: list[dict[str, Any]], recipe: dict[str, Any]) -> Results:
+def _from_metrics(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any]) -> Results:
     """What the metrics alone tell: the stages so far, their last numbers, the time between first and last line."""
     listed = recipe.get("stages")
     entries = [s for s in (listed if isinstance(listed, list) else []) if isinstance(s, dict)]
     kinds = {str(entry.get("name")): str(entry.get("kind", "")) for entry in entries}
     stages, times = [], {}
-    for name in dict.fromkeys(row["stage"] for row in metrics):
+    for name, rows in metrics.items():
         if name.endswith(REWARD_MODEL):
             continue
-        rows = [row for row in metrics if row["stage"] == name]
         numbers = {k: v for k, v in rows[-1].items() if k not in ("stage", "step", "time")}
         # Recipes without a file to read name their stages after the kinds more often than not.
         stages.append(Stage(name=name, kind=kinds.get(name, name), numbers={k: finite(v) for k, v in numbers.items()}))

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from glm5.report.figures import Panel, Series, by_category, curves
-from glm5.report.results import DSA_KINDS, POLICY_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score, Stage
-from glm5.report.wording import KINDS, METRICS, Change, bpb_change, clean, duration, number, score_change
+from glm5.report.results import DSA_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score, Stage
+from glm5.report.wording import KINDS, METRICS, Change, bpb_change, duration, number, score_change, signed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table with what stands below it: an interval or a count, and the change since the stage before."""
+    """A value of a table (empty where there is none) with what stands below it: an interval or a count, and the change
+    since the stage before."""
 
     value: str
     interval: str = ""
@@ -84,7 +85,7 @@ def forgetting(results: Results) -> TableData | None:
     skills = results.skills
     rows: list[tuple[str, list[Cell]]] = []
     before: Evaluation | None = None
-    for stage, now in results.evaluations():
+    for stage, now in results.evaluated:
         cells = []
         for name in skills:
             new, old = now.skills.get(name), before.skills.get(name) if before else None
@@ -98,19 +99,18 @@ def forgetting(results: Results) -> TableData | None:
 def score_cell(score: Score | None, change: Change | None = None) -> Cell:
     """A score with its interval."""
     if score is None:
-        return Cell("–")
+        return Cell("")
     known = score.low is not None and score.high is not None
     interval = f"{score.low:.2f}–{score.high:.2f}" if known else "no interval"
-    return Cell(f"{score.score:.2f}", interval, change, f"{change.delta:+.2f}" if change else "")
+    return Cell(f"{score.score:.2f}", interval, change, signed(change.delta, 2) if change else "")
 
 
 def _bits_cell(now: Evaluation, before: Evaluation | None) -> Cell:
     bits, old = now.text.bits_per_byte, before.text.bits_per_byte if before else None
     if bits is None:
-        return Cell("–")
+        return Cell("")
     change = bpb_change(old, bits) if old is not None else None
-    size = f"on {now.text.bytes:,} bytes" if now.text.bytes else ""
-    return Cell(f"{bits:.3f}", size, change, f"{change.delta:+.3f}" if change else "")
+    return Cell(f"{bits:.3f}", "", change, signed(change.delta, 3) if change else "")
 
 
 def curve_groups(run: Run) -> list[Group]:
@@ -127,13 +127,13 @@ def curve_groups(run: Run) -> list[Group]:
             "Sparse attention (DSA)",
             "How well the indexers learn where attention looks. KL is the distance from their distribution to that of "
             "attention. Recall is the share of attention that falls on the tokens they pick; 1 would lose nothing.",
-            _panels(run, DSA_KINDS, (("indexer_kl", "Indexer KL (nats)", ""), ("indexer_recall", "Indexer recall", ""))),
+            _panels(run, (("indexer_kl", "Indexer KL (nats)", ""), ("indexer_recall", "Indexer recall", ""))),
         ),
-        Group("Reinforcement learning", _POLICY_TEXT, _panels(run, POLICY_KINDS, _POLICY_PANELS) + _special_panels(run)),
+        Group("Reinforcement learning", _POLICY_TEXT, _panels(run, _POLICY_PANELS) + _special_panels(run)),
         Group(
             "Expert load",
-            "Tokens of the busiest expert over the mean of all, in the layer where that is worst; 1 is perfect balance.",
-            _panels(run, tuple(KINDS), (("load_max", "Busiest expert", "1 = balanced"),)),
+            "Tokens of the busiest expert over the mean of all experts, in the layer where it is worst. 1 is balance.",
+            _panels(run, (("load_max", "Busiest expert", "1 = balanced"),)),
         ),
     ]
     return [group for group in groups if group.panels]
@@ -155,15 +155,15 @@ _POLICY_PANELS = (
 
 
 def _loss_panel(run: Run, stage: Stage) -> Panel | None:
-    if stage.kind in POLICY_KINDS:
-        return None
+    if run.series(stage.name, "reward"):
+        return None  # the loss of a policy gradient is no measure of progress
     keys = [("loss", "next token"), *((f"mtp{depth}_loss", f"MTP {depth}") for depth in range(1, 6))]
     return curves(stage.name, [Series(label, run.series(stage.name, key)) for key, label in keys])
 
 
-def _panels(run: Run, kinds: Sequence[str], wanted: Sequence[tuple[str, str, str]]) -> list[Panel]:
-    """One panel per (metric, title, note) with one line per stage of these kinds."""
-    names = [stage.name for stage in run.results.stages if stage.kind in kinds]
+def _panels(run: Run, wanted: Sequence[tuple[str, str, str]]) -> list[Panel]:
+    """One panel per (metric, title, note) with one line per stage, in the same colour in all of them."""
+    names = [s.name for s in run.results.stages if any(run.series(s.name, key) for key, _, _ in wanted)]
     made = (curves(title, [Series(n, run.series(n, key)) for n in names], note) for key, title, note in wanted)
     return [panel for panel in made if panel]
 
@@ -172,9 +172,8 @@ def _special_panels(run: Run) -> list[Panel]:
     """What single kinds of RL stages have to themselves: staleness of sampled tokens, and reward models."""
     panels = []
     for stage in run.results.stages:
-        if stage.kind == "agentic":
-            lines = [Series(label, run.series(stage.name, f"staleness_{label}")) for label in ("mean", "max")]
-            panels.append(curves(f"Staleness in {stage.name}", lines, "weight updates since a token was sampled"))
+        lines = [Series(label, run.series(stage.name, f"staleness_{label}")) for label in ("mean", "max")]
+        panels.append(curves(f"Staleness in {stage.name}", lines, "weight updates since a token was sampled"))
         model = f"{stage.name}{REWARD_MODEL}"
         lines = [Series(key, run.series(model, key)) for key in ("loss", "accuracy")]
         panels.append(curves(f"Reward model of {stage.name}", lines, "on pairs of a better and a worse reply"))
@@ -182,8 +181,8 @@ def _special_panels(run: Run) -> list[Panel]:
 
 
 def needle(results: Results) -> tuple[TableData, Panel | None] | None:
-    """Retrieval by document length: dense attention, sparse attention, the final model. None where nothing was measured."""
-    measured = [stage for stage in results.evaluated if stage.evaluation and stage.evaluation.needle]
+    """Retrieval by document length: dense attention, sparse attention, the last model. None if not measured."""
+    measured = [stage for stage, found in results.evaluated if found.needle]
     if not measured:
         return None
     chosen: dict[str, str] = {}  # stage name -> what it stands for
@@ -196,7 +195,7 @@ def needle(results: Results) -> tuple[TableData, Panel | None] | None:
         chosen[sparse[-1]] = "sparse attention (DSA)"
     last = measured[-1].name
     chosen[last] = f"{chosen[last]}, last measured" if last in chosen else "last measured"
-    found = {stage.name: stage.evaluation.needle for stage in measured if stage.evaluation}
+    found = {stage.name: evaluation.needle for stage, evaluation in results.evaluated}
     lengths = sorted({length for name in chosen for length in found[name]}, key=_length_order)
     rows = [
         (f"{what}: after {name}", [score_cell(found[name].get(length)) for length in lengths])
@@ -207,7 +206,7 @@ def needle(results: Results) -> tuple[TableData, Panel | None] | None:
         known = [(place, found[name][length]) for place, length in enumerate(lengths) if length in found[name]]
         intervals = [(_or(score.low, score.score), _or(score.high, score.score)) for _, score in known]
         series.append(Series(f"after {name}", [(place, score.score) for place, score in known], intervals))
-    panel = by_category("Share of numbers found", lengths, series, "by document length in bytes", top=1.03)
+    panel = by_category("Share of numbers found", lengths, series, "by document length in bytes", (0, 1.03))
     return TableData(["model", *(f"{length} bytes" for length in lengths)], rows), panel
 
 
@@ -221,7 +220,7 @@ def _length_order(length: str) -> tuple[int, str]:
 
 def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
     """Drafting with MTP by stage. None where nothing was measured."""
-    found = [(s.name, s.evaluation.mtp) for s in results.evaluated if s.evaluation and s.evaluation.mtp]
+    found = [(stage.name, evaluation.mtp) for stage, evaluation in results.evaluated if evaluation.mtp]
     if not found:
         return None
     names = [name for name, _ in found]
@@ -231,14 +230,15 @@ def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
     for position in range(depth):
         values = [(i, s.per_position[position]) for i, (_, s) in enumerate(found) if position < len(s.per_position)]
         lines.append(Series(f"draft {position + 1}", [(i, value) for i, value in values if value is not None]))
+    accepted = [Series("accept length", lengths)]
     panels = [
-        by_category("Accept length", names, [Series("accept length", lengths)], "tokens per check; 1 = no help"),
-        by_category("Accepted drafts by position", names, lines, "share of checks", top=1.03),
+        by_category("Accept length", names, accepted, "tokens per check; 1 = no help", (1, None)),
+        by_category("Accepted drafts by position", names, lines, "share of checks", (0, 1.03)),
     ]
     rows = []
     for name, score in found:
         shares = [*score.per_position, *[None] * (depth - len(score.per_position))]
-        count = "" if score.n is None else f"{score.n:,} checks"
+        count = "" if score.n is None else f"n = {score.n:,}"
         cells = [Cell("–" if share is None else f"{share:.2f}") for share in shares]
         rows.append((name, [Cell(number(score.accept_length), count), *cells]))
     headings = ["after stage", "accept length", *(f"draft {position + 1}" for position in range(depth))]
@@ -247,15 +247,14 @@ def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
 
 def comparisons(results: Results) -> list[Comparison]:
     """Per family its first problem, as answered after the first evaluated stage, after SFT and after the last stage."""
-    sampled = [stage for stage in results.evaluated if stage.evaluation and stage.evaluation.samples]
+    sampled = [(stage, evaluation.samples) for stage, evaluation in results.evaluated if evaluation.samples]
     if not sampled:
         return []
-    tuned = [stage for stage in sampled if stage.kind == SFT_KIND]
-    names = {stage.name for stage in (sampled[0], *tuned[-1:], sampled[-1])}
-    chosen = [stage for stage in sampled if stage.name in names]
+    tuned = [stage.name for stage, _ in sampled if stage.kind == SFT_KIND]
+    names = {sampled[0][0].name, *tuned[-1:], sampled[-1][0].name}
     answers: dict[tuple[str, str], list[tuple[str, str, float | None]]] = {}
-    for stage in chosen:
-        for sample in stage.evaluation.samples if stage.evaluation else []:
+    for stage, samples in sampled:
+        for sample in samples if stage.name in names else []:
             answers.setdefault((sample.family, sample.prompt), []).append((stage.name, sample.output, sample.reward))
     found: dict[str, Comparison] = {}
     for (family, prompt), given in answers.items():
@@ -280,7 +279,7 @@ def exactness(run: Run) -> TableData | None:
 
 
 def software(results: Results) -> list[tuple[str, str]]:
-    return [(clean(name), version or "–") for name, version in results.software.items()]
+    return [(name, version or "–") for name, version in results.software.items()]
 
 
 def _count(value: int | None) -> str:

@@ -1,4 +1,4 @@
-"""How the report says things: names of stages and metrics, numbers, durations, verdicts, and text of models made safe."""
+"""How the report says things: names of stages and metrics, numbers, verdicts, and text of models made safe."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ METRICS = {
     "entropy": "entropy",
     "length": "length",
     "staleness_mean": "mean staleness",
-    "staleness_max": "most staleness",
+    "staleness_max": "largest staleness",
     "reverse_kl": "reverse KL",
 }
 
@@ -107,7 +107,7 @@ class Change:
 
 
 def score_change(before: Score, now: Score) -> Change | None:
-    """Compare two scores by Newcombe's interval for a difference, built from their own two intervals. None without them.
+    """Compare two scores by Newcombe's interval for a difference, built from their own intervals. None without them.
 
     Both stages saw the same problems, which this does not use, so it is slower to call a change real than it could be.
     """
@@ -146,6 +146,11 @@ def number(value: float | None, digits: int = 3) -> str:
     if abs(value) >= 1000 or value == int(value):
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
     return f"{value:#.{digits}g}" if abs(value) >= 1e-3 else f"{value:.2g}"
+
+
+def signed(delta: float, digits: int) -> str:
+    """A difference with its sign."""
+    return f"{delta:+.{digits}f}".replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:

@@ -87,9 +87,7 @@ class PolicyLoop:
         self.reset_on_push = asynchronous
         self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
         self.learner = Learner(model, stage.optim, row_length=stage.row_length, temperature=stage.temperature)
-        self.engine = Engine(
-            model.clone(), tokenizer, max_batch=self.concurrency, max_length=stage.max_context + 1
-        )
+        self.engine = Engine(model.clone(), tokenizer, max_batch=self.concurrency, max_length=stage.max_context + 1)
         self.buffer = Buffer(stage.group, self.max_staleness)
         self.prompts = PromptStream(stage.families, seed)
         self._running: list[_Running] = []

@@ -11,7 +11,7 @@ Average = Literal["sequence", "token"]
 
 
 def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
-    """"token": mean over all masked tokens. "sequence": mean within each sequence, then over sequences that have any."""
+    """ "token": mean over all masked tokens. "sequence": mean within each sequence, then over sequences that have any."""
     values = torch.where(mask, values, torch.zeros_like(values))
     if average == "token":
         return values.sum() / mask.sum().clamp_min(1)

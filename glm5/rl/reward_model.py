@@ -75,7 +75,11 @@ def train_reward_model(
         better, worse = _pair_scores(model, pairs)
         loss = -nn.functional.logsigmoid(better - worse).mean()
         rate = learning_rate(
-            step, steps=config.optim.steps, peak=config.optim.lr, final=config.optim.final_lr, warmup=config.optim.warmup
+            step,
+            steps=config.optim.steps,
+            peak=config.optim.lr,
+            final=config.optim.final_lr,
+            warmup=config.optim.warmup,
         )
         for group in optimizer.param_groups:
             group["lr"] = rate

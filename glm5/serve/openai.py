@@ -37,8 +37,8 @@ log = get_logger("serve")
 CLIENT_GONE = 499
 """Status of an answer that nobody waits for; it is seen in logs only."""
 DRAINED = 8
-"""Up to so many times the limit, a body that is too large is read to its end and dropped: a client that is cut off while
-it writes does not get to read why."""
+"""Up to so many times the limit, a body that is too large is read to its end and dropped: a client that is cut off
+while it writes does not get to read why."""
 
 
 @dataclass(frozen=True)
@@ -303,4 +303,4 @@ class EventResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            pass
+            self._stream.cancel()

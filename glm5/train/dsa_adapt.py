@@ -10,8 +10,8 @@ from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.loop import StageIO, train
+from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.pretrain import batches
 
 INDEXER = ".indexer."

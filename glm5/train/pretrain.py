@@ -16,13 +16,11 @@ from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.seeds import derive_seed
 from glm5.tasks.needle import needle_text
-from glm5.train.losses import balance_loss, language_loss
 from glm5.train.loop import StageIO, train
+from glm5.train.losses import balance_loss, language_loss
 
 
-def batches(
-    shard: Shard, tokenizer: Tokenizer, stage: PretrainStage | DsaStage, seed: int
-) -> Callable[[int], Batch]:
+def batches(shard: Shard, tokenizer: Tokenizer, stage: PretrainStage | DsaStage, seed: int) -> Callable[[int], Batch]:
     """Step -> batch: corpus rows, of which the first `needle_share` are replaced by rows of retrieval documents."""
     loader = StreamLoader(
         shard, rows=stage.rows, row_length=stage.row_length, seed=derive_seed(seed, "corpus", stage.name)
@@ -65,6 +63,4 @@ def run(
             loss = loss + stage.balance_weight * balance
         return loss, numbers
 
-    return train(
-        model, stage.optim, io, batches(shard, tokenizer, stage, seed), loss_of, bias_rate=stage.bias_rate
-    )
+    return train(model, stage.optim, io, batches(shard, tokenizer, stage, seed), loss_of, bias_rate=stage.bias_rate)

@@ -16,8 +16,8 @@ from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.seeds import derive_seed
 from glm5.tasks import make_family
-from glm5.train.losses import language_loss
 from glm5.train.loop import StageIO, train
+from glm5.train.losses import language_loss
 
 
 def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
@@ -34,9 +34,7 @@ def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
     return found
 
 
-def row_batches(
-    rows: Sequence[tuple[list[int], list[bool]]], stage: SftStage, seed: int
-) -> Callable[[int], Batch]:
+def row_batches(rows: Sequence[tuple[list[int], list[bool]]], stage: SftStage, seed: int) -> Callable[[int], Batch]:
     """Step -> packed batch of about `rows` full rows. Conversations are shuffled once per epoch by the seed."""
     budget = stage.rows * stage.row_length
     order: list[int] = []

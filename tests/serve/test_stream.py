@@ -133,9 +133,9 @@ def test_an_idle_thread_sleeps(engine_of: EngineOf) -> None:
 
     async def work(thread: EngineThread) -> None:
         [_ async for _ in await thread.submit([1], SamplingParams(max_tokens=4))]
-        before = time.thread_time(), time.process_time()
+        before = time.process_time()
         await asyncio.sleep(0.3)
-        assert time.process_time() - before[1] < 0.2
+        assert time.process_time() - before < 0.2  # processor time, which other load does not add to
 
     run(work, engine)
     assert engine.steps == 4

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from glm5.records import Trajectory, TrainSample
+from glm5.records import TrainSample, Trajectory
 from glm5.rl.learner import PolicyBatch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from glm5.config.recipe import AgenticStage
-from glm5.records import Trajectory, TrainSample
+from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import mean_centred
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.losses import double_sided_is_loss

@@ -10,7 +10,7 @@ from torch import Tensor
 from glm5.config.recipe import DistillStage
 from glm5.data.packing import pack_batch
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import Trajectory, TrainSample
+from glm5.records import TrainSample, Trajectory
 from glm5.rl.learner import PolicyBatch, packed_logprobs
 from glm5.rl.losses import icepop_grpo_loss
 from glm5.tasks.episode import to_samples

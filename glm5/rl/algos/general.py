@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from glm5.chat import opens_thinking, parse_message
 from glm5.config.recipe import GeneralStage
-from glm5.records import Trajectory, TrainSample
+from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.reward_model import RewardModel
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from glm5.config.recipe import PolicyStage
-from glm5.records import Trajectory, TrainSample
+from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import group_normalised
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.losses import icepop_grpo_loss
