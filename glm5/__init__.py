@@ -1,4 +1,4 @@
-"""`glm5`: the GLM-5 system (arXiv 2602.15763) in one package, from the first token of pre-training to a served agent."""
+"""`glm5`: the GLM-5 system (arXiv 2602.15763) in one package, from the first pre-training token to a served agent."""
 
 from __future__ import annotations
 

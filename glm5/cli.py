@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from glm5 import __version__
@@ -17,15 +18,17 @@ from glm5.errors import Glm5Error, UsageError
 app = typer.Typer(
     name="glm5",
     help="The GLM-5 system: train, adapt, fine-tune, reinforce, distil, evaluate, serve.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-tokenizer_app = typer.Typer(help="Tokenizers.", no_args_is_help=True)
-data_app = typer.Typer(help="Training data.", no_args_is_help=True)
+tokenizer_app = typer.Typer(help="Tokenizers.")
+data_app = typer.Typer(help="Training data.")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(data_app, name="data")
+
+SIGINT_CODE = 130
+"""What Typer returns where Ctrl-C ended a verb."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="Override a recipe key, e.g. --set stages.sft.rows=8.")]
@@ -179,11 +182,11 @@ def adapt(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory of a dense MLA model.")],
     data: Annotated[Path, typer.Option(help="Shards made by `glm5 data build` with the model's tokenizer.")],
     out: Annotated[Path, typer.Option(help="Where the DSA checkpoint goes.")],
-    steps: Annotated[int, typer.Option(help="Steps of each of the two stages.")] = 50,
-    index_topk: Annotated[int, typer.Option(help="Keys per query that DSA keeps.")] = 32,
-    index_heads: Annotated[int, typer.Option(help="Indexer heads.")] = 16,
-    index_dim: Annotated[int, typer.Option(help="Width of an indexer head.")] = 32,
-    row_length: int = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each of the two stages.")] = 50,
+    index_topk: Annotated[int, typer.Option(min=1, help="Keys per query that DSA keeps.")] = 32,
+    index_heads: Annotated[int, typer.Option(min=1, help="Indexer heads.")] = 16,
+    index_dim: Annotated[int, typer.Option(min=1, help="Width of an indexer head.")] = 32,
+    row_length: Annotated[int, typer.Option(min=2)] = 512,
 ) -> None:
     """Turn a dense MLA checkpoint into a sparse one: indexer warm-up, then joint sparse training."""
     from glm5.config.recipe import RunRecipe
@@ -214,7 +217,7 @@ def adapt(
 def evaluate(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
     suite: Annotated[str, typer.Option(help="A task family: arithmetic, toolcall, bugfix, general.")],
-    problems: int = 100,
+    problems: Annotated[int, typer.Option(min=1)] = 100,
     options: Annotated[list[str], typer.Option("--set", help="Family option, e.g. --set 'levels=[1,2]'.")] = [],  # noqa: B006
     render_tools: Annotated[bool, typer.Option(help="Show tool specifications in the prompt.")] = True,
     as_json: Json = False,
@@ -316,29 +319,44 @@ def _print(values: dict[str, Any], as_json: bool) -> None:
         typer.echo(f"{key:<{width}}  {text}")
 
 
-def _fail(error: Exception, code: int) -> NoReturn:
-    lines = [line for line in str(error).splitlines() if line.strip()][:3] or [type(error).__name__]
+def _fail(message: str, code: int) -> NoReturn:
+    lines = [line for line in message.splitlines() if line.strip()][:3] or ["failed without a message."]
     print("\n".join(["Error: " + lines[0], *lines[1:]]), file=sys.stderr)
     sys.exit(code)
 
 
+def _interrupted() -> NoReturn:
+    print("Interrupted. What was finished is saved; the same command goes on from there.", file=sys.stderr)
+    sys.exit(1)
+
+
 def main(run: Callable[..., Any] = app) -> None:
     """Entry point: errors are at most three lines on stderr, never a traceback for what a user can cause."""
+    # OpenMP workers spin while they wait; on a busy machine that takes the cores from whoever they wait for.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if sys.argv[1:] == []:
+        sys.argv.append("--help")
     try:
-        run(standalone_mode=False)
-    except click.UsageError as error:
-        _fail(Exception(error.format_message()), 2)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        print("Interrupted. What was finished is saved; the same command goes on from there.", file=sys.stderr)
-        sys.exit(1)
+        if run(standalone_mode=False) == SIGINT_CODE:
+            _interrupted()
+    except (typer.Abort, KeyboardInterrupt):
+        _interrupted()
     except Glm5Error as error:
-        _fail(error, error.exit_code)
+        _fail(str(error), error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
-        _fail(Exception(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"), 1)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
+        place = f": {error.filename}" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = ". What was saved before is intact; free some space and run again." if full else ""
+        _fail(f"{error.strerror or error}{place}{advice}", 1)
+    except Exception as error:
+        # Typer's releases disagree about the home of the parser's errors; what these share is `format_message`.
+        if not hasattr(error, "format_message"):
+            raise
+        ctx = getattr(error, "ctx", None)
+        hint = f"\nSee {ctx.command_path} --help." if ctx else ""
+        _fail(error.format_message() + hint, 2)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,35 +31,44 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full disk or a missing permission into one sentence that says what was kept."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise CheckpointError(
-                f"No space left while writing {path}; what was saved before is intact. Free some space and run again."
-            ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise CheckpointError(f"Cannot write {path}: {error.strerror}. Choose a writable folder.") from error
-        raise
     except Glm5Error:
         raise
     except Exception as error:
-        # safetensors wraps the operating system's error in its own exception type.
-        if "os error 28" in str(error).lower() or "no space left" in str(error).lower():
+        code = _error_number(error)
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CheckpointError(
                 f"No space left while writing {path}; what was saved before is intact. Free some space and run again."
+            ) from error
+        if code in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise CheckpointError(
+                f"Cannot write {path}: {os.strerror(code).lower()}. Choose a writable folder."
             ) from error
         raise
 
 
+def _error_number(error: Exception) -> int | None:
+    """The operating system's error number; safetensors wraps it in an exception of its own and only names it."""
+    if isinstance(error, OSError):
+        return error.errno
+    named = re.search(r"\(os error (\d+)\)", str(error))
+    return int(named[1]) if named else None
+
+
 @contextmanager
-def publish_dir(path: Path) -> Iterator[Path]:
+def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
     """Yield a fresh folder to fill; when the block ends well, it becomes `path` with a manifest of hashes.
 
-    An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` stays as it was.
+    An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` stays as it
+    was. CheckpointError where `path` is a file or a folder that holds something but no manifest, so that a mistyped
+    name destroys nothing; `foreign` replaces such a folder too.
     """
+    path = path.absolute()
+    if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
+        raise CheckpointError(f"{path} exists and is not a folder that glm5 wrote; choose another one, or remove it.")
     aside = path.with_name(f".{path.name}.writing")
     old = path.with_name(f".{path.name}.old")
     with disk_errors(path):
-        shutil.rmtree(aside, ignore_errors=True)
+        recover_dir(path)
         aside.mkdir(parents=True)
         try:
             yield aside
@@ -79,7 +89,7 @@ def publish_dir(path: Path) -> Iterator[Path]:
 
 
 def recover_dir(path: Path) -> None:
-    """Undo a crash between the two renames of `publish_dir`: put the previous version back, drop what was half written."""
+    """Undo a crash between the two renames of `publish_dir`: put the previous version back, drop a half-written one."""
     old = path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():
         old.rename(path)
@@ -101,13 +111,17 @@ def verify_manifest(folder: Path) -> bool:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CheckpointError(f"{path} is damaged; the checkpoint cannot be trusted. Use an earlier one.") from None
     for name, (size, digest) in expected.items():
         file = folder / name
-        if not file.resolve().is_relative_to(folder.resolve()):
+        if "\0" in name or not file.resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f'{path} names "{name}", which lies outside the checkpoint.')
-        if not file.is_file() or file.stat().st_size != size or sha256_file(file) != digest:
+        try:
+            intact = file.is_file() and file.stat().st_size == size and sha256_file(file) == digest
+        except OSError:
+            intact = False
+        if not intact:
             raise CheckpointError(
                 f"{file} is missing or damaged (size or SHA-256 differs from {MANIFEST}). Use an earlier checkpoint."
             )

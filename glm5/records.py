@@ -62,8 +62,8 @@ class SamplingParams:
 class Completion:
     """What the engine produced for one sample of one prompt.
 
-    `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it
-    was sampled from (after temperature), `weight_versions[i]` the version of the weights that produced it.
+    `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
+    it was sampled from (after temperature), `weight_versions[i]` the version of the weights that produced it.
     `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit) or "abort".
     """
 

@@ -9,9 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from glm5.errors import ConfigError, nearest
 
@@ -39,21 +48,21 @@ class GLM5Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
     first_k_dense_replace: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int = 1
+    n_routed_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    n_shared_experts: NonNegativeInt = 1
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
     n_group: Literal[1] = 1
@@ -61,19 +70,19 @@ class GLM5Config(BaseModel):
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     use_dsa: bool = True
-    index_n_heads: int = 32
-    index_head_dim: int = 128
-    index_topk: int | None = 2048
+    index_n_heads: PositiveInt = 32
+    index_head_dim: PositiveInt = 128
+    index_topk: PositiveInt | None = 2048
     indexer_types: tuple[Literal["full", "shared"], ...] = ()
-    index_topk_freq: int = 1
+    index_topk_freq: PositiveInt = 1
     index_skip_topk_offset: int = 2
     index_topk_pattern: str | None = None
-    rope_theta: float
+    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     rope_interleave: Literal[True] = True
     indexer_rope_interleave: Literal[True] = True
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    latent_norm_eps: float = 1e-5
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat = 1e-5
+    latent_norm_eps: PositiveFloat = 1e-5
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     tie_word_embeddings: Literal[False] = False
@@ -84,8 +93,8 @@ class GLM5Config(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.use_dsa and not self.index_topk:
-            raise ValueError("index_topk must be positive where use_dsa is true")
+        if self.use_dsa and self.index_topk is None:
+            raise ValueError("index_topk must be a number where use_dsa is true")
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
@@ -96,7 +105,10 @@ class GLM5Config(BaseModel):
             raise ValueError("num_nextn_predict_layers must be 0 or 1: GLM-5 shares one MTP layer over all depths")
         if self.indexer_types and len(self.indexer_types) != self.num_hidden_layers:
             raise ValueError("indexer_types needs one entry per layer")
-        if self.use_dsa and self.num_hidden_layers and self.computes_topk(0) is False:
+        pattern = self.index_topk_pattern
+        if pattern is not None and (len(pattern) != self.num_hidden_layers or set(pattern) - {"F", "S"}):
+            raise ValueError("index_topk_pattern needs one letter, F or S, per layer")
+        if self.use_dsa and not self.computes_topk(0):
             raise ValueError('layer 0 cannot be "shared": no layer before it computes top-k indices')
         return self
 
@@ -136,10 +148,11 @@ class GLM5Config(BaseModel):
             return cls(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "configuration"
-            got = "" if first["type"] == "missing" else f" (got {first['input']!r:.80})"
             message = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{where}: {key}: {message}{got if first['loc'] else ''}.") from None
+            if first["loc"]:
+                got = "" if first["type"] == "missing" else f" (got {first['input']!r:.80})"
+                message = f"{'.'.join(str(part) for part in first['loc'])}: {message}{got}"
+            raise ConfigError(f"{where}: {message}.") from None
 
     def replace(self, **changes: Any) -> GLM5Config:
         """A copy with some keys changed, validated again."""
@@ -159,13 +172,11 @@ class GLM5Config(BaseModel):
         if unknown and strict:
             known = [*cls.model_fields, *BOOKKEEPING_KEYS]
             raise ConfigError(
-                f'{where}: unknown key "{unknown[0]}"{nearest(unknown[0], known)}; pass strict_config=False to ignore it.'
+                f'{where}: unknown key "{unknown[0]}"{nearest(unknown[0], known)}; strict_config=False ignores it.'
             )
         values.update(_rope(raw, where))
-        if raw.get("qk_head_dim") not in (
-            None,
-            (raw.get("qk_nope_head_dim") or 0) + (raw.get("qk_rope_head_dim") or 0),
-        ):
+        nope, rope, whole = (raw.get(f"qk_{part}head_dim") for part in ("nope_", "rope_", ""))
+        if whole is not None and isinstance(nope, int) and isinstance(rope, int) and whole != nope + rope:
             raise ConfigError(f"{where}: qk_head_dim is not qk_nope_head_dim + qk_rope_head_dim.")
         values.setdefault("use_dsa", values.get("index_topk", 2048) is not None)
         eos = values.get("eos_token_id")
@@ -187,6 +198,8 @@ class GLM5Config(BaseModel):
             raise ConfigError(f"{path} does not exist; name a checkpoint directory that holds config.json.") from None
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON ({error}).") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} must hold one JSON object.")
         return cls.from_dict(raw, str(path), strict=strict, **overrides)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from glm5.config.schema import Frozen
 
@@ -42,6 +43,13 @@ class Stage(Frozen):
     name: str
     expected_seconds: float = 10.0
 
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f"{name!r} also names a folder, so it is made of letters, digits, dots, - and _")
+        return name
+
 
 class TokenizerStage(Stage):
     """Train the tokenizer on the sources and tokenise them into shards with a held-out split by file."""
@@ -70,7 +78,7 @@ class PretrainStage(GradientStage):
     rope_theta: float | None = None
     max_position_embeddings: int | None = None
     needle_share: float = Field(0.0, ge=0, le=1)
-    """Share of rows that hold retrieval documents instead of the corpus."""
+    """Share of steps whose batch holds retrieval documents instead of the corpus."""
 
 
 class DsaStage(GradientStage):
@@ -120,7 +128,7 @@ class ReasoningStage(PolicyStage):
 
 
 class AgenticStage(PolicyStage):
-    """Agentic RL: multi-turn, asynchronous over a logical clock, double-sided importance sampling (Eqs. 3-5, §3.3, §4.1)."""
+    """Agentic RL: multi-turn, asynchronous over a logical clock, double-sided importance sampling (§3.3, §4.1)."""
 
     kind: Literal["agentic"]
     eps_low: float = 0.5
@@ -129,6 +137,8 @@ class AgenticStage(PolicyStage):
     concurrency: int = 64
     train_ticks: int = 24
     """Engine steps that pass on the logical clock while one gradient update is computed."""
+    env_ticks: int = 4
+    """Engine steps that pass before an environment's answer is visible."""
     push_every: int = 1
     """Gradient updates between weight pushes; the optimizer state is reset at every push."""
 
@@ -199,3 +209,22 @@ class RunRecipe(Frozen):
     """Where the last checkpoint goes; default `runs/NAME/final`."""
     evaluation: EvalConfig | None = None
     stages: list[AnyStage]
+
+    @field_validator("stages")
+    @classmethod
+    def _names_fit(cls, stages: list[AnyStage], info: ValidationInfo) -> list[AnyStage]:
+        """Names differ, and teachers are known and come first: found now, not after hours of training."""
+        seen = {"start"} if info.data.get("start") else set()
+        for stage in stages:
+            if stage.name in seen:
+                raise ValueError(f'two stages are named "{stage.name}"')
+            if isinstance(stage, DistillStage):
+                for family in stage.families:
+                    teacher = stage.teachers.get(family.name)
+                    if teacher not in seen:
+                        raise ValueError(
+                            f"{stage.name} has no teacher for {family.name}: set teachers.{family.name} to an earlier "
+                            f'stage, or to "start" in a run that has a `start`, not to {teacher!r}'
+                        )
+            seen.add(stage.name)
+        return stages

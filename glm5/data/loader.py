@@ -12,7 +12,7 @@ from glm5.seeds import derive_seed
 
 
 class StreamLoader:
-    """Random-truncation packing: each epoch shuffles the documents into one stream, cuts it into rows, shuffles the rows.
+    """Random-truncation packing: each epoch shuffles the documents into one stream, cuts it into rows, shuffles these.
 
     The rows are shuffled too because neighbours in the stream come from one long file. Row r of step s is entry
     `s * rows + r` of the endless sequence of rows, so the order does not depend on workers, ranks or on where a run was

@@ -14,12 +14,14 @@ class Batch:
     """Packed token rows, all tensors [B, T].
 
     `documents` numbers each row's documents from 0, -1 is padding. `loss_mask` marks tokens that are targets: token i
-    counts in the loss where it is predicted from the tokens before it in the same document.
+    counts in the loss where it is predicted from the tokens before it in the same document. `sparse_targets` says that
+    only a few tokens are (answers, assistant turns), which leaves nothing for multi-token prediction to learn from.
     """
 
     ids: Tensor
     documents: Tensor
     loss_mask: Tensor
+    sparse_targets: bool = False
 
     def targets(self, ahead: int = 1) -> tuple[Tensor, Tensor]:
         """Token `ahead` positions after each position, and whether it is a target of the same document: two [B, T]."""

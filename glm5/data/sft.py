@@ -49,7 +49,8 @@ def _plain(conversation: Conversation) -> dict[str, Any]:
 def read_conversations(path: Path) -> list[Conversation]:
     """Read JSONL with `messages` (OpenAI form) and optional `tools`, `thinking`. A bad line is named by its number."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON strings may hold U+2028 and its like, which that takes for ends of lines.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; give a JSONL file of conversations.") from None
     except UnicodeDecodeError as error:
@@ -63,7 +64,10 @@ def read_conversations(path: Path) -> list[Conversation]:
             if not isinstance(raw, dict) or not isinstance(raw.get("messages"), list) or not raw["messages"]:
                 raise DataError("it needs a non-empty list `messages`")
             messages = [normalise(m, where=f"message {i}") for i, m in enumerate(raw["messages"])]
-            found.append(Conversation(messages, raw.get("tools") or (), bool(raw.get("thinking", True))))
+            tools = raw.get("tools") or []
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise DataError("`tools` must be a list of objects")
+            found.append(Conversation(messages, tools, bool(raw.get("thinking", True))))
         except (ValueError, RecursionError, DataError) as error:
             raise DataError(f"{path}:{number}: not a conversation: {error}") from None
     if not found:

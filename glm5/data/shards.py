@@ -70,9 +70,15 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
     if tokenizer is not None and info.get("tokenizer") != tokenizer.hash():
         raise DataError(f"{folder} was tokenised with another tokenizer than the model's; build the shards again.")
     path = folder / f"{split}.tokens"
-    tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-    return Shard(
-        tokens=tokens,
-        borders=np.fromfile(folder / f"{split}.borders", dtype=np.int64),
-        num_bytes=np.fromfile(folder / f"{split}.bytes", dtype=np.int64),
-    )
+    try:
+        shard = Shard(
+            tokens=np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype),
+            borders=np.fromfile(folder / f"{split}.borders", dtype=np.int64),
+            num_bytes=np.fromfile(folder / f"{split}.bytes", dtype=np.int64),
+        )
+        whole = int(shard.borders[-1]) == len(shard.tokens) and len(shard.num_bytes) == len(shard)
+    except (OSError, ValueError, IndexError):
+        whole = False
+    if not whole:
+        raise DataError(f'The split "{split}" of {folder} is missing or damaged; build the shards again.')
+    return shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,16 +22,16 @@ from glm5.ops.cross_entropy import token_logprobs
 from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
-TAIL_TOKENS = 32
-"""How many last tokens are decoded to look for stop strings."""
+LOWEST_TEMPERATURE = 1e-6
+"""Below it, logits divided by the temperature may overflow; 0 means greedy."""
 
 
 class Engine:
     """Generates and scores token ids. Not thread-safe: one thread calls `submit`, `step` and `update_weights`.
 
-    `submit` queues requests and `step` advances every running one by a token, so callers may join and leave at any step;
-    `generate` is the same loop run to the end. Every token carries the weight version that produced it. In fp32 the
-    log-probabilities are bit for bit those of a learner that runs the same weights over the packed sequence.
+    `submit` queues requests and `step` advances every running one by a token, so callers may join and leave at any
+    step; `generate` is the same loop run to the end. Every token carries the weight version that produced it. In fp32
+    the log-probabilities are bit for bit those of a learner that runs the same weights over the packed sequence.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ class Engine:
             raise EngineError(f"The prompt holds a token id outside 0..{vocab - 1}, the model's vocabulary.")
         if len(ids) >= self.max_length:
             raise EngineError(f"The prompt has {len(ids)} tokens, the limit is {self.max_length - 1}; shorten it.")
-        if params.max_tokens < 1 or params.temperature < 0 or params.n < 1 or not 0 < params.top_p <= 1:
-            raise EngineError("max_tokens and n must be at least 1, temperature at least 0, top_p in (0, 1].")
+        _check(params)
         if params.stop and self.tokenizer is None:
             raise EngineError("Stop strings need a tokenizer; this model directory has none. Use stop_token_ids.")
         stops = set(params.stop_token_ids)
@@ -103,8 +103,8 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Advance by one token: prompts first (all waiting ones together), else every running request. Returns those that
-        got a token."""
+        """Advance by one token: prompts first (all waiting ones together), else every running request. Returns those
+        that got a token."""
         while self._waiting and self._free:
             request = self._waiting.popleft()
             if not request.done:
@@ -152,7 +152,9 @@ class Engine:
     def _stop_string(self, request: Request) -> bool:
         if not request.params.stop or self.tokenizer is None:
             return False
-        tail = self.tokenizer.decode(request.completion.token_ids[-TAIL_TOKENS:])
+        # A token has at least one byte, so a stop string that ends now began at most this many tokens ago.
+        longest = max(len(stop.encode()) for stop in request.params.stop)
+        tail = self.tokenizer.decode(request.completion.token_ids[-longest:])
         return any(stop in tail for stop in request.params.stop)
 
     def _release(self) -> None:
@@ -204,7 +206,23 @@ class Engine:
             odd = sorted(own.keys() ^ tensors.keys())[0]
             raise EngineError(f'Weight update does not fit the model: tensor "{odd}" exists on one side only.')
         for name, tensor in tensors.items():
+            if own[name].shape != tensor.shape:
+                raise EngineError(
+                    f'Weight update does not fit the model: tensor "{name}" has shape {list(tensor.shape)}, not '
+                    f"{list(own[name].shape)}."
+                )
+        for name, tensor in tensors.items():
             own[name].copy_(tensor)
         self.weight_version = version
         for request in self._running:
             request.cached_len = 0
+
+
+def _check(params: SamplingParams) -> None:
+    """Raise EngineError for values without a meaning."""
+    if params.max_tokens < 1 or params.n < 1 or params.top_k < 0:
+        raise EngineError("max_tokens and n must be at least 1, top_k at least 0 (0 = no limit).")
+    if params.temperature != 0 and not LOWEST_TEMPERATURE <= params.temperature < math.inf:
+        raise EngineError(f"temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE}.")
+    if not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
+        raise EngineError("top_p must lie in (0, 1], min_p in [0, 1].")

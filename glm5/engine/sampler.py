@@ -16,7 +16,7 @@ from glm5.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled token: its id, its log-probability under the distribution it was drawn from, and the best alternatives."""
+    """One sampled token: its id, its log-probability under the distribution it was drawn from, the best others."""
 
     token_id: int
     logprob: float

@@ -17,8 +17,9 @@ from glm5.ops.cross_entropy import distribution
 
 @dataclass(frozen=True)
 class Speculation:
-    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 (and all
-    before it); `accept_length` = tokens per verification, the verified token included (1 = no draft ever accepted)."""
+    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 (and
+    all before it); `accept_length` = tokens per verification, the verified token included (1 = no draft ever
+    accepted)."""
 
     token_ids: list[list[int]]
     rounds: int
@@ -33,7 +34,7 @@ class Speculation:
 def generate_speculative(
     model: GLM5ForCausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, drafts: int = 3
 ) -> Speculation:
-    """Greedy continuation of equally long prompts by exactly `max_tokens` tokens each, the same tokens as plain decoding.
+    """Greedy continuation of equally long prompts by exactly `max_tokens` tokens each: those of plain decoding.
 
     Draft k attends to the MTP layer's own cache; entries written for rejected drafts lie behind the query positions and
     are overwritten in the next round.

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from glm5.chat import Tokenizer
 from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine
 from glm5.engine.speculative import generate_speculative
 from glm5.eval.text import bits_per_byte
-from glm5.model.context import ForwardContext
+from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams, Trajectory
 from glm5.stats import wilson
 from glm5.tasks import Episode, make_family, needle_text, play
+from glm5.train.losses import target_logprobs
 
 SAMPLES_SHOWN = 2
+MTP_PROMPT = 48
+"""Tokens of held-out text that speculative decoding continues."""
 
 
 def evaluate(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, config: EvalConfig, shard: Shard | None, seed: int = 0
 ) -> dict[str, Any]:
-    """All suites of a configuration as plain data (the layout of `results.json`). Greedy; problems are held out."""
+    """All suites of a configuration as plain data (the layout of `results.json`). Greedy; problems are held out.
+
+    What needs held-out text is left out where the corpus is so small that it has none.
+    """
     model.eval()
     found: dict[str, Any] = {}
-    if shard is not None and config.text_bytes:
+    if shard is not None and len(shard) and config.text_bytes:
         end = tokenizer.special["<|endoftext|>"]
         found["text"] = bits_per_byte(model, shard, end, max_bytes=config.text_bytes).plain()
     samples: list[dict[str, Any]] = []
@@ -44,7 +51,7 @@ def evaluate(
         str(length): needle_score(model, tokenizer, length, config.needle_problems, seed)
         for length in config.needle_bytes
     }
-    if shard is not None and model.mtp is not None and config.mtp_prompts:
+    if shard is not None and len(shard.tokens) >= MTP_PROMPT and model.mtp is not None and config.mtp_prompts:
         found["mtp"] = mtp_acceptance(model, shard, config)
     return found
 
@@ -76,58 +83,67 @@ def play_skill(
 
 
 def _sample(trajectory: Trajectory, family: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    first = trajectory.turns[0]
     text = trajectory.detail["text"]
-    prompt = tokenizer.decode(first.context_ids)
+    # An episode whose prompt alone fills the context has no turn.
+    prompt = tokenizer.decode(trajectory.turns[0].context_ids) if trajectory.turns else text
     return {"family": family, "prompt": prompt, "output": text.removeprefix(prompt), "reward": trajectory.reward}
 
 
 @torch.no_grad()
 def needle_score(
-    model: GLM5ForCausalLM, tokenizer: Tokenizer, length: int, problems: int, seed: int, batch: int = 8
+    model: GLM5ForCausalLM, tokenizer: Tokenizer, length: int, problems: int, seed: int
 ) -> dict[str, float]:
-    """Share of held-out retrieval documents of `length` bytes whose answer is the greedy continuation, depths spread."""
-    solved = 0
-    for start in range(0, problems, batch):
-        rows, answers = [], []
-        for index in range(start, min(problems, start + batch)):
-            depth = index / max(1, problems - 1)
-            prompt, answer = needle_text(seed, index, length, depth, split="heldout")
-            rows.append(tokenizer.encode(prompt))
-            answers.append(tokenizer.encode(answer))
-        solved += sum(_greedy_matches(model, rows, answers))
-    return score(solved, problems)
+    """Share of held-out retrieval documents of `length` bytes, depths spread from first to last line, in which the
+    asked value is the likeliest of four values that stand in the document. `chance` is what guessing gives."""
+    solved, chance = 0, 0.0
+    for index in range(problems):
+        prompt, answer = needle_text(seed, index, length, index / max(1, problems - 1), split="heldout")
+        choices = _choices(prompt, answer)
+        likelihood = continuation_logprobs(model, tokenizer.encode(prompt), [tokenizer.encode(c) for c in choices])
+        solved += likelihood[0] > max(likelihood[1:], default=float("-inf"))  # ties and nan are not knowledge
+        chance += 1 / len(choices) / problems
+    return score(solved, problems) | {"chance": chance}
 
 
-def _greedy_matches(model: GLM5ForCausalLM, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[bool]:
-    """Whether each answer is what greedy decoding would write: every answer token is the argmax given those before it."""
-    rows = [p + a for p, a in zip(prompts, answers, strict=True)]
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    ctx = ForwardContext(positions=positions)
-    hidden = ctx.rows(model.model(ids, ctx))
-    found = []
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        found.append(model.lm_head(hidden[i, span]).argmax(-1).tolist() == answer)
-    return found
+def _choices(prompt: str, answer: str, most: int = 4) -> list[str]:
+    """The right value first, then other values of the document, those of equal length preferred."""
+    values = [f"{line.rpartition(' = ')[2]}\n" for line in prompt.splitlines()[:-1]]
+    others = sorted({v for v in values if v != answer}, key=lambda v: (len(v) != len(answer), _order(v)))
+    return [answer, *others[: most - 1]]
 
 
-def mtp_acceptance(model: GLM5ForCausalLM, shard: Shard, config: EvalConfig, prompt_length: int = 48) -> dict[str, Any]:
-    """Accept length of greedy speculative decoding with 3 drafts on held-out text, and acceptance per draft position."""
-    stride = max(1, (len(shard.tokens) - prompt_length) // config.mtp_prompts)
-    prompts = [shard.tokens[i * stride :][:prompt_length].astype(int).tolist() for i in range(config.mtp_prompts)]
+def _order(text: str) -> str:
+    """A stable order that has nothing to do with the text's meaning."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def continuation_logprobs(
+    model: GLM5ForCausalLM, prompt: Sequence[int], continuations: Sequence[Sequence[int]]
+) -> list[float]:
+    """Sum of log-probabilities of each continuation of one prompt, in nats."""
+    rows = [([*prompt, *c], [False] * len(prompt) + [True] * len(c)) for c in continuations]
+    ids = torch.zeros(len(rows), max(len(row) for row, _ in rows), dtype=torch.long)
+    documents, mask = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=torch.bool)
+    for i, (row, wanted) in enumerate(rows):
+        ids[i, : len(row)], documents[i, : len(row)] = torch.tensor(row), 0
+        mask[i, : len(row)] = torch.tensor(wanted)
+    batch = Batch(ids, documents, mask)
+    targets, wanted_targets = batch.targets()
+    logprobs, _ = target_logprobs(model, model.model(ids, packed_context(documents)), targets, wanted_targets)
+    return [float(part.sum()) for part in logprobs.split([len(c) for c in continuations])]
+
+
+def mtp_acceptance(
+    model: GLM5ForCausalLM, shard: Shard, config: EvalConfig, prompt_length: int = MTP_PROMPT
+) -> dict[str, Any]:
+    """Accept length of greedy speculative decoding with 3 drafts on held-out text, acceptance per draft position."""
+    spare = len(shard.tokens) - prompt_length
+    stride = max(1, spare // config.mtp_prompts)
+    count = min(config.mtp_prompts, spare + 1)
+    prompts = [shard.tokens[i * stride :][:prompt_length].astype(int).tolist() for i in range(count)]
     result = generate_speculative(model, prompts, max_tokens=config.mtp_tokens)
     return {
         "accept_length": result.accept_length,
         "per_position": [count / max(1, result.rounds) for count in result.accepted],
         "n": result.rounds,
     }
-
-
-def suite(model: GLM5ForCausalLM, tokenizer: Tokenizer, family: FamilyConfig, config: EvalConfig) -> dict[str, Any]:
-    """One skill by name, for `glm5 eval`."""
-    trajectories = play_skill(model, tokenizer, family, config)
-    return asdict(wilson(sum(t.reward == 1.0 for t in trajectories), len(trajectories)))

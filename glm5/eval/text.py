@@ -32,8 +32,8 @@ class TextScore:
 def bits_per_byte(
     model: GLM5ForCausalLM, shard: Shard, end_of_text: int, *, max_bytes: int, window: int = 256
 ) -> TextScore:
-    """Score the first documents of a shard up to `max_bytes`. Windows begin with the end-of-text token, which is context
-    only, so that the first real token is predicted too; a document's own end token is not scored."""
+    """Score the first documents of a shard up to `max_bytes`. Windows begin with the end-of-text token, which is
+    context only, so that the first real token is predicted too; a document's own end token is not scored."""
     rows: list[tuple[list[int], list[bool]]] = []
     total_bytes = 0
     for index in range(len(shard)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
-from glm5.config.recipe import RunRecipe, TokenizerStage
+from glm5.config.recipe import FamilyConfig, RunRecipe, Stage, TokenizerStage
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, publish_dir, recover_dir, verify_manifest
@@ -23,6 +24,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import MetricsWriter, PipelineProgress
 from glm5.rl.learner import Agreement
+from glm5.tasks import make_family
 from glm5.train.loop import StageIO
 
 DONE = "stage.json"
@@ -32,13 +34,14 @@ MODEL = "model"
 def run_pipeline(recipe: RunRecipe) -> Path:
     """Run all stages that are not finished; returns the run folder, whose `results.json` holds everything measured.
 
-    A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any moment
-    and calling again ends with the same numbers. The recipe of an existing run cannot change under it.
+    A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any
+    moment and calling again ends with the same numbers. The recipe of an existing run cannot change under it.
     """
+    _check(recipe)
+    state = _start(recipe)
     run = Path(recipe.runs) / recipe.name
     run.mkdir(parents=True, exist_ok=True)
     _claim(run, recipe)
-    state = _start(recipe)
     entries: list[dict[str, Any]] = []
     folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}
     expected = {stage.name: stage.expected_seconds for stage in recipe.stages}
@@ -61,11 +64,22 @@ def run_pipeline(recipe: RunRecipe) -> Path:
     return run
 
 
+def _check(recipe: RunRecipe) -> None:
+    """Raise now what would otherwise be found only when its stage begins."""
+    for config in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(recipe.stages)]:
+        make_family(config.name, **config.options)
+
+
+def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:
+    return [family for stage in stages for family in getattr(stage, "families", [])]
+
+
 def _claim(run: Path, recipe: RunRecipe) -> None:
-    """Save the resolved recipe, or check that the run was started with the same one."""
+    """Save the resolved recipe, or check that the run was started with the same one. A run that never got to write
+    anything else may start again with another."""
     path = run / "recipe.toml"
     text = dump_recipe(recipe)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
+    if path.exists() and path.read_text(encoding="utf-8") != text and any(run.glob("*/*")):
         raise ConfigError(
             f"{run} was started with another recipe (its {path.name} differs). Choose another `name`, or delete {run}."
         )
@@ -141,8 +155,9 @@ def _publish_final(state: RunState, path: Path) -> None:
 def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything measured. Only `times` may differ between two runs of one recipe on one machine."""
     agreements = state.agreement.values()
-    corpus = next((e["numbers"] for e in entries if e["kind"] == "tokenizer"), {})
-    stages = [{k: e[k] for k in ("name", "kind", "numbers", "evaluation") if k in e} for e in entries]
+    corpus: dict[str, float] = next((e["numbers"] for e in entries if e["kind"] == "tokenizer"), {})
+    kept = ("name", "kind", "numbers", "evaluation")
+    stages: list[dict[str, Any]] = [{k: e[k] for k in kept if k in e} for e in entries]
     times = {
         e["name"]: {"train_seconds": e["train_seconds"], "evaluation_seconds": e["evaluation_seconds"]} for e in entries
     }
@@ -171,8 +186,8 @@ def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) 
 def _notes(recipe: RunRecipe, stages: list[dict[str, Any]]) -> list[str]:
     """Plain sentences about stages that did not raise the skills that they train."""
     notes = []
-    families = {s.name: [f.name for f in getattr(s, "families", [])] for s in recipe.stages}
-    for before, after in zip(stages, stages[1:], strict=False):
+    families = {s.name: [f.name for f in _families([s])] for s in recipe.stages}
+    for before, after in itertools.pairwise(stages):
         old, new = (s.get("evaluation", {}).get("skills", {}) for s in (before, after))
         for skill in families.get(after["name"], []):
             if skill in old and skill in new and new[skill]["score"] <= old[skill]["score"]:

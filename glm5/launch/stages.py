@@ -55,7 +55,8 @@ class RunState:
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError(
-                f'{self.recipe.name}: no tokenizer. Begin with a stage of kind "tokenizer", or set `tokenizer` or `start`.'
+                f"{self.recipe.name}: no tokenizer. "
+                'Begin with a stage of kind "tokenizer", or set `tokenizer` or `start`.'
             )
         return self.tokenizer
 

@@ -39,7 +39,7 @@ class RouterStats:
 
 
 class Observer(Protocol):
-    """Receives what the indexer's KL loss needs (§2.1.1). `scores` carry gradient, `target` (head-summed attention) not.
+    """Receives what the indexer's KL loss needs (§2.1.1). `scores` carry gradient, `target` (head sums) does not.
 
     `valid` marks real entries. In the sparse case the last axis runs over the selected slots, else over all keys.
     """
@@ -49,11 +49,11 @@ class Observer(Protocol):
 
 @dataclass
 class ForwardContext:
-    """Per-forward state, built by `for_training`, `for_cache` or by the model itself. Layers keep no state of their own.
+    """Per-forward state, built by `packed_context`, `cache_context` or the model itself. Layers keep no state.
 
     positions [B, T]: RoPE position of every token. documents [B, T]: tokens attend only within equal non-negative
-    numbers; None = one document per row. `exact` fixes the number of selected slots to index_topk so that results do not
-    depend on the length of the row. `attend_dense` keeps attention dense although an indexer exists (DSA warm-up).
+    numbers; None = one document per row. `exact` fixes the number of selected slots to index_topk so that results do
+    not depend on the length of the row. `attend_dense` keeps attention dense although an indexer exists (DSA warm-up).
     """
 
     positions: Tensor

@@ -84,7 +84,7 @@ class GLM5ForCausalLM(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, only: str = "") -> None:
-        """Normal(0, initializer_range) for matrices, ones and zeros for norms; `only` limits it to names that contain it."""
+        """Normal(0, initializer_range) for matrices, ones and zeros for norms; only names that contain `only`."""
         for name, parameter in self.named_parameters():
             if only not in name or parameter.is_meta:
                 continue
@@ -100,7 +100,7 @@ class GLM5ForCausalLM(nn.Module):
         Tensors that only the new configuration has (indexers, when DSA is switched on) are initialised from `seed`.
         `copy.deepcopy` is no substitute: it drops what is declared on parameters, such as Muon Split's blocks.
         """
-        fresh = GLM5ForCausalLM(config or self.config, seed=seed).to(self.dtype)
+        fresh = GLM5ForCausalLM(config or self.config, seed=seed).cast(self.dtype)
         own = fresh.state_dict()
         with torch.no_grad():
             for name, tensor in self.state_dict().items():
@@ -128,6 +128,15 @@ class GLM5ForCausalLM(nn.Module):
         """(layer index, router) of every MoE layer, the MTP layer's last."""
         return [(module.layer, module.gate) for module in self.modules() if isinstance(module, MoE)]
 
+    def cast(self, dtype: torch.dtype) -> GLM5ForCausalLM:
+        """Change the weights' type in place; router biases stay fp32 at least, as in every released checkpoint."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        biases = [(router, router.e_score_correction_bias.to(wide)) for _, router in self.routers()]
+        self.to(dtype)
+        for router, bias in biases:
+            router.e_score_correction_bias = bias
+        return self
+
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
@@ -145,8 +154,8 @@ class GLM5ForCausalLM(nn.Module):
     ) -> GLM5ForCausalLM:
         """Load a Hugging Face layout directory; other keywords override the configuration.
 
-        `dtype=None` means fp32. `allow_missing` is a regular expression of tensor names that may be absent and then keep
-        their random initialisation. Raises CheckpointError or ConfigError for anything else that does not fit.
+        `dtype=None` means fp32. `allow_missing` is a regular expression of tensor names that may be absent and then
+        keep their random initialisation. Raises CheckpointError or ConfigError for anything else that does not fit.
         """
         from glm5.model.hf_weights import load_checkpoint
 

@@ -7,6 +7,7 @@ in memory they are stacked. The MTP layer is stored as layer `num_hidden_layers`
 from __future__ import annotations
 
 import json
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -56,10 +57,10 @@ def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 def save_checkpoint(model: GLM5ForCausalLM, path: Path, extra: Mapping[str, Any] | None = None) -> None:
     """Publish `path` with config, generation defaults and weights; other files already there (tokenizer) are kept."""
-    with publish_dir(path) as folder:
+    with publish_dir(path, foreign=True) as folder:
         if path.is_dir():
             for old in path.iterdir():
-                if old.is_file() and old.suffix != ".safetensors":
+                if old.is_file() and old.suffix != ".safetensors" and old.name != INDEX:
                     (folder / old.name).write_bytes(old.read_bytes())
         write_checkpoint(model, folder, extra)
 
@@ -90,9 +91,9 @@ def load_checkpoint(
 ) -> GLM5ForCausalLM:
     """Build the model of `path/config.json` and fill it tensor by tensor.
 
-    Missing, unexpected, misshapen and duplicate tensors are errors. `allow_missing` is a regular expression of names that
-    may stay at their random initialisation (for example a new indexer). A checkpoint whose configuration announces an
-    MTP layer that the files lack, as other tools leave it, loads as trunk only with one warning.
+    Missing, unexpected and misshapen tensors are errors. `allow_missing` is a regular expression of names
+    that may stay at their random initialisation (for example a new indexer). A checkpoint whose configuration announces
+    an MTP layer that the files lack, as other tools leave it, loads as trunk only with one warning.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
@@ -105,7 +106,7 @@ def load_checkpoint(
         config = config.replace(num_nextn_predict_layers=0)
     model = GLM5ForCausalLM(config, seed=seed)
     if dtype is not None:
-        _cast(model, dtype)
+        model.cast(dtype)
     wanted = disk_tensors(model)
     loaded: set[str] = set()
     ignored = 0
@@ -133,17 +134,8 @@ def load_checkpoint(
     return model.to(device)
 
 
-def _cast(model: GLM5ForCausalLM, dtype: torch.dtype) -> None:
-    """Cast parameters; the router's correction bias stays fp32 as in every released checkpoint."""
-    model.to(dtype)
-    for _, router in model.routers():
-        router.e_score_correction_bias = router.e_score_correction_bias.to(
-            torch.float64 if dtype == torch.float64 else torch.float32
-        )
-
-
 def _ignorable(name: str, config: GLM5Config) -> bool:
-    """Tensors that other tools write and this model does not need: indexers of shared or dense layers, an unused MTP layer."""
+    """Tensors that other tools write and this model does not need: indexers of shared or dense layers, an MTP layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     if not match:
         return False
@@ -159,7 +151,7 @@ def _weight_files(path: Path) -> dict[str, Path]:
     if index.exists():
         try:
             entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        except (ValueError, KeyError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{index} is not a valid safetensors index.") from None
         files = {}
         for name, file in entries:
@@ -176,9 +168,8 @@ def _weight_files(path: Path) -> dict[str, Path]:
 def _stream(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors file by file, so that at most one is in memory beside the model."""
     for file in dict.fromkeys(files.values()):
-        names = [name for name, where in files.items() if where == file]
-        for name in names:
-            yield name, _reading(file, lambda handle, name=name: handle.get_tensor(name))
+        for name in [name for name, where in files.items() if where == file]:
+            yield name, _reading(file, operator.methodcaller("get_tensor", name))
 
 
 def _reading(file: Path, read: Callable[[Any], Any]) -> Any:

@@ -21,13 +21,13 @@ class RMSNorm(nn.Module):
 
 
 def linear(inputs: int, outputs: int, split: tuple[int, ...] = ()) -> nn.Linear:
-    """Linear layer without bias. `split` are the heights of the row blocks that Muon orthogonalises one by one (§2.1)."""
+    """Linear layer without bias. `split`: heights of the row blocks that Muon orthogonalises one by one (§2.1)."""
     layer = nn.Linear(inputs, outputs, bias=False)
     declare_split(layer.weight, split or (outputs,))
     return layer
 
 
-def declare_split(weight: nn.Parameter, blocks: tuple[int, ...]) -> None:
+def declare_split(weight: Tensor, blocks: tuple[int, ...]) -> None:
     """Attach Muon Split's row blocks to a matrix (or to every matrix of a stack): heights that add up to its rows."""
     if sum(blocks) != weight.shape[-2]:
         raise ValueError(f"row blocks {blocks[:4]}… do not add up to {weight.shape[-2]} rows")

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one module, expanded form for dense training, absorbed form for caches and DSA (§2.1)."""
+"""Multi-head latent attention: one module, expanded form for dense training, absorbed form for cache and DSA (§2.1)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from glm5.ops.rope import apply_rope, rope_table
 class MLA(nn.Module):
     """Queries through a low-rank path, keys and values through one latent per token that is all a cache has to hold.
 
-    Both forms share weights and agree to rounding: the expanded form multiplies latents out into per-head keys and values,
-    the absorbed form multiplies the query into latent space instead. A layer without an indexer (IndexShare "shared")
-    reuses the indices of the nearest layer before it that has one.
+    Both forms share weights and agree to rounding: the expanded form multiplies latents out into per-head keys and
+    values, the absorbed form multiplies the query into latent space instead. A layer without an indexer (IndexShare
+    "shared") reuses the indices of the nearest layer before it that has one.
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:

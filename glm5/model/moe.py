@@ -13,7 +13,7 @@ from glm5.ops.experts import expert_layout, grouped_matmul, permute, unpermute
 
 
 class Router(nn.Module):
-    """Chooses experts by score + bias and weights them by score alone. The bias is a buffer: no gradient ever moves it."""
+    """Chooses experts by score + bias and weights them by score alone. The bias is a buffer: no gradient moves it."""
 
     e_score_correction_bias: Tensor
 

@@ -8,6 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.ops import round_up
+
+LANE = 8
+"""Widths and slot counts are padded to this many elements where they are odd: BLAS rounds by the alignment of a matrix,
+and in a stack of matrices of odd size alignment changes with the position in the batch."""
+
 CHUNK_ELEMENTS = 1 << 22
 """Gathered elements per block of queries in the sparse path: 16 MiB in fp32."""
 
@@ -15,7 +21,7 @@ CHUNK_ELEMENTS = 1 << 22
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float) -> Tensor:
     """Softmax attention. q [B, N, T, H], k [B, N, S, H], v [B, N, S, Hv], valid bool [B, 1, T, S] -> [B, N, T, Hv].
 
-    `valid=None` means plain causal attention with T = S. Rows without a valid key (padding) give arbitrary finite values.
+    `valid=None` means plain causal attention with T = S. Rows without a valid key (padding) give any finite values.
     """
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=valid, is_causal=valid is None, scale=scale
@@ -48,7 +54,7 @@ class _SparseAttention(torch.autograd.Function):
     """Gathers in blocks of queries and gathers again in backward, so that nothing of size T * K * W is kept."""
 
     @staticmethod
-    def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, latents, indices)
         ctx.value_dim, ctx.scale = value_dim, scale
         step = _block(q, indices)
@@ -66,7 +72,7 @@ class _SparseAttention(torch.autograd.Function):
         return out, target
 
     @staticmethod
-    def backward(ctx, grad, _):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         q, latents, indices = ctx.saved_tensors
         value_dim, scale = ctx.value_dim, ctx.scale
         step = _block(q, indices)
@@ -100,9 +106,17 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Absorbed MLA over selected rows, forward and backward without an L x L tensor.
 
-    q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K] with -1 for empty
-    slots -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the probabilities summed over heads
-    [B, T, K] (no gradient). Every query reduces over exactly K slots, which is what makes exact mode exact: the same K
-    gives the same bits in a packed training row and in single-token decoding. At least one slot per query must be filled.
+    q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K] with -1 for
+    empty slots -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the probabilities summed
+    over heads [B, T, K] (no gradient). Every query reduces over exactly K slots, which is what makes exact mode exact:
+    the same K gives the same bits in a packed training row and in single-token decoding. At least one slot per query
+    must be filled.
     """
-    return _SparseAttention.apply(q, latents, indices, value_dim, scale, want_probs)
+    width, slots = q.shape[-1], indices.shape[-1]
+    if width % LANE:
+        wider = (0, round_up(width, LANE) - width)
+        q, latents = torch.nn.functional.pad(q, wider), torch.nn.functional.pad(latents, wider)
+    if slots % LANE:
+        indices = torch.nn.functional.pad(indices, (0, round_up(slots, LANE) - slots), value=-1)
+    out, probs = _SparseAttention.apply(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
+    return out[..., :value_dim], probs if probs is None else probs[..., :slots]

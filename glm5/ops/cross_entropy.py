@@ -15,7 +15,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, inverse_temperature):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, hidden, weight, targets, inverse_temperature):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(hidden, weight, targets)
         ctx.scale = inverse_temperature
         out = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
@@ -29,7 +29,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return out, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight)
@@ -49,15 +49,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def distribution(hidden: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-    """log softmax(scale * hidden @ weight^T): [M, D], [V, D] -> [M, V] in fp32 (or wider). Shared by engine and learner."""
+    """log softmax(scale * hidden @ weight^T): [M, D], [V, D] -> [M, V] in fp32 (or wider), for engine and learner."""
     logits = torch.nn.functional.linear(hidden, weight).to(_wide(hidden.dtype))
     return torch.log_softmax(logits * scale if scale != 1.0 else logits, dim=-1)
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight^T / temperature)[targets] and the entropy of that distribution (no gradient), in nats.
+    """log softmax(hidden @ weight^T / temperature)[targets] and that distribution's entropy (no gradient), in nats.
 
-    hidden [M, D], weight [V, D], targets int64 [M] -> two tensors [M] in fp32 (or wider). For results that do not depend
-    on the batch, M must be a multiple of `ROW_TILE`.
+    hidden [M, D], weight [V, D], targets int64 [M] -> two tensors [M] in fp32 (or wider). For results that do not
+    depend on the batch, M must be a multiple of `ROW_TILE`.
     """
     return _TokenLogprobs.apply(hidden, weight, targets, 1.0 / temperature)

@@ -22,13 +22,13 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up on a fused [..., 2 I] input; saves only the input."""
 
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def forward(ctx, gate_up: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return gate / (1.0 + torch.exp(-gate)) * up
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         sig = torch.sigmoid(gate)

@@ -12,7 +12,7 @@ class _GroupedMatmul(torch.autograd.Function):
     """y[rows of e] = x[rows of e] @ weight[e]^T for consecutive segments of rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.bounds = bounds
         out = x.new_empty(x.shape[0], weight.shape[1])
@@ -23,7 +23,7 @@ class _GroupedMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)
@@ -37,7 +37,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, bounds: list[int]) -> Tensor:
-    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows get zero gradient."""
+    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows: gradient 0."""
     return _GroupedMatmul.apply(x, weight, bounds)
 
 
@@ -45,13 +45,13 @@ class _Permute(torch.autograd.Function):
     """Gather token rows into expert order (one row per token and slot, padded), scatter-free in both directions."""
 
     @staticmethod
-    def forward(ctx, x, slot_of, source, top_k):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, x, slot_of, source, top_k):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(slot_of)
         ctx.top_k = top_k
         return x.index_select(0, source)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
         return grad.index_select(0, slot_of).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
 
@@ -60,13 +60,13 @@ class _Unpermute(torch.autograd.Function):
     """Inverse of `_Permute` without the sum: rows in expert order -> [T * K, D] in token order."""
 
     @staticmethod
-    def forward(ctx, y, slot_of):  # type: ignore[no-untyped-def,override]
+    def forward(ctx, y, slot_of):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(slot_of)
         ctx.rows = y.shape[0]
         return y.index_select(0, slot_of)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
         out = grad.new_zeros(ctx.rows, grad.shape[1])
         out[slot_of] = grad  # slots are unique: a plain write, deterministic
@@ -76,8 +76,8 @@ class _Unpermute(torch.autograd.Function):
 def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
     """Where each (token, slot) goes when rows are grouped by expert and every group is padded to `ROW_TILE` rows.
 
-    experts [T, K] -> (slot_of [T*K] row in the grouped buffer, source [M] token of each row (padding rows repeat token 0),
-    bounds of length E + 1, counts [E] tokens per expert).
+    experts [T, K] -> (slot_of [T*K] row in the grouped buffer, source [M] token of each row (padding rows repeat token
+    0), bounds of length E + 1, counts [E] tokens per expert).
     """
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=num_experts)

@@ -33,7 +33,7 @@ def indexer_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
-    """The scores of `indexer_scores` at selected keys only, differentiable. indices [B, T, K] (-1 = empty) -> [B, T, K]."""
+    """The scores of `indexer_scores` at selected keys, differentiable. indices [B, T, K] (-1 = empty) -> [B, T, K]."""
     dim = q.shape[-1]
     batch = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1)
     flat = (batch * k.shape[1] + indices.clamp_min(0)).flatten()
@@ -45,8 +45,8 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
 def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     """Indices of the k best valid keys per query, ascending, padded with -1 at the end.
 
-    scores [B, T, S] (NaN is treated as -inf), valid bool broadcastable to it -> int64 [B, T, k]. The answer is a function
-    of the valid entries alone: more keys, other batches or other devices do not change it.
+    scores [B, T, S] (NaN is treated as -inf), valid bool broadcastable to it -> int64 [B, T, k]. The answer is a
+    function of the valid entries alone: more keys, other batches or other devices do not change it.
     """
     masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
     keys = masked.shape[-1]

@@ -14,7 +14,7 @@ def rope_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tenso
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate adjacent pairs of the last axis in place order. x is [..., dim], cos and sin broadcast to [..., dim / 2]."""
+    """Rotate adjacent pairs of the last axis, order kept. x is [..., dim], cos and sin broadcast to [..., dim / 2]."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

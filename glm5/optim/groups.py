@@ -17,8 +17,8 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for `Muon`. `split=False` is the ablation arm: whole matrices instead of row blocks.
 
-    Every matrix must declare its row blocks (`glm5.model.layers.declare_split`); one that does not is an error, because a
-    matrix that silently misses its split trains without any sign of it. `trainable` chooses parameters by name; the
+    Every matrix must declare its row blocks (`glm5.model.layers.declare_split`); one that does not is an error, because
+    a matrix that silently misses its split trains without any sign of it. `trainable` chooses parameters by name; the
     others are frozen (requires_grad False).
     """
     muon: list[tuple[str, nn.Parameter]] = []

@@ -1,4 +1,4 @@
-"""Muon with Muon Split: momentum, orthogonalised per declared row block, so that heads move at their own scale (§2.1)."""
+"""Muon with Muon Split: momentum, orthogonalised per declared row block, so heads move at their own scale (§2.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NS_STEPS = 5
 
 
 def newton_schulz(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each [r, c] in a stack [n, r, c] (singular values end in ~0.7..1.2).
+    """Approximate the nearest semi-orthogonal matrix of each [r, c] in a stack [n, r, c] (singular values ~0.7..1.2).
 
     Five quintic iterations on the Frobenius-normalised matrix; wide orientation first, because it is cheaper.
     """
@@ -33,8 +33,8 @@ def newton_schulz(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for groups of kind "muon", AdamW for groups of kind "adamw" (see `muon_groups`); one learning rate for both.
 
-    buf = momentum * buf + g; u = g + momentum * buf; W <- W (1 - lr wd) - lr * 0.2 * sqrt(max(r, c)) * NS(u) per row block
-    of r x c, which matches AdamW's update RMS of about 0.2. Norms and biases are not decayed.
+    buf = momentum * buf + g; u = g + momentum * buf; W <- W (1 - lr wd) - lr * 0.2 * sqrt(max(r, c)) * NS(u) per row
+    block of r x c, which matches AdamW's update RMS of about 0.2. Norms and biases are not decayed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         for (rows, columns), pairs in by_shape.items():
             scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
             orthogonal = newton_schulz(torch.cat([block for block, _ in pairs]), self.ns_dtype)
-            for (block, target), part in zip(pairs, orthogonal.split([len(b) for b, _ in pairs]), strict=True):
+            for (_, target), part in zip(pairs, orthogonal.split([len(b) for b, _ in pairs]), strict=True):
                 target.sub_(part.view(target.shape), alpha=scale)
 
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def row_blocks(update: Tensor, parameter: Tensor, split: bool) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (blocks of the update [n, r, c], view of the parameter that they change), one pair per block height in a period.
+    """Pairs (blocks of the update [n, r, c], view of the parameter that they change), one per block height in a period.
 
     Heights repeat (per-head K and V rows of kv_b_proj alternate), so each kind of block is one strided stack; the
     parameter's side stays a [stack, repeats, r, c] view, because writing to a copy would change nothing.

@@ -9,6 +9,8 @@ def learning_rate(step: int, *, steps: int, peak: float, final: float, warmup: i
     """Rate of optimizer step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step."""
     if step < warmup:
         return peak * (step + 1) / warmup
+    if shape not in ("cosine", "linear", "constant"):
+        raise ValueError(f'unknown schedule "{shape}"; use cosine, linear or constant')
     progress = min(1.0, (step - warmup) / max(1, steps - warmup - 1))
     if shape == "constant":
         return peak

@@ -30,6 +30,8 @@ class Buffer:
     max_staleness: int
     dropped_env: int = 0
     dropped_stale: int = 0
+    lost_in_a_row: int = 0
+    """Groups dropped for environment failures since the last group that was not."""
     _open: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
     _ready: dict[int, list[Trajectory]] = field(default_factory=dict)
 
@@ -41,8 +43,10 @@ class Buffer:
             repaired = repair_group(group, self.group_size)
             if repaired:
                 self._ready[trajectory.group] = repaired
+                self.lost_in_a_row = 0
             else:
                 self.dropped_env += 1
+                self.lost_in_a_row += 1
 
     def drop_stale(self, learner_version: int) -> None:
         """Drop ready groups in which a trajectory is staler than `max_staleness`."""

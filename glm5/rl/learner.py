@@ -1,4 +1,4 @@
-"""The learner: token rows in, one optimizer step out; its log-probabilities are compared with the engine's on the way."""
+"""The learner: token rows in, one optimizer step out; its log-probabilities are compared with the engine's."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from glm5.chat import Tokenizer
 from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage
 from glm5.engine.engine import Engine
 from glm5.engine.request import Request
-from glm5.errors import RolloutError
+from glm5.errors import ConfigError, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.optim.schedules import learning_rate
 from glm5.records import Outcome, SamplingParams, Trajectory
@@ -21,6 +22,9 @@ from glm5.seeds import derive_seed
 from glm5.tasks import Episode, Family, make_family
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
+
+ENV_THREADS = 16
+"""Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
 
 
 class PromptStream:
@@ -39,7 +43,7 @@ class PromptStream:
         while index < len(self._configs) - 1 and at >= self._configs[index].weight:
             at -= self._configs[index].weight
             index += 1
-        # Rollouts use problems that the demonstrations of SFT did not: another region of the same endless training split.
+        # Rollouts use problems that the demonstrations of SFT did not: another part of the same endless training split.
         problem = self._families[index].problem("train", 1_000_000 + self._seed % 1000 * 100_000 + group)
         return Episode(
             problem.env(),
@@ -64,8 +68,8 @@ class PolicyLoop:
     """Keeps the engine busy, hands complete groups to the learner and pushes weights.
 
     Time is logical: one tick is one engine step, and an update's weights become visible `train_ticks` ticks after its
-    batch was taken, while the engine goes on with the old ones. So an asynchronous run can be repeated exactly. Group g
-    may start only when g < (pushed version * push_every + 1 + max_staleness) * prompts: sampling is paced first, and what
+    batch was taken, an environment's answer `env_ticks` ticks after it was asked; the engine goes on meanwhile. So an
+    asynchronous run can be repeated exactly. Group g may start only when g < (pushed version + 1 + max_staleness) * prompts: sampling is paced first, and what
     still comes out too stale is dropped.
     """
 
@@ -84,6 +88,12 @@ class PolicyLoop:
         self.max_staleness = stage.max_staleness if isinstance(stage, AgenticStage) else 0
         self.train_ticks = stage.train_ticks if isinstance(stage, AgenticStage) else 0
         self.push_every = stage.push_every if isinstance(stage, AgenticStage) else 1
+        if self.push_every > self.max_staleness + 1:
+            raise ConfigError(
+                f"{stage.name}: push_every={self.push_every} leaves the learner without fresh rollouts; it can be at "
+                f"most max_staleness + 1 = {self.max_staleness + 1}."
+            )
+        self.env_ticks = stage.env_ticks if isinstance(stage, AgenticStage) else 0
         self.reset_on_push = asynchronous
         self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
         self.learner = Learner(model, stage.optim, row_length=stage.row_length, temperature=stage.temperature)
@@ -91,8 +101,12 @@ class PolicyLoop:
         self.buffer = Buffer(stage.group, self.max_staleness)
         self.prompts = PromptStream(stage.families, seed)
         self._running: list[_Running] = []
+        self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
+        self._clock = 0
+        self._pool = ThreadPoolExecutor(max_workers=ENV_THREADS)
         self._next = (0, 0)  # group and member that start next
         self._pushed = 0
+        self._most_lost = max(8, 2 * stage.prompts)
         self._push_in = -1  # ticks until finished weights become visible; -1 = nothing on its way
 
     def run(self) -> dict[str, float]:
@@ -113,10 +127,15 @@ class PolicyLoop:
                     numbers = self._update()
                     self.io.metrics.write(self.io.name, self.learner.version, numbers)
                     self.io.advance(1, numbers)
-                    if not self._running and self.train_ticks == 0:
+                    if self._push_in == 0 and not self._running:
                         self._push()
                         self._save(state, numbers)
         return numbers
+
+    @property
+    def in_flight(self) -> int:
+        """Episodes that are being generated or wait for their environment."""
+        return len(self._running) + len(self._reacting)
 
     def _restore(self, done: int, extra: dict[str, object]) -> None:
         self.learner.version = self._pushed = done
@@ -124,26 +143,36 @@ class PolicyLoop:
         saved = extra["agreement"]
         assert isinstance(saved, dict)
         self.learner.agreement = Agreement(**saved)
+        self.buffer.dropped_env = int(str(extra["dropped_env"]))
+        self.buffer.dropped_stale = int(str(extra["dropped_stale"]))
         publish(self.learner.model, self.engine, done)
 
     def _save(self, state, numbers: dict[str, float]) -> None:  # type: ignore[no-untyped-def]
         every = self.stage.optim.save_every
+        if self.buffer.ready or self._next[1]:
+            return  # rollouts that a resumed run would not have
         if every and self.learner.version % every == 0 and self.learner.version < self.stage.optim.steps:
             extra = {"next_group": self._next[0], "agreement": vars(self.learner.agreement), "numbers": numbers}
+            extra |= {"dropped_env": self.buffer.dropped_env, "dropped_stale": self.buffer.dropped_stale}
             save_state(state, self.learner.model, self.learner.optimizer, self.learner.version, extra)
 
     def _tick(self) -> None:
         """One step of the clock: start what may start, advance the engine, collect what ended, push when due."""
         self._start()
-        if not self._running and self._push_in < 0 and self.buffer.ready < self.stage.prompts:
+        if not self.in_flight and self._push_in < 0 and self.buffer.ready < self.stage.prompts:
             raise RolloutError(
-                f"{self.io.name}: no rollout can start and no batch is complete; every group was dropped "
-                f"({self.buffer.dropped_env} by environment failures, {self.buffer.dropped_stale} as stale)."
+                f"{self.io.name}: no rollout may start and no batch is complete. The state in {self.io.folder} was "
+                "written with other settings; delete it to start this stage again."
             )
         self.engine.step()
+        self._clock += 1
         for running in [r for r in self._running if r.request.done]:
             self._running.remove(running)
-            running.episode.accept(running.request.completion)
+            answer = self._pool.submit(running.episode.accept, running.request.completion)
+            self._reacting.append((self._clock + self.env_ticks, running, answer))
+        while self._reacting and self._reacting[0][0] <= self._clock:
+            _, running, answer = self._reacting.pop(0)
+            answer.result()
             self._continue(running.episode, running.member)
         if self._push_in > 0:
             self._push_in -= 1
@@ -151,7 +180,7 @@ class PolicyLoop:
             self._push()
 
     def _start(self) -> None:
-        while len(self._running) < self.concurrency:
+        while self.in_flight < self.concurrency:
             group, member = self._next
             budget = (self._pushed + 1 + self.max_staleness) * self.stage.prompts + self.buffer.dropped
             if group >= budget:
@@ -163,7 +192,13 @@ class PolicyLoop:
         """Submit the next turn of an episode, or put its trajectory into the buffer."""
         context = episode.pending()
         if context is None:
-            self.buffer.add(episode.trajectory())
+            trajectory = episode.trajectory()
+            self.buffer.add(trajectory)
+            if self.buffer.lost_in_a_row > self._most_lost:
+                raise RolloutError(
+                    f"{self.io.name}: the environment failed in {self.buffer.lost_in_a_row} groups in a row, most "
+                    f"recently in {trajectory.problem}: {trajectory.detail.get('error', 'no reason given')}"
+                )
             return
         params = SamplingParams(
             max_tokens=min(self.stage.max_tokens, episode.room),
@@ -178,6 +213,11 @@ class PolicyLoop:
         groups = self.buffer.take(self.stage.prompts)
         numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
         samples, more = self.algorithm.samples(groups)
+        if not samples:
+            raise RolloutError(
+                f"{self.io.name}: none of {self.stage.prompts} prompts leaves room for an answer within max_context = "
+                f"{self.stage.max_context} tokens; raise it."
+            )
         config = self.stage.optim
         rate = learning_rate(
             self.learner.version,

@@ -11,7 +11,7 @@ Average = Literal["sequence", "token"]
 
 
 def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
-    """ "token": mean over all masked tokens. "sequence": mean within each sequence, then over sequences that have any."""
+    """ "token": mean over all masked tokens. "sequence": mean within each sequence, then over non-empty ones."""
     values = torch.where(mask, values, torch.zeros_like(values))
     if average == "token":
         return values.sum() / mask.sum().clamp_min(1)
@@ -33,8 +33,8 @@ def icepop_grpo_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """GRPO with IcePop, Eq. 1 (§3.2), no KL term.
 
-    L = -mean pop(rho) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi_theta / pi_train_old,
-    rho = pi_train_old / pi_infer_old, and pop(rho) = rho inside [1 / beta, beta], 0 outside. pop carries no gradient: it
+    L = -mean pop(rho) * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi_theta / pi_train_old, rho =
+    pi_train_old / pi_infer_old, and pop(rho) = rho inside [1 / beta, beta], 0 outside. pop carries no gradient: it
     involves old policies only. Statistics: `masked_share` of tokens that pop removed, `clipped_share`, `ratio_mean`,
     `mismatch_max` = largest |log rho|.
     """

@@ -68,7 +68,7 @@ def train_reward_model(
 ) -> tuple[RewardModel, float]:
     """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy."""
     model = RewardModel(policy, tokenizer)
-    optimizer = build_optimizer(model, config.optim, lambda name: ".indexer." not in name and "lm_head" not in name)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, config.optim, lambda name: ".indexer." not in name and "lm_head" not in name)
     metrics.rewind(stage, 0)
     for step in range(config.optim.steps):
         pairs = [family.preference_pair(step * config.pairs + i) for i in range(config.pairs)]

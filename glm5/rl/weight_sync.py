@@ -18,7 +18,7 @@ def tensor_hashes(model: nn.Module) -> dict[str, str]:
 
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().cpu().view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def publish(model: nn.Module, engine: Engine, version: int) -> None:

@@ -28,10 +28,14 @@ VISIBLE_TESTS = 3
 MOST_CODE_BYTES = 80
 MOST_MALFORMED = 2
 MEMO_SIZE = 16384
+BATCH = 64  # programs of the policy that one sandbox run evaluates at most
 BLOCK = 32  # problems whose listed programs are evaluated in one process
 
+# Every job runs in a child process of its own, one after the other, so that no program sees or changes another's values.
+# The sandbox has no /proc and denies ptrace; all that a child could do to the others is to kill their parent, after which
+# every job of the run is tried again alone.
 HARNESS = """\
-import json, sys
+import json, os, sys
 
 def attempt(function, *arguments):
     try:
@@ -41,21 +45,32 @@ def attempt(function, *arguments):
     except BaseException as error:
         return ["error", type(error).__name__]
 
-def load(number):
-    spaces.append({})
-    spaces[-1].update(vars(__import__(f"solution{number}")))
+def values(number, name, cases):
+    space = {}
+    loaded = attempt(lambda: space.update(vars(__import__(f"solution{number}"))))
+    return [attempt(space[name], *case) if name in space else loaded for case in cases]
+
+def in_child(number, name, cases):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+        try:
+            os.write(writer, json.dumps(values(number, name, cases)).encode()[:4096])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        text = stream.read(4096)
+    os.waitpid(child, 0)
+    return text.decode("utf-8", "replace")
 
 with open("jobs.json") as stream:
     jobs = json.load(stream)
 sys.path.insert(0, ".")
-spaces = []
-results = []
-for number, (name, cases) in enumerate(jobs):
-    loaded = attempt(load, number)
-    space = spaces[-1]
-    results.append([attempt(space[name], *case) if name in space else loaded for case in cases])
-print()
-print(json.dumps(results))
+print(json.dumps([in_child(number, name, cases) for number, (name, cases) in enumerate(jobs)]))
 """
 
 
@@ -119,40 +134,57 @@ class Judge:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._memo: OrderedDict[tuple[str, str, str], list[Any]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._asked: dict[tuple[str, str, str], None] = {}
+        self._lock = threading.Lock()  # guards the two tables
+        self._running = threading.Lock()  # one sandbox run at a time
         self.runs = 0
 
     def values(self, program: str, name: str, cases: Sequence[Case]) -> list[Any]:
-        """`["value", v]` or `["error", kind]` for each case. Raises `GradingError` when the sandbox fails."""
+        """`["value", v]` or `["error", kind]` for each case. Raises `GradingError` when the sandbox fails.
+
+        Calls from several threads that arrive during a sandbox run are answered together by the next one.
+        """
         key = (program, name, json.dumps([case.args for case in cases]))
         with self._lock:
             if key in self._memo:
                 self._memo.move_to_end(key)
                 return self._memo[key]
-        self._run([key])
-        with self._lock:
-            return self._memo[key]
+            self._asked[key] = None
+        with self._running:
+            with self._lock:
+                batch = list(self._asked)[:BATCH] if key not in self._memo else []
+            if batch and key not in batch:
+                batch[-1] = key
+            if batch:
+                self._run(batch)
+            with self._lock:
+                return self._memo[key]
 
     def prefill(self, jobs: Iterable[tuple[str, str, Sequence[Case]]]) -> None:
-        """Evaluate many (program, name, cases) in one process. Only for programs of our own: in one process a hostile
-        program could change the values of its neighbours."""
+        """Evaluate many (program, name, cases) in one sandbox run."""
         keys = {(program, name, json.dumps([case.args for case in cases])): None for program, name, cases in jobs}
         with self._lock:
             missing = [key for key in keys if key not in self._memo]
         if missing:
-            self._run(missing)
+            with self._running:
+                self._run(missing)
 
     def _run(self, keys: Sequence[tuple[str, str, str]]) -> None:
         jobs = ",".join(f"[{json.dumps(name)}, {cases}]" for _, name, cases in keys)
         files = {f"solution{number}.py": program for number, (program, _, _) in enumerate(keys)}
         result = self._sandbox.run_python(HARNESS, {**files, "jobs.json": f"[{jobs}]"})
-        counts = [len(json.loads(cases)) for _, _, cases in keys]
-        values = _read_values(result.stdout, counts)
+        self.runs += 1
+        values = _read_values(result.stdout, [len(json.loads(cases)) for _, _, cases in keys])
+        if values is None and len(keys) > 1:
+            for key in keys:
+                self._run([key])
+            return
         if values is None:
-            values = [[["error", "timeout" if result.timed_out else "crash"]] * count for count in counts]
+            values = [[["error", "timeout" if result.timed_out else "crash"]] * len(json.loads(keys[0][2]))]
         with self._lock:
-            self.runs += 1
-            self._memo.update(zip(keys, values, strict=True))
+            for key, found in zip(keys, values, strict=True):
+                self._memo[key] = found
+                self._asked.pop(key, None)
             while len(self._memo) > MEMO_SIZE:
                 self._memo.popitem(last=False)
 
@@ -170,22 +202,32 @@ class Judge:
 
 
 def _read_values(stdout: str, counts: Sequence[int]) -> list[list[Any]] | None:
-    """The last line as one list of [kind, value] pairs per job; None for anything else (the writer is untrusted)."""
+    """The harness's answer as [kind, value] pairs per job; None when the run as a whole failed. What a job itself wrote
+    is untrusted: anything but the expected number of pairs counts as a crash of that job."""
     try:
-        jobs = json.loads(stdout.rstrip("\n").rpartition("\n")[2])
+        texts = json.loads(stdout.rstrip("\n").rpartition("\n")[2])
     except (ValueError, RecursionError):
         return None
-    if not isinstance(jobs, list) or [len(job) if isinstance(job, list) else -1 for job in jobs] != list(counts):
+    if not isinstance(texts, list) or len(texts) != len(counts) or not all(isinstance(text, str) for text in texts):
         return None
-    pairs = [pair for job in jobs for pair in job]
-    fit = all(isinstance(pair, list) and len(pair) == 2 and pair[0] in ("value", "error") for pair in pairs)
-    return jobs if fit else None
+    return [_read_job(text, count) for text, count in zip(texts, counts, strict=True)]
+
+
+def _read_job(text: str, count: int) -> list[Any]:
+    try:
+        pairs = json.loads(text)
+    except (ValueError, RecursionError):
+        pairs = None
+    fits = isinstance(pairs, list) and len(pairs) == count
+    if fits and all(isinstance(p, list) and len(p) == 2 and p[0] in ("value", "error") for p in pairs):
+        return list(pairs)
+    return [["error", "crash"]] * count
 
 
 @functools.cache
 def default_judge() -> Judge:
     """The judge that families share unless given another. Raises `GradingError` where code cannot be isolated."""
-    return Judge(Sandbox(Limits(cpu_s=1, wall_s=10.0, memory_mb=128, processes=1, file_mb=4, output_kb=64)))
+    return Judge(Sandbox(Limits(cpu_s=1, wall_s=10.0, memory_mb=128, processes=2, file_mb=4, output_kb=64)))
 
 
 @dataclass(frozen=True)

@@ -188,12 +188,13 @@ def play(episodes: Sequence[Episode], completer: Completer, params: SamplingPara
     """Play all episodes to their ends, one batch per turn. Trajectories in the order of `episodes`.
 
     The tokenizer's stop ids are added to `params`, `max_tokens` is cut to the room that is left, and a seed gives every
-    (episode, turn) a seed of its own. Environments react two at a time, since they mostly wait for their sandbox.
+    (episode, turn) a seed of its own. Environments react in threads, since they mostly wait for their sandbox, which answers
+    several of them in one run.
     """
     params = params or SamplingParams()
     if params.n != 1:
         raise ConfigError(f"play: n={params.n}; make one episode per sample instead.")
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=16) as pool:
         while live := [(i, episode) for i, episode in enumerate(episodes) if episode.pending() is not None]:
             prompts = [episode.pending() or [] for _, episode in live]
             asked = [_params_of(params, i, episode) for i, episode in live]

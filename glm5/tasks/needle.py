@@ -47,6 +47,28 @@ def needle_text(seed: int, index: int, target_bytes: int, depth: float, *, split
     return "".join(lines) + query, f"{value}\n"
 
 
+def recall_text(seed: int, index: int, target_bytes: int) -> list[tuple[str, bool]]:
+    """A training document of about `target_bytes` bytes in which every line is asked for again: pieces of text with
+    whether each is an answer. First the assignments, then all of them once more in another order (MRCR-like, §2.3).
+
+    The (name, value) pairs belong to the training split of `needle_text`.
+    """
+    rng = random.Random(f"recall-{seed}-{index}")
+    pairs: dict[str, str] = {}
+    left = target_bytes
+    while not pairs or left > 0:
+        name, value = _assignment(rng)
+        if name not in pairs and split_of(f"needle {name}={value}") == "train":
+            pairs[name] = value
+            left -= 2 * len(f"{name} = {value}\n")
+    asked = list(pairs.items())
+    rng.shuffle(asked)
+    pieces = [("".join(f"{name} = {value}\n" for name, value in pairs.items()), False)]
+    for name, value in asked:
+        pieces += [(f"{name} = ", False), (f"{value}\n", True)]
+    return pieces
+
+
 def _assignment(rng: random.Random) -> tuple[str, str]:
     """A name of two to five letters and a number of two or three digits."""
     letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 5)))

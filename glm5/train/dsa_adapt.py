@@ -25,8 +25,9 @@ def add_indexer(model: GLM5ForCausalLM, seed: int, index_topk: int) -> GLM5ForCa
 def run(
     model: GLM5ForCausalLM, stage: DsaStage, shard: Shard, tokenizer: Tokenizer, io: StageIO, seed: int
 ) -> dict[str, float]:
-    """`dsa_warmup`: dense attention, only indexers learn, from their KL. `dsa_sparse`: attention over the selected keys;
-    the backbone learns from the language loss alone, the indexers from their KL alone (their inputs are detached)."""
+    """`dsa_warmup`: dense attention, only indexers learn, from their KL. `dsa_sparse`: attention over the selected
+    keys; the backbone learns from the language loss alone, the indexers from their KL alone (their inputs are
+    detached)."""
     topk = model.config.index_topk or 0
     warmup = stage.kind == "dsa_warmup"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm5.config.recipe import OptimConfig
 from glm5.data.packing import Batch
@@ -36,10 +36,12 @@ class StageIO:
 
 
 def build_optimizer(
-    model: GLM5ForCausalLM, config: OptimConfig, trainable: Callable[[str], bool] = lambda name: True
+    model: nn.Module, config: OptimConfig, trainable: Callable[[str], bool] = lambda name: True
 ) -> Muon:
     """Muon (with Muon Split) and AdamW over the trainable parameters; a config of kind "adamw" uses AdamW for all."""
     groups = muon_groups(model, split=config.muon_split, trainable=trainable)
+    # What an earlier stage left on parameters that are frozen now would count in the gradient norm for ever.
+    model.zero_grad(set_to_none=True)
     if config.kind == "adamw":
         for group in groups:
             group["kind"] = "adamw"
@@ -58,8 +60,8 @@ def train(
 ) -> dict[str, float]:
     """Run `config.steps` optimizer steps over `batch_at(step)`, resuming from the stage's own state if there is one.
 
-    After every update the router biases move by `bias_rate` against the load they saw (loss-free balance). A step with a
-    non-finite loss or gradient is skipped and counted; too many end the stage with DataError. Parameters that are not
+    After every update the router biases move by `bias_rate` against the load they saw (loss-free balance). A step with
+    a non-finite loss or gradient is skipped and counted; too many end the stage with DataError. Parameters that are not
     `trainable` are frozen meanwhile. Returns the last step's numbers.
     """
     optimizer = build_optimizer(model, config, trainable)
@@ -90,7 +92,7 @@ def train(
             skipped += 1
             if skipped > MAX_SKIPPED:
                 raise DataError(
-                    f"{io.name}: {skipped} steps had a non-finite loss or gradient (last at step {step}); lower optim.lr."
+                    f"{io.name}: {skipped} steps had a non-finite loss or gradient (last: step {step}); lower optim.lr."
                 )
         numbers |= {"lr": rate, "grad_norm": norm, "skipped": float(skipped)}
         io.metrics.write(io.name, step + 1, {**numbers, "step_seconds": time.perf_counter() - started})
@@ -101,7 +103,7 @@ def train(
     return numbers
 
 
-def clip_gradients(model: GLM5ForCausalLM, limit: float) -> Tensor:
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Scale all gradients so that their total norm is at most `limit`; returns the norm before."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     return torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

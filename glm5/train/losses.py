@@ -40,7 +40,8 @@ def language_loss(
     logprobs, _ = target_logprobs(model, hidden, targets, wanted)
     loss = -logprobs.mean()
     numbers = {"loss": float(loss.detach()), "tokens": float(wanted.sum())}
-    for depth in range(1, mtp_depths + 1 if mtp_weight and model.mtp is not None else 1):
+    drafting = mtp_weight and model.mtp is not None and not batch.sparse_targets
+    for depth in range(1, mtp_depths + 1 if drafting else 1):
         following, _ = batch.targets(depth)
         hidden = model.mtp_hidden(following, hidden, ctx)
         targets, wanted = batch.targets(depth + 1)
@@ -101,8 +102,8 @@ def indexer_kl(scores: Tensor, target: Tensor, valid: Tensor) -> Tensor:
 class IndexerLoss:
     """Observer that sums the indexer's KL over layers and measures how much attention mass its top k would keep.
 
-    `documents` [B, T] excludes padding queries. The loss is the mean over queries and layers (the scale is a choice: the
-    paper sums over queries).
+    `documents` [B, T] excludes padding queries. The loss is the mean over queries and layers (the scale is a choice:
+    the paper sums over queries).
     """
 
     documents: Tensor

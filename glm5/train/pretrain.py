@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,40 +15,63 @@ from glm5.data.shards import Shard
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.seeds import derive_seed
-from glm5.tasks.needle import needle_text
+from glm5.tasks.needle import recall_text
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import balance_loss, language_loss
 
+SHORTEST_NEEDLE = 32
+"""Bytes of the shortest retrieval document."""
+
 
 def batches(shard: Shard, tokenizer: Tokenizer, stage: PretrainStage | DsaStage, seed: int) -> Callable[[int], Batch]:
-    """Step -> batch: corpus rows, of which the first `needle_share` are replaced by rows of retrieval documents."""
+    """Step -> batch. A share of the steps, evenly spread, holds retrieval documents instead of the corpus: whole steps,
+    because their few answer tokens would drown in the mean over a mixed batch."""
     loader = StreamLoader(
         shard, rows=stage.rows, row_length=stage.row_length, seed=derive_seed(seed, "corpus", stage.name)
     )
-    needles = round(stage.needle_share * stage.rows)
+    needles = derive_seed(seed, "needles", stage.name)
 
     def batch(step: int) -> Batch:
-        rows = loader.batch(step)
-        for row in range(needles):
-            _needle_row(rows, row, tokenizer, derive_seed(seed, "needles", stage.name), step * needles + row)
+        before, after = int(step * stage.needle_share), int((step + 1) * stage.needle_share)
+        if after == before:
+            return loader.batch(step - before)
+        rows = Batch(
+            ids=torch.zeros(stage.rows, stage.row_length, dtype=torch.long),
+            documents=torch.zeros(stage.rows, stage.row_length, dtype=torch.long),
+            loss_mask=torch.zeros(stage.rows, stage.row_length, dtype=torch.bool),
+            sparse_targets=True,
+        )
+        for row in range(stage.rows):
+            _needle_row(rows, row, tokenizer, needles, before * stage.rows + row)
         return rows
 
     return batch
 
 
 def _needle_row(batch: Batch, row: int, tokenizer: Tokenizer, seed: int, index: int) -> None:
-    """Fill a row with retrieval documents of random length. Every token is a target, as in any pre-training text."""
+    """Fill a row with retrieval documents of log-uniform length. Only answers are targets: the rest is noise."""
     length = batch.ids.shape[1]
     at, number = 0, 0
     while at < length:
-        draw = torch.Generator().manual_seed(derive_seed(seed, "needle", index, number))
-        target = int(torch.randint(48, max(64, 2 * length), (1,), generator=draw))
-        depth = float(torch.rand((), generator=draw))
-        prompt, answer = needle_text(derive_seed(seed, "text"), index * 1000 + number, target, depth)
-        ids = [*tokenizer.encode(prompt), *tokenizer.encode(answer)][: length - at]
+        draw = torch.rand((), generator=torch.Generator().manual_seed(derive_seed(seed, "needle", index, number)))
+        target = int(SHORTEST_NEEDLE * (2.0 * length / SHORTEST_NEEDLE) ** float(draw))
+        ids, answers = _encode(recall_text(derive_seed(seed, "text"), index * 1000 + number, target), tokenizer)
+        ids, answers = ids[: length - at], answers[: length - at]
         batch.ids[row, at : at + len(ids)] = torch.tensor(ids)
         batch.documents[row, at : at + len(ids)] = number
+        batch.loss_mask[row, at : at + len(ids)] = torch.tensor(answers)
         at, number = at + len(ids), number + 1
+
+
+def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Token ids of the pieces and, for each, whether it belongs to an answer."""
+    ids: list[int] = []
+    answers: list[bool] = []
+    for text, is_answer in pieces:
+        encoded = tokenizer.encode(text)
+        ids += encoded
+        answers += [is_answer] * len(encoded)
+    return ids, answers
 
 
 def run(

@@ -1,4 +1,4 @@
-"""On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (§3.5, Eq. 2)."""
+"""On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (§3.5)."""
 
 from __future__ import annotations
 

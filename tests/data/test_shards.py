@@ -1,0 +1,85 @@
+"""Token shards: what is written is what is read, and anything else is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.data.shards import build_shards, open_shard
+from glm5.data.sources import Document
+from glm5.errors import CheckpointError, DataError
+
+TOKENIZER = Tokenizer.byte_level()
+DOCUMENTS = [Document(f"file{i}.py", f"text {i} – ünïcode <|user|>\n" * (i % 4 + 1)) for i in range(160)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build_shards(DOCUMENTS, TOKENIZER, tmp_path / "data", ["somewhere"])
+    return tmp_path / "data"
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    counts = build_shards(DOCUMENTS, TOKENIZER, tmp_path / "data", ["somewhere"])
+    end = TOKENIZER.special["<|endoftext|>"]
+    for split, wanted in (("train", False), ("held_out", True)):
+        expected = [d for d in DOCUMENTS if d.held_out is wanted]
+        shard = open_shard(tmp_path / "data", split, TOKENIZER)
+        assert len(shard) == len(expected) == counts[f"{split}_documents"] > 0
+        assert len(shard.tokens) == shard.borders[-1] == counts[f"{split}_tokens"]
+        for index, document in enumerate(expected):
+            ids = shard.document(index).tolist()
+            assert ids[-1] == end and end not in ids[:-1]
+            # The byte-level tokenizer has no merges: a document's tokens are its bytes, special strings included.
+            assert TOKENIZER.decode_bytes(ids[:-1]) == document.text.encode()
+            assert len(ids) - 1 == shard.num_bytes[index] == len(document.text.encode())
+
+
+def test_a_split_may_be_empty(tmp_path: Path) -> None:
+    train = [d for d in DOCUMENTS if not d.held_out]
+    build_shards(train, TOKENIZER, tmp_path / "data", [])
+    assert len(open_shard(tmp_path / "data", "held_out", TOKENIZER)) == 0
+
+
+def test_another_tokenizer_is_refused(folder: Path) -> None:
+    other = Tokenizer.train([d.text for d in DOCUMENTS], 300)
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_shard(folder, "train", other)
+    open_shard(folder, "train", None)
+
+
+def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
+    for content in (None, "{", "[]", '{"dtype": "nonsense"}', '{"tokenizer": "x"}'):
+        if content is not None:
+            (tmp_path / "shards.json").write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match="holds no token shards"):
+            open_shard(tmp_path, "train", TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "train.borders", "train.bytes"])
+def test_damage_is_found_by_its_hash(folder: Path, name: str) -> None:
+    raw = bytearray((folder / name).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (folder / name).write_bytes(raw)
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        open_shard(folder, "train", TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "train.borders", "train.bytes"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_what_cannot_be_read_is_a_data_error_without_hashes_too(folder: Path, name: str, damage: str) -> None:
+    if damage == "missing":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[: -8 * 3 - 1])
+    with pytest.raises(DataError, match="damaged"):
+        open_shard(folder, "train", TOKENIZER, verify=False)
+    with pytest.raises(DataError, match="damaged"):
+        open_shard(folder, "no_such_split", TOKENIZER, verify=False)
+
+
+def test_ids_are_stored_in_the_narrowest_type(folder: Path) -> None:
+    assert open_shard(folder, "train").tokens.dtype == np.uint16

@@ -1,0 +1,189 @@
+"""Evaluation: scores against independent computations, intervals, and the layout that reports read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.chat import render_chat
+from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.engine.engine import Engine
+from glm5.engine.speculative import generate_speculative
+from glm5.eval import harness
+from glm5.eval.harness import continuation_logprobs, evaluate, mtp_acceptance, needle_score, score
+from glm5.records import Completion, Outcome
+from glm5.stats import wilson
+from glm5.tasks import make_family, needle_text
+
+ARITHMETIC = FamilyConfig(name="arithmetic", options={"levels": [1], "thinking": False})
+CONFIG = EvalConfig(
+    families=[ARITHMETIC, FamilyConfig(name="toolcall")], problems=3, max_tokens=5, max_context=700, text_bytes=60,
+    needle_bytes=[40, 64], needle_problems=4, mtp_prompts=3, mtp_tokens=6,
+)  # fmt: skip
+
+
+def test_continuations_are_scored_like_the_engine_scores(small: Any, tokenizer: Any) -> None:
+    model = small(seed=1)
+    prompt = tokenizer.encode("ab = 12\ncd = 34\nab = ")
+    choices = [tokenizer.encode(text) for text in ("12\n", "34\n", "7", "a longer one\n")]
+    with torch.no_grad():
+        found = continuation_logprobs(model, prompt, choices)
+    scores = Engine(model).score([[*prompt, *choice] for choice in choices])
+    expected = [sum(line[len(prompt) - 1 :]) for line in scores]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert all(len(line) - len(prompt) + 1 == len(c) for line, c in zip(scores, choices, strict=True))
+
+
+def test_needle_score_equals_a_comparison_by_hand(small: Any, tokenizer: Any) -> None:
+    """A document of 40 bytes has at most four values, so that every one of them is a choice."""
+    model = small(seed=2)
+    engine, right, chance = Engine(model), [], []
+    for index in range(8):
+        prompt, answer = needle_text(3, index, 40, index / 7, split="heldout")
+        values = {line.split(" = ")[1] + "\n" for line in prompt.split("\n")[:-1]}
+        assert answer in values and 2 <= len(values) <= 4
+        context = tokenizer.encode(prompt)
+        likelihood = {
+            value: sum(engine.score([context + tokenizer.encode(value)])[0][len(context) - 1 :]) for value in values
+        }
+        right.append(max(likelihood, key=likelihood.__getitem__) == answer)
+        chance.append(1 / len(values))
+    found = needle_score(model, tokenizer, 40, 8, 3)
+    assert found == {**score(sum(right), 8), "chance": pytest.approx(sum(chance) / 8)}
+    assert 0 < sum(right) < 8
+
+
+def test_a_model_that_can_retrieve_scores_one(small: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def oracle(model: Any, prompt: list[int], choices: Sequence[list[int]]) -> list[float]:
+        *lines, query = tokenizer.decode(prompt).split("\n")
+        (value,) = [line.removeprefix(query) for line in lines if line.startswith(query)]
+        texts = [tokenizer.decode(choice) for choice in choices]
+        assert len(set(texts)) == len(texts) <= 4 and all(text.strip() in tokenizer.decode(prompt) for text in texts)
+        return [float(text == f"{value}\n") for text in texts]
+
+    monkeypatch.setattr(harness, "continuation_logprobs", oracle)
+    for length in (64, 512, 4000):
+        found = needle_score(small(), tokenizer, length, 10, 0)
+        assert (found["score"], found["n"], found["chance"]) == (1.0, 10, pytest.approx(0.25))
+    monkeypatch.setattr(harness, "continuation_logprobs", lambda *args: [-value for value in oracle(*args)])
+    assert needle_score(small(), tokenizer, 64, 10, 0)["score"] == 0.0
+
+
+def test_a_model_without_any_preference_retrieves_nothing(
+    small: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    assert needle_score(model, tokenizer, 64, 4, 0)["score"] == 0.0
+    monkeypatch.setattr(harness, "continuation_logprobs", lambda model, prompt, choices: [-5.0] * len(choices))
+    assert needle_score(model, tokenizer, 64, 4, 0)["score"] == 0.0
+
+
+class Gold:
+    """An engine that answers as the demonstrations of some held-out problems do, and wrongly otherwise."""
+
+    def __init__(self, tokenizer: Any, known: int) -> None:
+        family = make_family("arithmetic", **ARITHMETIC.options)
+        self.rows = []
+        for index in range(known):
+            rendered = render_chat(
+                family.problem("heldout", index).demonstration(0), tokenizer=tokenizer, enable_thinking=False,
+                clear_thinking=False, add_generation_prompt=False, close_last=True,
+            )  # fmt: skip
+            self.rows.append(rendered.ids)
+        self.wrong = [*tokenizer.encode("no"), tokenizer.special["<|user|>"]]
+        self.temperatures: set[float] = set()
+
+    def __call__(self, *args: Any, **options: Any) -> Gold:
+        return self
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Completion]:
+        self.temperatures |= {p.temperature for p in params}
+        found = []
+        for prompt in prompts:
+            row = next((r for r in self.rows if r[: len(prompt)] == list(prompt)), None)
+            ids = row[len(prompt) :] if row else self.wrong
+            found.append(Completion(list(ids), [0.0] * len(ids), [0] * len(ids), "stop"))
+        return found
+
+
+def test_skills_count_what_is_solved(small: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gold = Gold(tokenizer, known=0)
+    config = CONFIG.model_copy(update={"families": [ARITHMETIC], "problems": 6, "needle_bytes": []})
+    problems = [make_family("arithmetic", **ARITHMETIC.options).problem("heldout", i) for i in range(6)]
+    # Problems can repeat among the few of level 1, so the expected count is taken from their contents.
+    for known in (0, 2, 6):
+        gold = Gold(tokenizer, known)
+        monkeypatch.setattr(harness, "Engine", gold)
+        keys = {p.prompt for p in problems[:known]}
+        solved = sum(p.prompt in keys for p in problems)
+        found = evaluate(small(), tokenizer, config, None)
+        interval = wilson(solved, 6)
+        assert found["skills"] == {
+            "arithmetic": {"score": solved / 6, "low": interval.low, "high": interval.high, "n": 6}
+        }
+        assert gold.temperatures == {0.0}
+    first = found["samples"][0]
+    assert first["output"].startswith(str(problems[0].answer)) and first["reward"] == 1.0  # type: ignore[attr-defined]
+    assert problems[0].prompt in first["prompt"] and first["family"] == "arithmetic"
+
+
+def test_mtp_acceptance_is_that_of_speculative_decoding(small: Any, shard: Any) -> None:
+    model = small(seed=4)
+    found = mtp_acceptance(model, shard, CONFIG, prompt_length=20)
+    stride = (len(shard.tokens) - 20) // 3
+    prompts = [shard.tokens[i * stride : i * stride + 20].tolist() for i in range(3)]
+    result = generate_speculative(model, prompts, max_tokens=6)
+    assert found["n"] == result.rounds and 3 * 5 / 4 <= result.rounds <= 3 * 5
+    assert found["per_position"] == [count / result.rounds for count in result.accepted]
+    assert len(found["per_position"]) == 3
+    assert found["per_position"] == sorted(found["per_position"], reverse=True)
+    assert found["accept_length"] == pytest.approx(1 + sum(found["per_position"]))
+    assert 1.0 <= found["accept_length"] <= 4.0
+
+
+def test_evaluate_returns_the_documented_layout(small: Any, tokenizer: Any, shard: Any) -> None:
+    model = small()
+    found = evaluate(model, tokenizer, CONFIG, shard, seed=5)
+    assert found.keys() == {"text", "skills", "samples", "needle", "mtp"}
+    assert found["text"].keys() == {"bits_per_byte", "bytes"}
+    assert list(found["skills"]) == ["arithmetic", "toolcall"] and list(found["needle"]) == ["40", "64"]
+    for entry in found["skills"].values():
+        assert entry.keys() == {"score", "low", "high", "n"} and entry["n"] == 3
+    for entry in found["needle"].values():
+        assert entry.keys() == {"score", "low", "high", "n", "chance"} and entry["n"] == 4
+        assert entry["low"] <= entry["score"] <= entry["high"]
+    assert [s["family"] for s in found["samples"]] == ["arithmetic"] * 2 + ["toolcall"] * 2
+    assert all(s.keys() == {"family", "prompt", "output", "reward"} for s in found["samples"])
+    assert found["mtp"].keys() == {"accept_length", "per_position", "n"}
+    assert json.loads(json.dumps(found)) == found
+    assert evaluate(model, tokenizer, CONFIG, shard, seed=5) == found
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_suites_that_cannot_run_are_left_out(small: Any, tokenizer: Any, shard: Any) -> None:
+    bare = EvalConfig(text_bytes=60, mtp_prompts=2, mtp_tokens=3)
+    assert evaluate(small(), tokenizer, bare, None) == {"skills": {}, "samples": [], "needle": {}}
+    assert evaluate(small(num_nextn_predict_layers=0), tokenizer, bare, shard).keys() == {
+        "text", "skills", "samples", "needle",
+    }  # fmt: skip
+
+
+def test_samples_show_what_was_said(small: Any, tokenizer: Any) -> None:
+    config = CONFIG.model_copy(update={"families": [ARITHMETIC], "needle_bytes": [], "problems": 2})
+    model = small(seed=6)
+    found = evaluate(model, tokenizer, config, None)["samples"]
+    for sample, trajectory in zip(found, harness.play_skill(model, tokenizer, ARITHMETIC, config), strict=True):
+        turn = trajectory.turns[0]
+        assert len(turn.output_ids) <= config.max_tokens
+        assert sample["prompt"] == tokenizer.decode(turn.context_ids)
+        assert sample["output"] == tokenizer.decode(turn.output_ids)
+        assert trajectory.outcome is not Outcome.ENV_ERROR
+        ids = list(turn.context_ids)
+        for token in turn.output_ids:  # greedy, whatever the engine's seed
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)

@@ -1,0 +1,306 @@
+"""What goes wrong in runs: each case ends with one clear sentence, and loses nothing that was finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.data.sources import Document
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter
+
+STAGE = '[[stages]]\nname = "{name}"\nkind = "pretrain"\nrows = 2\nrow_length = 64\noptim = {{steps = {steps}, '
+STAGE += "save_every = {every}, lr = 1e-3}}\n"
+
+
+@pytest.fixture
+def recipe(tiny: Any, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe of two short training stages that start from the shared run."""
+
+    def write(runs: Path | None = None, steps: int = 2, every: int = 1, **head: str) -> Path:
+        lines = {
+            "name": "short",
+            "runs": str(runs or tmp_path),
+            "start": str(tiny.model("sft")),
+            "data": str(tiny.data),
+        }
+        text = "".join(f'{key} = "{value}"\n' for key, value in {**lines, **head}.items() if value)
+        path = tmp_path / "short.toml"
+        path.write_text(text + "".join(STAGE.format(name=n, steps=steps, every=every) for n in ("one", "two")), "utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def finished(shell: Any, recipe: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+    """(recipe, run) of a run that has both stages."""
+    path = recipe()
+    assert shell.invoke("train", path).code == 0
+    return path, tmp_path / "short"
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def write_nonsense(path: Path) -> None:
+    path.write_text('{"kind": ', encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("00-one/model/model.safetensors", flip_a_byte),
+        ("01-two/model/model.safetensors", cut_in_half),
+        ("01-two/model/config.json", Path.unlink),
+        ("00-one/stage.json", write_nonsense),
+        ("00-one/model/manifest.json", write_nonsense),
+    ],
+)
+def test_damage_to_a_finished_stage_is_found(
+    shell: Any, finished: tuple[Path, Path], file: str, damage: Callable[[Path], None]
+) -> None:
+    path, run = finished
+    expected = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    damage(run / file)
+    shell.fails(1, [str(run / file), "damaged"], "train", path, "--resume")
+    for stage in ("00-one", "01-two"):
+        shutil.rmtree(run / stage)
+    assert shell.invoke("train", path, "--resume").code == 0
+    again = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    assert again["stages"] == expected["stages"]
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "state.json", "manifest.json"])
+def test_damage_to_a_state_is_found(
+    shell: Any, recipe: Callable[..., Path], tmp_path: Path, interrupt_at: Callable[..., Any], file: str
+) -> None:
+    path, state = recipe(), tmp_path / "short" / "00-one" / "state"
+    with interrupt_at(MetricsWriter, "write", lambda writer, stage, step, *_: step == 2):
+        assert shell.invoke("train", path).code == 1
+    cut_in_half(state / file)
+    shell.fails(1, [str(state / file), "damaged"], "train", path, "--resume")
+    shutil.rmtree(state)
+    assert shell.invoke("train", path, "--resume").code == 0
+
+
+def test_the_recipe_of_a_run_cannot_change(shell: Any, finished: tuple[Path, Path]) -> None:
+    path, run = finished
+    shell.fails(1, [str(run), "another recipe", "name"], "train", path, "--resume", sets=["stages.two.rows=3"])
+    assert shell.invoke("train", path, "--resume").code == 0
+
+
+def test_a_run_that_never_began_takes_another_recipe(shell: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    sources = '[[stages]]\nname = "t"\nkind = "tokenizer"\nvocab_size = 300\nsources = ["{}"]\n'
+    path = tmp_path / "corrected.toml"
+    head = f'name = "corrected"\nruns = "{tmp_path}"\n'
+    path.write_text(head + sources.format("/nowhere/texts"), encoding="utf-8")
+    shell.fails(1, ["/nowhere/texts", "stdlib"], "train", path)
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 50, encoding="utf-8")
+    path.write_text(head + sources.format(text), encoding="utf-8")
+    assert shell.invoke("train", path, "--resume").code == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ({"start": "/nowhere/model"}, ["/nowhere/model", "checkpoint"]),
+        ({"start": "", "preset": "nanoo"}, ["short", "tokenizer"]),
+        ({"data": "/nowhere/shards"}, ["/nowhere/shards", "glm5 data build"]),
+        ({"data": ""}, ["short", "no token shards", "data"]),
+        ({"tokenizer": "/nowhere/tokenizer"}, ["/nowhere/tokenizer"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_missing_parts(shell: Any, recipe: Callable[..., Path], head: dict[str, str], words: list[str]) -> None:
+    shell.fails(1, words, "train", recipe(**head))
+
+
+def test_unknown_preset_in_a_recipe(shell: Any, recipe: Callable[..., Path], tiny: Any) -> None:
+    path = recipe(start="", preset="nanoo", tokenizer=str(tiny.final))
+    shell.fails(1, ["nanoo", '"nano"'], "train", path)
+
+
+def test_shards_of_another_tokenizer(shell: Any, recipe: Callable[..., Path], tmp_path: Path, tiny: Any) -> None:
+    assert shell.invoke("init", "nano", "--out", tmp_path / "bytes").code == 0
+    shell.fails(1, [str(tiny.data), "another tokenizer"], "train", recipe(start=str(tmp_path / "bytes")))
+
+
+def test_wrong_skills_are_found_before_anything_runs(shell: Any, tiny: Any, tmp_path: Path) -> None:
+    recipe = tiny.again(tmp_path)
+    for wrong, words in (
+        ('stages.agentic-rl.families=[{name = "arithmetik"}]', ["arithmetik", "arithmetic"]),
+        ("evaluation.families=[{name = 'general', options = {form = 1}}]", ["general", "form"]),
+    ):
+        shell.fails(1, words, "pipeline", recipe, sets=[wrong])
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("held_out", ["", "x = 1\n", "def f(a, b):\n    return a + b\n" * 3])
+def test_a_corpus_with_little_or_no_held_out_text(shell: Any, tiny: Any, tmp_path: Path, held_out: str) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(tiny.corpus, corpus)
+    for file in corpus.iterdir():
+        if Document(file.name, "").held_out:
+            file.unlink()
+    name = next(file.name for file in tiny.corpus.glob("keyword*"))
+    if held_out:
+        (corpus / name).write_text(held_out, encoding="utf-8")
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f'name = "small"\nruns = "{tmp_path}"\n[evaluation]\nmtp_prompts = 9\nmtp_tokens = 2\n'
+        f'[[stages]]\nname = "t"\nkind = "tokenizer"\nvocab_size = 300\nsources = ["{corpus}"]\n'
+        + STAGE.format(name="one", steps=1, every=0),
+        encoding="utf-8",
+    )
+    done = shell.invoke("pipeline", path)
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "small" / "results.json").read_text(encoding="utf-8"))["stages"][1]["evaluation"]
+    assert ("text" in found) == bool(held_out) and ("mtp" in found) == (len(held_out) > 48)
+
+
+def test_a_context_without_room_for_answers(shell: Any, tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "narrow.toml"
+    path.write_text(
+        f'name = "narrow"\nruns = "{tmp_path}"\nstart = "{tiny.model("sft")}"\n'
+        '[[stages]]\nname = "narrow"\nkind = "reasoning"\nprompts = 1\ngroup = 2\nmax_context = 4\n'
+        'families = [{name = "arithmetic"}]\noptim = {steps = 1, lr = 1e-3}\n',
+        encoding="utf-8",
+    )
+    shell.fails(1, ["narrow", "max_context = 4"], "rl", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "{final}", "--suite", "aritmetic"], ["aritmetic", '"arithmetic"']),
+        (["eval", "{final}", "--suite", "arithmetic", "--set", "levels=[7]"], ["levels", "7"]),
+        (["eval", "/nowhere", "--suite", "arithmetic"], ["/nowhere"]),
+        (["generate", "/nowhere", "x"], ["/nowhere"]),
+        (["generate", "{final}", "x", "--tokenizer", "/nowhere"], ["/nowhere"]),
+        (["generate", "{final}", "999999", "--ids"], ["0..399"]),
+        (["generate", "{final}", ""], ["empty"]),
+        (["generate", "{final}", "x", "--max-tokens", "0"], ["max_tokens"]),
+        (["adapt", "{final}", "--data", "/nowhere", "--out", "{tmp}/out"], ["/nowhere"]),
+        (["adapt", "/nowhere", "--data", "{data}", "--out", "{tmp}/out"], ["/nowhere"]),
+        (["init", "nanoo", "--out", "{tmp}/out"], ["nanoo", '"nano"']),
+        (["init", "nano", "--out", "{tmp}/out", "--set", "hiden_size=64"], ["hiden_size", '"hidden_size"']),
+        (["init", "nano", "--out", "{tmp}/out", "--set", "num_hidden_layers=-1"], ["num_hidden_layers"]),
+        (["init", "nano", "--out", "{tmp}/out", "--set", "hidden_size=big"], ["hidden_size", "big"]),
+        (["init", "nano", "--out", "{corpus}"], ["{corpus}", "glm5"]),
+        (["data", "build", "--tokenizer", "{final}", "--out", "{corpus}", "{corpus}"], ["{corpus}", "glm5"]),
+        (["data", "build", "--tokenizer", "{final}", "--out", "{tmp}/out", "/nowhere"], ["/nowhere"]),
+        (["data", "build", "--tokenizer", "/nowhere", "--out", "{tmp}/out", "{corpus}"], ["/nowhere"]),
+        (["tokenizer", "train", "--out", "{tmp}/out", "--vocab-size", "9", "{corpus}"], ["9"]),
+        (["serve", "/nowhere", "--port", "0"], ["/nowhere"]),
+        (["report", "{corpus}"], ["{corpus}", "results.json"]),
+    ],
+    ids=lambda value: " ".join(value[:2] + value[-2:]) if "{" in str(value) or "nowhere" in str(value) else "",
+)
+def test_wrong_arguments(shell: Any, tiny: Any, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    places = {"final": tiny.final, "data": tiny.data, "corpus": tiny.corpus, "tmp": tmp_path}
+    before = sorted(tiny.corpus.iterdir())
+    shell.fails(1, [w.format(**places) for w in words], *(a.format(**places) for a in arguments))
+    assert not (tmp_path / "out").exists() and sorted(tiny.corpus.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "{final}", "a,b", "--ids"], ["--ids", "a,b"]),
+        (["eval", "{final}", "--suite", "arithmetic", "--set", "levels"], ["--set", "levels"]),
+        (["serve", "{final}", "--port", "{port}"], ["{port}", "in use", "--port"]),
+        (["serve", "{final}", "--host", "0.0.0.0"], ["0.0.0.0", "API key"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_usage_errors_that_need_the_model(shell: Any, tiny: Any, arguments: list[str], words: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        places = {"final": tiny.final, "port": taken.getsockname()[1]}
+        shell.fails(2, [w.format(**places) for w in words], *(a.format(**places) for a in arguments))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts an empty file system of so many kilobytes."""
+    place = tmp_path / "disk"
+
+    def mount(kilobytes: int) -> Path:
+        place.mkdir()
+        order = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(place)]
+        if os.geteuid() or not shutil.which("mount") or subprocess.run(order, capture_output=True).returncode:
+            pytest.skip("mounting is not permitted here")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def last_checkpoint_loads(run: Path) -> None:
+    models = sorted(run.glob("*/model"))
+    assert models and not list(run.glob("*/.*"))
+    assert sum(p.numel() for p in GLM5ForCausalLM.from_pretrained(models[-1]).parameters()) > 0
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    shell: Any, recipe: Callable[..., Path], small_disk: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """There is room for the first stage's checkpoint, but not for the second's beside it."""
+    disk = small_disk(10 << 10)
+    path = recipe(runs=disk, every=0)
+    shell.fails(1, [str(disk), "No space left", "intact", "again"], "train", path)
+    last_checkpoint_loads(disk / "short")
+    assert (disk / "short" / "00-one" / "stage.json").exists() and not (disk / "short" / "01-two" / "model").exists()
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    assert shell.invoke("train", path, "--resume").code == 0
+
+
+def test_a_disk_too_full_for_metrics(
+    shell: Any, recipe: Callable[..., Path], small_disk: Callable[[int], Path], tmp_path: Path
+) -> None:
+    disk = small_disk(64)
+    (disk / "filler").write_bytes(bytes(52 << 10))
+    shell.fails(1, ["No space left", "intact", "again"], "train", recipe(runs=disk, steps=200, every=0))
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk(shell: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """The states are larger than the checkpoints, so a limit between the two stops the second stage's first state."""
+    path = recipe(every=0)
+    text = path.read_text(encoding="utf-8")
+    path.write_text("save_every = 1".join(text.rsplit("save_every = 0", 1)), encoding="utf-8")
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
+
+    stopped = shell.run("train", path, preexec_fn=limit)
+    stopped.check_failure(1, [str(tmp_path / "short" / "01-two" / "state"), "No space left", "intact"])
+    last_checkpoint_loads(tmp_path / "short")
+    assert shell.invoke("train", path, "--resume").code == 0

@@ -1,0 +1,152 @@
+"""Transformers as the independent reference: logits, gradients, and checkpoint files, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+from glm5.config.model import GLM5Config
+from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
+
+# Transformers hard-codes 1e-6 for the two latent norms.
+EPS = {"latent_norm_eps": 1e-6}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "more heads than latent": dict(
+        num_attention_heads=5, kv_lora_rank=12, q_lora_rank=44, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=26
+    ),
+    "rope wider than nope": dict(qk_nope_head_dim=4, qk_rope_head_dim=10, v_head_dim=6, index_head_dim=18),
+    "IndexShare by list": dict(num_hidden_layers=5, indexer_types=("full", "shared", "full", "shared", "shared")),
+    "IndexShare by frequency": dict(num_hidden_layers=7, index_topk_freq=3, index_skip_topk_offset=3),
+    "IndexShare by pattern": dict(num_hidden_layers=4, index_topk_pattern="FSSF"),
+    "all dense": dict(first_k_dense_replace=3, index_n_heads=24, index_head_dim=20, index_topk=5),
+    "all experts": dict(first_k_dense_replace=0, n_shared_experts=2, routed_scaling_factor=1.8, num_experts_per_tok=1),
+    "weights not normalised": dict(norm_topk_prob=False, n_routed_experts=11, rope_theta=50.0, rms_norm_eps=1e-3),
+}
+
+
+def left_padding(rows: int, length: int) -> Tensor:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : 7 * row] = 0
+    return mask
+
+
+def theirs(config: GLM5Config, seed: int, scramble: Callable[[torch.nn.Module, int], None]) -> GlmMoeDsaForCausalLM:
+    """Their model, built from their own class and randomised."""
+    values = {k: v for k, v in config.to_dict().items() if k not in ("latent_norm_eps", "num_nextn_predict_layers")}
+    model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**values)).eval()
+    scramble(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_their_files_in_our_model(
+    name: str,
+    tmp_path: Path,
+    small: Callable[..., GLM5Config],
+    tokens: Callable[..., Tensor],
+    scramble: Callable[[torch.nn.Module, int], None],
+) -> None:
+    config = small(num_nextn_predict_layers=0, **SHAPES[name])
+    reference = theirs(config, 1, scramble)
+    reference.save_pretrained(tmp_path)
+    model = GLM5ForCausalLM.from_pretrained(tmp_path, **EPS)
+    assert model.census["generated"] == model.census["ignored"] == 0
+    ids, mask = tokens(3, 40), left_padding(3, 40)
+    with torch.no_grad():
+        expected = reference(ids).logits
+        assert expected.std() > 0.3
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+        padded, expected = model(ids, mask).logits, reference(ids, attention_mask=mask).logits
+        torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_our_files_in_their_model(
+    name: str, tmp_path: Path, build: Callable[..., GLM5ForCausalLM], tokens: Callable[..., Tensor]
+) -> None:
+    model = build(2, **SHAPES[name], **EPS)
+    path = tmp_path / "ours"
+    model.save_pretrained(path)
+    reference, info = GlmMoeDsaForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    mtp = f"model.layers.{model.config.num_hidden_layers}."
+    assert info["unexpected_keys"] and all(key.startswith(mtp) for key in info["unexpected_keys"])
+    ids = tokens(2, 40, seed=2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
+    # Their copy of our files is ours again, less the MTP layer that they do not have.
+    reference.save_pretrained(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="announces an MTP layer but holds no tensor of it"):
+        again = GLM5ForCausalLM.from_pretrained(tmp_path / "theirs", **EPS)
+    assert again.mtp is None
+    for key, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+
+
+def test_selection_matters_here(build: Callable[..., GLM5ForCausalLM], tokens: Callable[..., Tensor]) -> None:
+    """Guards the tests above: with top-k as long as the row, or with half-split RoPE, they would test nothing."""
+    model = build(2)
+    ids = tokens(2, 40, seed=2)
+    wide = model.clone(model.config.replace(index_topk=64))
+    with torch.no_grad():
+        difference = (model(ids).logits - wide(ids).logits).abs().amax(-1)
+    assert difference[:, :8].max() < 1e-5
+    assert difference[:, 20:].mean() > 0.05
+
+
+def test_their_sparse_weights_as_dense_model(
+    tmp_path: Path,
+    small: Callable[..., GLM5Config],
+    tokens: Callable[..., Tensor],
+    scramble: Callable[[torch.nn.Module, int], None],
+) -> None:
+    """Where top-k covers the row, their model is plain MLA: our dense model reads the same files without indexers."""
+    config = small(num_nextn_predict_layers=0, index_topk=64)
+    reference = theirs(config, 3, scramble)
+    reference.save_pretrained(tmp_path)
+    dense = GLM5ForCausalLM.from_pretrained(tmp_path, use_dsa=False, index_topk=None, **EPS)
+    assert dense.census["ignored"] == 5 * config.num_hidden_layers
+    ids = tokens(2, 40, seed=3)
+    with torch.no_grad():
+        torch.testing.assert_close(dense(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_gradients_match_theirs(
+    tmp_path: Path,
+    small: Callable[..., GLM5Config],
+    tokens: Callable[..., Tensor],
+    scramble: Callable[[torch.nn.Module, int], None],
+) -> None:
+    reference = theirs(small(num_nextn_predict_layers=0, num_hidden_layers=2), 4, scramble)
+    reference.save_pretrained(tmp_path)
+    model = GLM5ForCausalLM.from_pretrained(tmp_path, **EPS)
+    ids = tokens(2, 40, seed=4)
+    ctx = packed_context(torch.zeros_like(ids))
+    logits = ctx.rows(model.lm_head(model.model(ids, ctx)))
+    for values in (logits, reference(ids).logits):
+        torch.nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    checked = 0
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            continue
+        if name.endswith("gate_up_proj.weight"):
+            prefix = name.removesuffix("gate_up_proj.weight")
+            target = torch.cat([expected[f"{prefix}{half}_proj.weight"] for half in ("gate", "up")])
+        else:
+            target = expected[name]
+        assert parameter.grad is not None and target is not None, name
+        assert target.abs().max() > 1e-6, name
+        torch.testing.assert_close(parameter.grad, target, rtol=0, atol=2e-5 * float(target.abs().max()), msg=name)
+        checked += 1
+    assert checked == sum(1 for n, _ in model.named_parameters() if ".indexer." not in n) > 20

@@ -1,0 +1,208 @@
+"""The learner: exact log-probabilities, gradients that do not depend on micro-batches, honest comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.config.recipe import OptimConfig
+from glm5.engine.engine import Engine
+from glm5.errors import DataError, EngineError
+from glm5.records import SamplingParams, TrainSample
+from glm5.rl import learner as learner_module
+from glm5.rl.learner import Learner, PolicyBatch
+from glm5.rl.losses import double_sided_is_loss, icepop_grpo_loss
+from glm5.rl.weight_sync import publish, tensor_hashes
+
+OPTIM = OptimConfig(steps=5, lr=1e-2)
+
+
+def rollouts(model: Any, count: int = 9, temperature: float = 1.0) -> list[TrainSample]:
+    """Two sampled turns per row with something of the environment between them."""
+    generator = torch.Generator().manual_seed(3)
+    engine = Engine(model)
+    samples = []
+    for i in range(count):
+        row = TrainSample([], [], [], [], [], group=i, domain="toy")
+        for _turn in range(2):
+            length = int(torch.randint(1, 9, (), generator=generator))
+            given = torch.randint(0, 40, (length,), generator=generator).tolist()
+            params = SamplingParams(max_tokens=2 + (5 * i) % 7, temperature=temperature, ignore_eos=True)
+            done = engine.generate([row.ids + given], params)[0]
+            n = len(done.token_ids)
+            row.ids += given + done.token_ids
+            row.loss_mask += [False] * length + [True] * n
+            row.rollout_logprobs += [0.0] * length + done.logprobs
+            row.advantages += [0.0] * length + [1.0 - 0.3 * i] * n
+            row.weight_versions += [-1] * length + done.weight_versions
+        samples.append(row)
+    return samples
+
+
+def grpo(batch: PolicyBatch) -> Any:
+    return icepop_grpo_loss(
+        batch.logprobs, batch.logprobs.detach(), batch.rollout_logprobs, batch.advantages, batch.mask
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_logprobs_are_the_engines_bit_for_bit(small: Any, temperature: float) -> None:
+    model = small()
+    samples = rollouts(model, temperature=temperature)
+    learner = Learner(model, OPTIM, row_length=64, temperature=temperature)
+    batch = learner.forward(samples)
+    assert torch.equal(batch.logprobs.detach(), batch.rollout_logprobs)
+    for i, sample in enumerate(samples):
+        picked = [k for k, m in enumerate(sample.loss_mask) if m]
+        n = len(picked)
+        assert batch.mask[i].tolist() == [True] * n + [False] * (batch.mask.shape[1] - n)
+        assert batch.rollout_logprobs[i, :n].tolist() == torch.tensor(sample.rollout_logprobs)[picked].tolist()
+        assert batch.advantages[i, :n].tolist() == pytest.approx([sample.advantages[k] for k in picked])
+        assert batch.versions[i, :n].tolist() == [sample.weight_versions[k] for k in picked]
+        assert not batch.logprobs[i, n:].any()
+    learner.step(samples, grpo, 1e-3)
+    tokens = sum(sum(s.loss_mask) for s in samples)
+    assert vars(learner.agreement) == {"tokens": tokens, "mismatches": 0, "max_abs_diff": 0.0}
+    # After the update the same samples are off-policy: nothing may be compared any more.
+    learner.step(samples, grpo, 1e-3)
+    assert learner.agreement.tokens == tokens and learner.version == 2
+
+
+def test_a_mismatch_is_counted(small: Any) -> None:
+    model = small()
+    samples = rollouts(model, 3)
+    at = samples[1].loss_mask.index(True)
+    samples[1].rollout_logprobs[at] += 0.25
+    learner = Learner(model, OPTIM, row_length=64, temperature=1.0)
+    learner.step(samples, grpo, 1e-3)
+    assert learner.agreement.mismatches == 1
+    assert learner.agreement.max_abs_diff == pytest.approx(0.25, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "double_sided"])
+def test_micro_batches_add_up_to_one_batch(small: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    samples = rollouts(small())
+
+    def double_sided(batch: PolicyBatch) -> Any:
+        return double_sided_is_loss(
+            batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.mask, average="sequence"
+        )
+
+    found = {}
+    for rows in (1, 2, 100):
+        monkeypatch.setattr(learner_module, "ROWS_PER_STEP", rows)
+        learner = Learner(small(), OPTIM.model_copy(update={"clip": 1e9}), row_length=40, temperature=1.0)
+        parts = learner._parts(samples)
+        assert [s for part in parts for s in part] == samples
+        assert (len(parts) == 1) == (rows == 100) and all(parts)
+        numbers = learner.step(samples, grpo if kind == "grpo" else double_sided, 0.0)
+        found[rows] = numbers, {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
+    whole_numbers, whole = found[100]
+    for rows in (1, 2):
+        numbers, gradients = found[rows]
+        assert gradients.keys() == whole.keys()
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, whole[name], rtol=1e-4, atol=1e-6), name
+        for key in ("loss", "grad_norm", "ratio_mean", "masked_share"):
+            assert numbers[key] == pytest.approx(whole_numbers[key], abs=1e-5), key
+    assert any(float(g.abs().max()) > 1e-3 for g in whole.values())
+
+
+def test_the_gradient_is_that_of_naive_logits(small: Any) -> None:
+    """Packing, masks and positions checked against one plain forward pass per sample."""
+    model = small(seed=2)
+    samples = rollouts(model, 5)
+    learner = Learner(model, OPTIM.model_copy(update={"clip": 1e9}), row_length=64, temperature=1.0)
+    learner.step(samples, grpo, 0.0)
+    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for sample in samples:
+        logp = torch.log_softmax(model(torch.tensor([sample.ids])).logits[0], -1)
+        picked = [i for i, m in enumerate(sample.loss_mask) if m]
+        chosen = torch.stack([logp[i - 1, sample.ids[i]] for i in picked])
+        advantages = torch.tensor([sample.advantages[i] for i in picked])
+        total = total - (advantages * chosen).mean() / len(samples)  # on-policy: r = 1, pop = 1
+    total.backward()
+    for name, parameter in model.named_parameters():
+        if name in ours:
+            assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-5), name  # type: ignore[arg-type]
+
+
+def test_indexers_and_mtp_are_frozen(small: Any) -> None:
+    model, before = small(), small()
+    learner = Learner(model, OPTIM, row_length=64, temperature=1.0)
+    learner.step(rollouts(small(), 4), grpo, 1e-2)
+    for name, tensor in model.state_dict().items():
+        frozen = ".indexer." in name or name.startswith("mtp.") or name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, before.state_dict()[name]) == frozen, name
+
+
+def test_reset_forgets_the_momentum(small: Any) -> None:
+    samples = rollouts(small(), 4)
+    ends = []
+    for reset in (True, False):
+        learner = Learner(small(), OPTIM, row_length=64, temperature=1.0)
+        learner.step(samples, grpo, 1e-2)
+        if reset:
+            learner.reset_optimizer()
+            assert not learner.optimizer.state
+        learner.step(samples, grpo, 1e-2)
+        ends.append(learner.model.lm_head.weight.detach())
+    assert not torch.equal(*ends)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(small: Any) -> None:
+    learner = Learner(small(), OPTIM, row_length=64, temperature=1.0)
+
+    def broken(batch: PolicyBatch) -> Any:
+        return batch.logprobs.sum() * float("inf"), {}
+
+    with pytest.raises(DataError, match=r"update 1 is not finite; lower optim\.lr"):
+        learner.step(rollouts(small(), 2), broken, 1e-2)
+    assert learner.version == 0
+
+
+def test_statistics_that_end_in_max_are_maxima(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "ROWS_PER_STEP", 1)
+    learner = Learner(small(), OPTIM, row_length=30, temperature=1.0)
+    calls: list[int] = []
+
+    def loss_of(batch: PolicyBatch) -> Any:
+        calls.append(len(batch.samples))
+        return batch.logprobs.sum() * 0, {"x_max": float(len(calls)), "y": float(len(calls))}
+
+    numbers = learner.step(rollouts(small(), 6), loss_of, 1e-3)
+    assert len(calls) > 1 and numbers["x_max"] == len(calls)
+    assert numbers["y"] == pytest.approx(sum((i + 1) * n for i, n in enumerate(calls)) / sum(calls))
+
+
+# ------------------------------------------------------------------------------------------------------- weight sync
+
+
+def test_publish_copies_everything(small: Any) -> None:
+    model, engine = small(seed=1), Engine(small(seed=2))
+    assert tensor_hashes(model) != tensor_hashes(engine.model)
+    publish(model, engine, 5)
+    assert tensor_hashes(model) == tensor_hashes(engine.model)
+    assert engine.weight_version == 5
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert tensor_hashes(model) != tensor_hashes(engine.model)  # the engine has copies, not views
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
+def test_publish_detects_a_corrupted_copy(small: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, engine = small(seed=1), Engine(small(seed=2))
+    real = engine.update_weights
+
+    def corrupting(tensors: Any, version: int) -> None:
+        real(tensors, version)
+        flat = engine.model.state_dict()[name].view(torch.int32)
+        flat[-1] ^= 1  # one bit
+
+    monkeypatch.setattr(engine, "update_weights", corrupting)
+    with pytest.raises(EngineError, match=f'Weight push 3: tensor "{name}" differs'):
+        publish(model, engine, 3)
