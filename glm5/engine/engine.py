@@ -52,6 +52,7 @@ class Engine:
         self._submitted = 0
         self._cache: LatentCache | None = None
         self._free = list(range(max_batch))
+        self._kept: dict[int, list[int]] = {}  # free row -> tokens whose latents are still in it
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -105,11 +106,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Advance by one token: prompts first (all waiting ones together), else every running request. Returns those
         that got a token."""
-        while self._waiting and self._free:
-            request = self._waiting.popleft()
-            if not request.done:
-                request.row = self._free.pop(0)
-                self._running.append(request)
+        self._admit()
         fresh = [r for r in self._running if r.length - r.cached_len > 1]
         batch = fresh or list(self._running)
         if not batch:
@@ -126,6 +123,21 @@ class Engine:
         last = hidden[torch.arange(len(batch)), torch.tensor([len(tokens) - 1 for tokens in pending])]
         self._accept(batch, last)
         return batch
+
+    def _admit(self) -> None:
+        """Give waiting requests a row; the one whose earlier tokens begin like the prompt, so that turns of one episode
+        only pay for what is new."""
+        while self._waiting and self._free:
+            request = self._waiting.popleft()
+            if request.done:
+                continue
+            shared = {row: _common_prefix(self._kept.get(row, []), request.prompt_ids) for row in self._free}
+            request.row = max(self._free, key=lambda row: (shared[row], not self._kept.get(row), -row))
+            self._free.remove(request.row)
+            self._kept.pop(request.row, None)
+            request.cached_len = min(shared[request.row], len(request.prompt_ids) - 1)
+            request.completion.cached_len = request.cached_len
+            self._running.append(request)
 
     def _accept(self, batch: list[Request], hidden: Tensor) -> None:
         drawn = sample(
@@ -161,7 +173,8 @@ class Engine:
         for request in self._running:
             if request.done:
                 self._free.append(request.row)
-        self._free.sort()
+                tokens = request.prompt_ids + request.completion.token_ids
+                self._kept[request.row] = tokens[: request.cached_len]
         self._running = [r for r in self._running if not r.done]
 
     def _room(self, length: int) -> LatentCache:
@@ -214,6 +227,7 @@ class Engine:
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
         self.weight_version = version
+        self._kept.clear()
         for request in self._running:
             request.cached_len = 0
 
@@ -226,3 +240,13 @@ def _check(params: SamplingParams) -> None:
         raise EngineError(f"temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE}.")
     if not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
         raise EngineError("top_p must lie in (0, 1], min_p in [0, 1].")
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    """How many tokens two sequences share at their beginning."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -69,8 +69,8 @@ class PolicyLoop:
 
     Time is logical: one tick is one engine step, and an update's weights become visible `train_ticks` ticks after its
     batch was taken, an environment's answer `env_ticks` ticks after it was asked; the engine goes on meanwhile. So an
-    asynchronous run can be repeated exactly. Group g may start only when g < (pushed version + 1 + max_staleness) * prompts: sampling is paced first, and what
-    still comes out too stale is dropped.
+    asynchronous run can be repeated exactly. Group g may start only when g < (pushed version + 1 + max_staleness) *
+    prompts: sampling is paced first, and what still comes out too stale is dropped.
     """
 
     def __init__(

@@ -31,9 +31,9 @@ MEMO_SIZE = 16384
 BATCH = 64  # programs of the policy that one sandbox run evaluates at most
 BLOCK = 32  # problems whose listed programs are evaluated in one process
 
-# Every job runs in a child process of its own, one after the other, so that no program sees or changes another's values.
-# The sandbox has no /proc and denies ptrace; all that a child could do to the others is to kill their parent, after which
-# every job of the run is tried again alone.
+# Every job runs in a child process of its own, one after the other, so that no program sees or changes another's
+# values. The sandbox has no /proc and denies ptrace; all that a child could do to the others is to kill their parent,
+# after which every job of the run is tried again alone.
 HARNESS = """\
 import json, os, sys
 

@@ -188,8 +188,8 @@ def play(episodes: Sequence[Episode], completer: Completer, params: SamplingPara
     """Play all episodes to their ends, one batch per turn. Trajectories in the order of `episodes`.
 
     The tokenizer's stop ids are added to `params`, `max_tokens` is cut to the room that is left, and a seed gives every
-    (episode, turn) a seed of its own. Environments react in threads, since they mostly wait for their sandbox, which answers
-    several of them in one run.
+    (episode, turn) a seed of its own. Environments react in threads, since they mostly wait for their sandbox, which
+    answers several of them in one run.
     """
     params = params or SamplingParams()
     if params.n != 1:

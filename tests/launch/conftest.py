@@ -162,19 +162,21 @@ class Shell:
                 code = int(end.code or 0)
         return Result(code, out.getvalue(), err.getvalue())
 
-    def start(self, *parts: object, sets: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
-        """Start a command as a process group of its own, as an interactive shell does."""
+    @contextlib.contextmanager
+    def start(self, *parts: object, sets: Sequence[str] = (), **options: Any) -> Iterator[subprocess.Popen[str]]:
+        """A command as a process group of its own, as an interactive shell starts it; killed at the end."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         command = [sys.executable, "-m", "glm5", *self._arguments(parts, sets)]
-        return subprocess.Popen(command, text=True, cwd=ROOT, start_new_session=True, **{**pipes, **options})
+        with subprocess.Popen(command, text=True, cwd=ROOT, start_new_session=True, **pipes, **options) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self, *parts: object, sets: Sequence[str] = (), timeout: float = 300, **options: Any) -> Result:
         """Run a command as a process."""
-        process = self.start(*parts, sets=sets, **options)
-        try:
+        with self.start(*parts, sets=sets, **options) as process:
             out, err = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
         return Result(process.returncode, out, err)
 
     def fails(self, code: int, words: Sequence[str], *parts: object, sets: Sequence[str] = ()) -> None:
@@ -215,7 +217,7 @@ class TinyRun:
 def write_corpus(folder: Path) -> None:
     """Some files of the standard library, of which one is held out."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("abc", "bisect", "calendar", "cmd", "contextlib", "csv", "functools", "heapq", "queue", "textwrap"):
         (folder / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
     held_out = next(name for i in range(10_000) if Document(name := f"keyword{i}.py", "").held_out)

@@ -195,8 +195,7 @@ def test_ctrl_c_while_a_process_trains(tiny: Any, shell: Any, tmp_path: Path) ->
         "optim = {steps = 100000, lr = 1e-3}\n",
         encoding="utf-8",
     )
-    process = shell.start("train", recipe)
-    try:
+    with shell.start("train", recipe) as process:
         metrics = tmp_path / "long" / "metrics.jsonl"
         deadline = time.monotonic() + 120
         while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
@@ -204,7 +203,5 @@ def test_ctrl_c_while_a_process_trains(tiny: Any, shell: Any, tmp_path: Path) ->
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert (process.returncode, out) == (1, "")
     assert [line for line in err.splitlines() if not line.startswith("[")] == INTERRUPTED

@@ -222,8 +222,7 @@ def request(port: int, method: str, path: str, body: Any = None) -> Iterator[tup
 
 
 def test_serve_from_start_to_ctrl_c(shell: Any, tiny: Any) -> None:
-    process = shell.start("serve", tiny.final, "--port", 0)
-    try:
+    with shell.start("serve", tiny.final, "--port", 0) as process:
         ready = process.stdout.readline()
         port = int(re.fullmatch(r"Ready on http://127\.0\.0\.1:(\d+)\n", ready)[1])
         with request(port, "GET", "/health") as (status, _):
@@ -234,8 +233,6 @@ def test_serve_from_start_to_ctrl_c(shell: Any, tiny: Any) -> None:
         shell.run("serve", tiny.final, "--port", port).check_failure(2, [str(port), "in use", "--port"])
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
     assert (process.returncode, out, err) == (0, "", "")
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0

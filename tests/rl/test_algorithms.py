@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.chat import render_chat
+from glm5.chat import Tokenizer, render_chat
 from glm5.config.recipe import AgenticStage, DistillStage, GeneralStage, OptimConfig, ReasoningStage, RewardModelConfig
 from glm5.engine.engine import Engine
 from glm5.obs.metrics import MetricsWriter, read_metrics
@@ -197,8 +197,6 @@ def said(tokenizer: Any, prompt: str, answer: str, reward: float, group: int) ->
 
 @pytest.mark.parametrize("version", ["5.0", "5.1", "5.2"])
 def test_rules_are_the_gate_of_the_learned_reward(tokenizer: Any, version: str) -> None:
-    from glm5.chat import Tokenizer
-
     spoken = Tokenizer.byte_level(version)
     model = Fixed(spoken)
     texts = ["Hello Ann, nice to see you.", "hi Ann", "a very long text that breaks a rule and is liked all the same"]

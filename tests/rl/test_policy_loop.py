@@ -268,7 +268,9 @@ def test_pushes_that_are_too_rare_are_refused(toy: str, talker: Any, tokenizer: 
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-@pytest.mark.parametrize("changes", [{}, {"train_ticks": 0}, {"train_ticks": 0, "concurrency": 64, "max_tokens": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"train_ticks": 0}, {"train_ticks": 0, "concurrency": 64, "max_tokens": 1, "max_turns": 1}]
+)
 def test_an_asynchronous_run_can_be_interrupted_too(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, stop: int, changes: dict[str, Any]
 ) -> None:

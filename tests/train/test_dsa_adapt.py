@@ -10,6 +10,7 @@ import torch
 from glm5.config.recipe import DsaStage, OptimConfig
 from glm5.data.packing import Batch, pack_batch
 from glm5.model.context import packed_context
+from glm5.obs.metrics import read_metrics
 from glm5.train import dsa_adapt
 from glm5.train.losses import IndexerLoss, language_loss
 
@@ -50,8 +51,6 @@ def test_warmup_lowers_the_kl_and_moves_indexers_alone(small: Any, tokenizer: An
     dsa_adapt.run(model, stage("dsa_warmup", 12), shard, tokenizer, io, seed=0)
     moved = changed(before, model)
     assert moved == {name for name in before if ".indexer." in name}  # router biases stand still too
-    from glm5.obs.metrics import read_metrics
-
     rows = read_metrics(io.metrics.path)
     assert rows[-1]["indexer_kl"] < 0.7 * rows[0]["indexer_kl"]
     assert rows[-1]["indexer_recall"] > rows[0]["indexer_recall"] + 0.02
