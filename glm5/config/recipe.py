@@ -138,7 +138,7 @@ class AgenticStage(PolicyStage):
     train_ticks: int = 24
     """Engine steps that pass on the logical clock while one gradient update is computed."""
     env_ticks: int = 4
-    """Engine steps that pass before an environment's answer is visible."""
+    """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
     push_every: int = 1
     """Gradient updates between weight pushes; the optimizer state is reset at every push."""
 

@@ -68,8 +68,8 @@ class PolicyLoop:
     """Keeps the engine busy, hands complete groups to the learner and pushes weights.
 
     Time is logical: one tick is one engine step, and an update's weights become visible `train_ticks` ticks after its
-    batch was taken, an environment's answer `env_ticks` ticks after it was asked; the engine goes on meanwhile. So an
-    asynchronous run can be repeated exactly. Group g may start only when g < (pushed version + 1 + max_staleness) *
+    batch was taken, an environment's answer one or two `env_ticks` after it was asked; the engine goes on meanwhile. So
+    an asynchronous run can be repeated exactly. Group g may start only when g < (pushed version + 1 + max_staleness) *
     prompts: sampling is paced first, and what still comes out too stale is dropped.
     """
 
@@ -132,6 +132,11 @@ class PolicyLoop:
                         self._save(state, numbers)
         return numbers
 
+    def _due(self) -> int:
+        """When an environment that is asked now answers: at a multiple of `env_ticks`, so that new turns start together
+        and share their prefill instead of holding up everybody's decoding one by one."""
+        return (self._clock // self.env_ticks + 2) * self.env_ticks if self.env_ticks else self._clock
+
     @property
     def in_flight(self) -> int:
         """Episodes that are being generated or wait for their environment."""
@@ -169,7 +174,7 @@ class PolicyLoop:
         for running in [r for r in self._running if r.request.done]:
             self._running.remove(running)
             answer = self._pool.submit(running.episode.accept, running.request.completion)
-            self._reacting.append((self._clock + self.env_ticks, running, answer))
+            self._reacting.append((self._due(), running, answer))
         while self._reacting and self._reacting[0][0] <= self._clock:
             _, running, answer = self._reacting.pop(0)
             answer.result()
