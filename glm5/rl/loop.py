@@ -127,7 +127,7 @@ class PolicyLoop:
                     numbers = self._update()
                     self.io.metrics.write(self.io.name, self.learner.version, numbers)
                     self.io.advance(1, numbers)
-                    if self._push_in == 0 and not self._running:
+                    if self._push_in == 0 and not self.in_flight:
                         self._push()
                         self._save(state, numbers)
         return numbers

@@ -267,14 +267,20 @@ def test_pushes_that_are_too_rare_are_refused(toy: str, talker: Any, tokenizer: 
         run(talker(), tokenizer, agentic(push_every=3, max_staleness=1), stage_io())
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize(
-    "changes", [{}, {"train_ticks": 0}, {"train_ticks": 0, "concurrency": 64, "max_tokens": 1, "max_turns": 1}]
+    "changes",
+    [
+        {},
+        {"train_ticks": 0, "env_ticks": 0},
+        {"train_ticks": 0, "concurrency": 64, "max_tokens": 1, "max_turns": 1},  # groups are ready when it saves
+        {"train_ticks": 0, "concurrency": 64, "max_tokens": 2, "prompts": 1, "max_staleness": 1},  # environments busy
+    ],
 )
 def test_an_asynchronous_run_can_be_interrupted_too(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, stop: int, changes: dict[str, Any]
 ) -> None:
-    stage = agentic(**changes)
+    stage = agentic(steps=6, **changes)
     whole, io = talker(), stage_io("whole")
     run(whole, tokenizer, stage, io)
     with pytest.raises(KeyboardInterrupt):
