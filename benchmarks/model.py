@@ -79,7 +79,7 @@ def glm5_jobs(told: dict[str, str]) -> dict[str, Callable[[int], float]]:
         batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
         ctx = packed_context(batch.documents, exact=False)
         if losses:
-            ctx.observer = watching = IndexerLoss(batch.documents, config.index_topk or 0)
+            ctx.observer = watching = IndexerLoss(batch, config.index_topk or 0)
             loss = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=3)[0] + watching.total()
         else:
             loss = language_loss(model, batch, ctx)[0]

@@ -23,8 +23,16 @@ class OptimConfig(Frozen):
     momentum: float = 0.95
     weight_decay: float = 0.1
     clip: float = 1.0
-    save_every: int = 25
+    ns_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What Newton-Schulz computes in; the published recipes use bf16."""
+    save_every: int = Field(25, ge=0)
     """Steps between resumable states; 0 writes none."""
+    monitor_every: int = Field(10, ge=0)
+    """Steps between looks at attention logits, expert loads and prediction accuracy; 0 never looks."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between scores of held-out text within the stage; 0 leaves it to the end of the stage."""
+    stall_seconds: float = Field(1800.0, ge=0)
+    """A step that takes longer ends the process with a listing of what every thread was doing; 0 waits for ever."""
 
 
 class FamilyConfig(Frozen):
@@ -62,9 +70,17 @@ class TokenizerStage(Stage):
 
 
 class GradientStage(Stage):
+    """A stage whose batches are packed rows: `rows` x `row_length` tokens make one optimizer step."""
+
     optim: OptimConfig
-    rows: int = 16
-    row_length: int = 256
+    rows: int = Field(16, ge=1)
+    row_length: int = Field(256, ge=2)
+    micro_rows: int | None = Field(None, ge=1)
+    """Rows per forward pass and rank; gradients of a step's micro-batches add up. None takes all at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward compute in; weights, gradients and optimizer state are fp32 either way."""
+    recompute: bool = False
+    """Keep only every layer's input and compute the layer again in the backward pass: less memory, more time."""
 
 
 class PretrainStage(GradientStage):

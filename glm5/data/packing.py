@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+MAX_AHEAD = 8
+"""Targets are counted up to this many tokens ahead: next token and seven MTP depths."""
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What a whole optimizer step holds over all micro-batches and ranks: rows, real tokens, and targets 1, 2, … ahead.
+
+    Losses divide by these, so that the parts of a step add up to the mean over the step however it was cut.
+    """
+
+    rows: int
+    tokens: int
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -16,12 +32,14 @@ class Batch:
     `documents` numbers each row's documents from 0, -1 is padding. `loss_mask` marks tokens that are targets: token i
     counts in the loss where it is predicted from the tokens before it in the same document. `sparse_targets` says that
     only a few tokens are (answers, assistant turns), which leaves nothing for multi-token prediction to learn from.
+    `step` counts the optimizer step that the batch is a part of; None means that it is the whole step.
     """
 
     ids: Tensor
     documents: Tensor
     loss_mask: Tensor
     sparse_targets: bool = False
+    step: StepCounts | None = None
 
     def targets(self, ahead: int = 1) -> tuple[Tensor, Tensor]:
         """Token `ahead` positions after each position, and whether it is a target of the same document: two [B, T]."""
@@ -31,6 +49,23 @@ class Batch:
         same = self.documents[:, ahead:] == self.documents[:, :-ahead]
         valid[:, :-ahead] = self.loss_mask[:, ahead:] & same & (self.documents[:, ahead:] >= 0)
         return ids, valid
+
+    def counts(self) -> StepCounts:
+        """Rows, real tokens and targets of the optimizer step that this batch belongs to."""
+        if self.step is not None:
+            return self.step
+        length = self.ids.shape[1]
+        targets = tuple(int(self.targets(n)[1].sum()) if n < length else 0 for n in range(1, MAX_AHEAD + 1))
+        return StepCounts(self.ids.shape[0], int((self.documents >= 0).sum()), targets)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Rows start .. stop - 1; rows behind the last one are padding, so that every rank gets a batch of one shape."""
+        missing = stop - max(start, min(stop, self.ids.shape[0]))
+        parts = [t[start:stop] for t in (self.ids, self.documents, self.loss_mask)]
+        if missing:
+            fills = (0, -1, False)
+            parts = [torch.cat((t, t.new_full((missing, t.shape[1]), f))) for t, f in zip(parts, fills, strict=True)]
+        return replace(self, ids=parts[0], documents=parts[1], loss_mask=parts[2])
 
 
 @dataclass(frozen=True)
@@ -58,6 +93,37 @@ def pack(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]
         placements[i] = Placement(row, used[row])
         used[row] += lengths[i]
     return [placements[i] for i in range(len(lengths))], len(used)
+
+
+def best_fit(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
+    """Best-fit-decreasing packing without splitting: each sequence, longest first, goes to the row with the least room
+    that holds it. Returns the row of every sequence and the number of rows; costs O(n log n + n row_length) at most.
+
+    Raises ValueError for a sequence that is longer than a row.
+    """
+    rows = [0] * len(lengths)
+    opened = 0
+    spaces: list[int] = []  # the different amounts of room, ascending
+    with_space: dict[int, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[i] > row_length:
+            raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row only {row_length}")
+        at = bisect_left(spaces, lengths[i])
+        if at == len(spaces):
+            space, row = row_length, opened
+            opened += 1
+        else:
+            space = spaces[at]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[at], with_space[space]
+        rows[i] = row
+        if left := space - lengths[i]:
+            if left not in with_space:
+                insort(spaces, left)
+                with_space[left] = []
+            with_space[left].append(row)
+    return rows, opened
 
 
 def pack_batch(

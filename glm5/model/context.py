@@ -74,7 +74,9 @@ class ForwardContext:
     numbers; None = one document per row; a document is a run of neighbouring tokens. `exact` pads token counts and
     selected slots so that a token's bits do not depend on its batch or on the length of its row. `attend_dense` keeps
     attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many tokens of each row are
-    real; None = all. What follows is padding, which only a recurrent layer could notice.
+    real; None = all. What follows is padding, which only a recurrent layer could notice. max_logits, where it is a
+    dictionary, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute` keeps only the
+    inputs of layers for the backward pass, which computes them again.
     """
 
     positions: Tensor
@@ -87,6 +89,8 @@ class ForwardContext:
     attend_dense: bool = False
     observer: Observer | None = None
     router_stats: list[RouterStats] | None = None
+    max_logits: dict[int, Tensor] | None = None
+    recompute: bool = False
     _valid: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -154,6 +158,16 @@ class ForwardContext:
                 start = torch.maximum(start, end - window)
             self._ranges[window] = (start, end)
         return self._ranges[window]
+
+    def note_max_logits(self, layer: int, found: Tensor) -> None:
+        """Keep the larger of what a layer has seen so far and `found` [N]; the MTP layer is called at every depth."""
+        assert self.max_logits is not None
+        before = self.max_logits.get(layer)
+        self.max_logits[layer] = found if before is None else torch.maximum(before, found)
+
+    def without_padding(self, valid: Tensor | None) -> Tensor | None:
+        """A mask [B, 1, T, S] without the queries that are padding, which attend to themselves only."""
+        return valid if valid is None or self.documents is None else valid & (self.documents >= 0)[:, None, :, None]
 
     def present(self) -> Tensor:
         """Which tokens are real, not padding: bool [B, T]."""

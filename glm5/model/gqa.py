@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.layers import RMSNorm, declare_split, linear
-from glm5.ops.attention import dense_attention
+from glm5.ops.attention import dense_attention, max_logits
 
 
 class GroupedProjections(nn.Module):
@@ -62,6 +62,9 @@ class GQA(GroupedProjections):
         k, v = ctx.seen(stored).unflatten(-1, (2, self.groups, self.dim)).unbind(2)
         plain = ctx.cache is None and ctx.documents is None and self.window is None
         valid = None if plain else ctx.valid(k.shape[1], self.window).unsqueeze(1)
+        if ctx.max_logits is not None:
+            keys = self.repeat(k).transpose(1, 2)
+            ctx.note_max_logits(self.layer, max_logits(q.transpose(1, 2), keys, ctx.without_padding(valid), self.scale))
         out = grouped_attention(q, k, v, valid, self.scale)
         return self.o_proj(ctx.flat(out.flatten(2))), None
 

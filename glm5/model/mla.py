@@ -10,7 +10,13 @@ from glm5.model.context import ForwardContext, LatentCache
 from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.layers import RMSNorm, linear
 from glm5.ops import thin
-from glm5.ops.attention import attention_probabilities, dense_attention, sparse_attention
+from glm5.ops.attention import (
+    attention_probabilities,
+    dense_attention,
+    max_logits,
+    max_selected_logits,
+    sparse_attention,
+)
 from glm5.ops.native import Kernels
 from glm5.ops.rope import rope
 
@@ -107,6 +113,9 @@ class MLA(nn.Module):
     ) -> Tensor:
         watch = ctx.observer is not None and state is not None
         q = self._absorb(q, ctx)
+        if ctx.max_logits is not None and ctx.cache is None:
+            picked = torch.where(ctx.present().unsqueeze(-1), indices, -1)
+            ctx.note_max_logits(self.layer, max_selected_logits(q, latents, picked, self.scale))
         out, target = sparse_attention(
             q, latents, indices, value_dim=self.latent, scale=self.scale, rows=ctx.cache_rows, want_probs=watch
         )
@@ -162,6 +171,8 @@ class MLA(nn.Module):
         q, k, v = self._expand(q, latents, ctx)
         plain = ctx.documents is None and self.window is None
         valid = None if plain else ctx.valid(k.shape[2], self.window).unsqueeze(1)
+        if ctx.max_logits is not None:
+            ctx.note_max_logits(self.layer, max_logits(q, k, ctx.without_padding(valid), self.scale))
         out = dense_attention(q, k, v, valid, self.scale)
         return ctx.flat(out.transpose(1, 2).flatten(2))
 

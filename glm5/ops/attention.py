@@ -41,6 +41,32 @@ def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -
         return torch.cat(out, dim=1)
 
 
+@torch.no_grad()
+def max_logits(q: Tensor, k: Tensor, valid: Tensor | None, scale: float) -> Tensor:
+    """Largest attention logit of every head: q [B, N, T, H], k [B, N, S, H], valid bool [B, 1, T, S] (None: causal,
+    T = S) -> [N] in fp32. The monitor of §2.1; chunked over queries."""
+    step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    best = torch.full((q.shape[1],), float("-inf"), device=q.device)
+    slots = torch.arange(k.shape[2], device=q.device)
+    for s in range(0, q.shape[2], step):
+        scores = torch.matmul(q[:, :, s : s + step], k.transpose(-1, -2)).float() * scale
+        seen = slots <= slots[s : s + step].unsqueeze(1) if valid is None else valid[:, :, s : s + step]
+        best = torch.maximum(best, scores.masked_fill(~seen, float("-inf")).amax(dim=(0, 2, 3)))
+    return best
+
+
+@torch.no_grad()
+def max_selected_logits(q: Tensor, latents: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """The same over selected rows, absorbed form: q [B, T, N, W], latents [B, S, W], indices [B, T, K] -> [N]."""
+    step = _block(q, indices)
+    best = torch.full((q.shape[2],), float("-inf"), device=q.device)
+    for s in range(0, q.shape[1], step):
+        picked = indices[:, s : s + step]
+        scores = torch.matmul(q[:, s : s + step], _gather(latents, picked).transpose(-1, -2)).float() * scale
+        best = torch.maximum(best, scores.masked_fill((picked < 0).unsqueeze(2), float("-inf")).amax(dim=(0, 1, 3)))
+    return best
+
+
 def _gather(latents: Tensor, indices: Tensor) -> Tensor:
     """Rows of latents [B, S, W] at indices [B, t, K] (-1 reads row 0; it is masked later) -> [B, t, K, W]."""
     base = torch.arange(latents.shape[0], device=latents.device).view(-1, 1, 1) * latents.shape[1]

@@ -13,6 +13,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.pretrain import batches
+from glm5.train.tally import Tally
 
 INDEXER = ".indexer."
 
@@ -31,20 +32,21 @@ def run(
     topk = model.config.index_topk or 0
     warmup = stage.kind == "dsa_warmup"
 
-    def loss_of(batch: Batch, ctx: ForwardContext) -> tuple[Tensor, dict[str, float]]:
-        watch = IndexerLoss(batch.documents, topk)
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+        tally = Tally()
+        watch = IndexerLoss(batch, topk, tally)
         ctx.observer, ctx.attend_dense = watch, warmup
         if warmup:
             hidden = model.model(batch.ids, ctx)
             if model.mtp is not None:
                 model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), watch.numbers()
+            return watch.total(), tally
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
-        return loss + stage.indexer_weight * watch.total(), numbers | watch.numbers()
+        return loss + stage.indexer_weight * watch.total(), numbers.merge([tally])
 
     return train(
         model,
-        stage.optim,
+        stage,
         io,
         batches(shard, tokenizer, stage, seed),
         loss_of,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,8 @@ from glm5.data.packing import Batch
 from glm5.model.context import ForwardContext, RouterStats
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import ROW_TILE, round_up
-from glm5.ops.cross_entropy import token_logprobs
+from glm5.ops.cross_entropy import CHUNK_ROWS, token_logprobs
+from glm5.train.tally import Tally
 
 
 def target_logprobs(
@@ -33,57 +35,91 @@ def target_logprobs(
 
 def language_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, *, mtp_weight: float = 0.0, mtp_depths: int = 0
-) -> tuple[Tensor, dict[str, float]]:
-    """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum of the MTP depths' (one parameter set)."""
+) -> tuple[Tensor, Tally]:
+    """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum of the MTP depths' (one parameter set).
+
+    Means are over the whole optimizer step (`Batch.counts`), so that micro-batches and ranks add up. On monitored steps
+    (`ctx.max_logits` is kept) the share of targets that greedy prediction hits is counted for every depth too.
+    """
     hidden = model.model(batch.ids, ctx)
+    counts = batch.counts().targets
+    tally = Tally()
     targets, wanted = batch.targets()
     logprobs, _ = target_logprobs(model, hidden, targets, wanted)
-    loss = -logprobs.mean()
-    numbers = {"loss": float(loss.detach()), "tokens": float(wanted.sum())}
+    loss = -logprobs.sum() / max(1, counts[0])
+    tally.add("loss", loss)
+    tally.add("tokens", wanted.sum())
+    _count_hits(tally, "accuracy", model, hidden, targets, wanted, ctx)
     drafting = mtp_weight and model.mtp is not None and not batch.sparse_targets
     for depth in range(1, mtp_depths + 1 if drafting else 1):
         following, _ = batch.targets(depth)
         hidden = model.mtp_hidden(following, hidden, ctx)
         targets, wanted = batch.targets(depth + 1)
-        drafted = -target_logprobs(model, hidden, targets, wanted)[0].mean()
+        drafted = -target_logprobs(model, hidden, targets, wanted)[0].sum() / max(1, counts[depth])
         loss = loss + mtp_weight / mtp_depths * drafted
-        numbers[f"mtp{depth}_loss"] = float(drafted.detach())
-    return loss, numbers
+        tally.add(f"mtp{depth}_loss", drafted)
+        _count_hits(tally, f"mtp{depth}_accuracy", model, hidden, targets, wanted, ctx)
+    return loss, tally
 
 
-def balance_loss(stats: list[RouterStats], documents: Tensor, experts: int) -> Tensor:
-    """Sequence-level balance: sum over experts of f_e P_e per row, mean over rows and layers (§3 of GLM-4.5).
+@torch.no_grad()
+def _count_hits(
+    tally: Tally,
+    name: str,
+    model: GLM5ForCausalLM,
+    hidden: Tensor,
+    targets: Tensor,
+    wanted: Tensor,
+    ctx: ForwardContext,
+) -> None:
+    """Greedy predictions that are right, on monitored steps: one more projection, in chunks."""
+    if ctx.max_logits is None:
+        return
+    index = wanted.flatten().nonzero().squeeze(1)
+    hits = sum(
+        (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]).sum()
+        for rows in index.split(CHUNK_ROWS)
+    )
+    tally.mean(name, hits, index.numel())
+
+
+def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
+    """Sequence-level balance: sum over experts of f_e P_e per row, mean over the step's rows and over layers (§3 of
+    GLM-4.5).
 
     f_e = E / (K T) * times e was chosen, P_e = mean normalised score of e. Padding tokens do not count.
     """
-    real = (documents >= 0).flatten()
-    rows, length = documents.shape
+    real = (batch.documents >= 0).flatten()
+    rows, length = batch.documents.shape
     count = real.view(rows, length).sum(1).clamp_min(1).unsqueeze(1)
-    total = torch.zeros((), dtype=stats[0].scores.dtype)
+    total = torch.zeros((), dtype=stats[0].scores.dtype, device=stats[0].scores.device)
     for layer in stats:
-        chosen = torch.zeros_like(layer.scores).scatter_(1, layer.experts, 1.0) * real.unsqueeze(1)
-        shares = layer.scores / layer.scores.sum(-1, keepdim=True) * real.unsqueeze(1)
-        per_row = chosen.view(rows, length, -1).sum(1) * experts / (layer.experts.shape[1] * count)
-        total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum(-1).mean()
+        scores, chosen_experts = layer.scores[: real.numel()], layer.experts[: real.numel()]
+        chosen = torch.zeros_like(scores).scatter_(1, chosen_experts, 1.0) * real.unsqueeze(1)
+        shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(1)
+        per_row = chosen.view(rows, length, -1).sum(1) * experts / (chosen_experts.shape[1] * count)
+        total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum() / batch.counts().rows
     return total / len(stats)
 
 
 @torch.no_grad()
-def update_router_bias(model: GLM5ForCausalLM, stats: list[RouterStats], documents: Tensor, rate: float) -> float:
-    """Loss-free balance: bias += rate * sign(mean load - load) per MoE layer; returns the worst load over the mean."""
+def expert_loads(stats: list[RouterStats], documents: Tensor, experts: int) -> dict[int, Tensor]:
+    """Tokens per expert [E] of every MoE layer; padding does not count. The MTP layer's depths add up."""
     real = (documents >= 0).flatten()
-    experts = model.config.n_routed_experts
     loads: dict[int, Tensor] = {}
     for layer in stats:
-        load = torch.bincount(layer.experts[real].flatten(), minlength=experts).float()
-        loads[layer.layer] = loads.get(layer.layer, torch.zeros(experts)) + load
-    worst = 0.0
+        load = torch.bincount(layer.experts[: real.numel()][real].flatten(), minlength=experts).float()
+        loads[layer.layer] = loads[layer.layer] + load if layer.layer in loads else load
+    return loads
+
+
+@torch.no_grad()
+def update_router_bias(model: GLM5ForCausalLM, loads: Mapping[int, Tensor], rate: float) -> None:
+    """Loss-free balance: bias += rate * sign(mean load - load) per MoE layer, from the loads of the whole step."""
     for layer_index, router in model.routers():
         if layer_index in loads:
-            load = loads[layer_index]
-            worst = max(worst, float(load.max() / load.mean()))
+            load = loads[layer_index].to(router.e_score_correction_bias.device)
             router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
-    return worst
 
 
 def indexer_kl(scores: Tensor, target: Tensor, valid: Tensor) -> Tensor:
@@ -102,34 +138,31 @@ def indexer_kl(scores: Tensor, target: Tensor, valid: Tensor) -> Tensor:
 class IndexerLoss:
     """Observer that sums the indexer's KL over layers and measures how much attention mass its top k would keep.
 
-    `documents` [B, T] excludes padding queries. The loss is the mean over queries and layers (the scale is a choice:
-    the paper sums over queries).
+    The loss is the mean over the step's real tokens and over layers (the scale is a choice: the paper sums over
+    queries).
     """
 
-    documents: Tensor
+    batch: Batch
     topk: int
+    tally: Tally = field(default_factory=Tally)
     losses: list[Tensor] = field(default_factory=list)
-    recalls: list[float] = field(default_factory=list)
 
     def indexer(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
-        real = self.documents >= 0
-        self.losses.append(indexer_kl(scores, target, valid)[real].mean())
+        real = self.batch.documents >= 0
+        self.losses.append(indexer_kl(scores, target, valid)[real].sum() / self.batch.counts().tokens)
         with torch.no_grad():
             if scores.shape[-1] > self.topk:
                 kept = scores.masked_fill(~valid, float("-inf")).topk(self.topk, dim=-1).indices
                 share = target.gather(-1, kept).sum(-1) / target.sum(-1).clamp_min(1e-20)
                 crowded = real & (valid.sum(-1) > self.topk)
-                self.recalls.append(float(share[crowded].mean()) if bool(crowded.any()) else 1.0)
+                for name in ("indexer_recall", f"indexer_recall/L{layer}"):
+                    self.tally.mean(name, share[crowded].sum(), crowded.sum())
 
     def total(self) -> Tensor:
-        """Mean over layers; raises ValueError when no layer reported."""
+        """Mean over layers, also told to the tally: `indexer_kl`, and `indexer_recall` = share of attention mass inside
+        the indexer's top k (dense stages). Raises ValueError when no layer reported."""
         if not self.losses:
             raise ValueError("no indexer was observed; does the model use DSA?")
-        return torch.stack(self.losses).mean()
-
-    def numbers(self) -> dict[str, float]:
-        """Metrics: the KL, and `indexer_recall` = share of attention mass inside the indexer's top k (dense stages)."""
-        found = {"indexer_kl": float(self.total().detach())}
-        if self.recalls:
-            found["indexer_recall"] = sum(self.recalls) / len(self.recalls)
-        return found
+        total = torch.stack(self.losses).mean()
+        self.tally.add("indexer_kl", total)
+        return total

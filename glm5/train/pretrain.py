@@ -18,6 +18,7 @@ from glm5.seeds import derive_seed
 from glm5.tasks.needle import recall_text
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import balance_loss, language_loss
+from glm5.train.tally import Tally
 
 SHORTEST_NEEDLE = 32
 """Bytes of the shortest retrieval document."""
@@ -79,11 +80,11 @@ def run(
 ) -> dict[str, float]:
     """Train all parameters. The router bias moves after every step by the sign of each expert's load."""
 
-    def loss_of(batch: Batch, ctx: ForwardContext) -> tuple[Tensor, dict[str, float]]:
-        loss, numbers = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+        loss, tally = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
         if stage.balance_weight and ctx.router_stats:
-            balance = balance_loss(ctx.router_stats, batch.documents, model.config.n_routed_experts)
+            balance = balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
             loss = loss + stage.balance_weight * balance
-        return loss, numbers
+        return loss, tally
 
-    return train(model, stage.optim, io, batches(shard, tokenizer, stage, seed), loss_of, bias_rate=stage.bias_rate)
+    return train(model, stage, io, batches(shard, tokenizer, stage, seed), loss_of, bias_rate=stage.bias_rate)

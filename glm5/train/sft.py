@@ -18,6 +18,7 @@ from glm5.seeds import derive_seed
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import language_loss
+from glm5.train.tally import Tally
 
 
 def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
@@ -74,12 +75,12 @@ def run(model: GLM5ForCausalLM, stage: SftStage, tokenizer: Tokenizer, io: Stage
         conversations = read_conversations(path)
     rows = render_rows(conversations, tokenizer, stage.row_length)
 
-    def loss_of(batch: Batch, ctx: ForwardContext) -> tuple[Tensor, dict[str, float]]:
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
         return language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
 
     return train(
         model,
-        stage.optim,
+        stage,
         io,
         row_batches(rows, stage, seed),
         loss_of,

@@ -92,7 +92,7 @@ def test_indexers_feel_nothing_but_their_own_loss(small: Any) -> None:
 
     def losses() -> tuple[torch.Tensor, torch.Tensor]:
         ctx = packed_context(batch.documents)
-        ctx.observer = watch = IndexerLoss(batch.documents, 4)
+        ctx.observer = watch = IndexerLoss(batch, 4)
         language, _ = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
         assert len(watch.losses) == 2 + 2  # two trunk layers, and the MTP layer at two depths
         return language, watch.total()

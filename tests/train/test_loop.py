@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import glm5.train.checkpoint as checkpoint
-from glm5.config.recipe import OptimConfig
+from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
 from glm5.errors import CheckpointError, DataError
 from glm5.obs.metrics import read_metrics
@@ -22,7 +22,7 @@ from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import MAX_SKIPPED, build_optimizer, clip_gradients, train
 from glm5.train.losses import language_loss
 
-NOT_NUMBERS = ("time", "step_seconds")
+NOT_NUMBERS = ("time", "step_seconds", "optimizer_seconds", "tokens_per_second")
 
 
 def batch_at(step: int) -> Batch:
@@ -31,23 +31,27 @@ def batch_at(step: int) -> Batch:
     return Batch(ids, documents, torch.ones_like(ids, dtype=torch.bool))
 
 
-def loss_for(model: Any, bad_steps: tuple[int, ...] = (), bad: str = "loss") -> Callable[..., Any]:
+def loss_for(bad_steps: tuple[int, ...] = (), bad: str = "loss") -> Callable[..., Any]:
     calls = itertools.count()
 
-    def loss_of(batch: Batch, ctx: Any) -> Any:
-        loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
+    def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
+        loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
         if next(calls) in bad_steps:
             if bad == "loss":
-                return loss * float("nan"), numbers | {"loss": float("nan")}
+                return loss * float("nan"), tally
             # A finite loss whose gradient is not: sqrt at 0.
-            return loss + (model.lm_head.weight * 0).sum().abs().sqrt(), numbers
-        return loss, numbers
+            return loss + (model.lm_head.weight * 0).sum().abs().sqrt(), tally
+        return loss, tally
 
     return loss_of
 
 
-def config(steps: int = 7, save_every: int = 2, kind: str = "muon", **options: Any) -> OptimConfig:
+def optim(steps: int = 7, save_every: int = 2, kind: str = "muon", **options: Any) -> OptimConfig:
     return OptimConfig(steps=steps, lr=1e-2, warmup=2, save_every=save_every, kind=kind, **options)  # type: ignore[arg-type]
+
+
+def config(micro_rows: int | None = None, dtype: str = "float32", **options: Any) -> GradientStage:
+    return GradientStage(name="stage", optim=optim(**options), micro_rows=micro_rows, dtype=dtype)  # type: ignore[arg-type]
 
 
 def numbers_of(path: Path) -> list[dict[str, Any]]:
@@ -65,16 +69,16 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     small: Any, stage_io: Any, kind: str, stops: list[int]
 ) -> None:
     whole, io = small(seed=1), stage_io("whole")
-    last = train(whole, config(kind=kind), io, batch_at, loss_for(whole), bias_rate=0.01)
+    last = train(whole, config(kind=kind), io, batch_at, loss_for(), bias_rate=0.01)
     expected = numbers_of(io.metrics.path)
     for stop in stops:
         broken, io = small(seed=1), stage_io("broken", stop_after=stop)
         with pytest.raises(KeyboardInterrupt):
-            train(broken, config(kind=kind), io, batch_at, loss_for(broken), bias_rate=0.01)
+            train(broken, config(kind=kind), io, batch_at, loss_for(), bias_rate=0.01)
         io.metrics.close()
     # Where a state exists everything comes from it, so the process that resumes may start from other weights.
     resumed, io = small(seed=1 if max(stops) < 3 else 99), stage_io("broken")
-    assert train(resumed, config(kind=kind), io, batch_at, loss_for(resumed), bias_rate=0.01) == last
+    assert train(resumed, config(kind=kind), io, batch_at, loss_for(), bias_rate=0.01) == last
     assert_same(whole, resumed)
     assert numbers_of(io.metrics.path) == expected
     assert [row["step"] for row in expected] == list(range(1, 8))
@@ -83,20 +87,20 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
 def test_resuming_does_the_remaining_steps_only(small: Any, stage_io: Any) -> None:
     model, io = small(), stage_io(stop_after=5)
     with pytest.raises(KeyboardInterrupt):
-        train(model, config(), io, batch_at, loss_for(model))
+        train(model, config(), io, batch_at, loss_for())
     asked: list[int] = []
 
     def watched(step: int) -> Batch:
         asked.append(step)
         return batch_at(step)
 
-    train(model, config(), stage_io(), watched, loss_for(model))
+    train(model, config(), stage_io(), watched, loss_for())
     assert asked == [4, 5, 6]
 
 
 def test_metrics_hold_the_schedule_and_the_load(small: Any, stage_io: Any) -> None:
     model, io = small(), stage_io()
-    train(model, config(steps=5, schedule="linear", final_lr=1e-3), io, batch_at, loss_for(model), bias_rate=0.01)
+    train(model, config(steps=5, schedule="linear", final_lr=1e-3), io, batch_at, loss_for(), bias_rate=0.01)
     rows = read_metrics(io.metrics.path)
     assert [row["lr"] for row in rows] == pytest.approx([5e-3, 1e-2, 1e-2, 5.5e-3, 1e-3])
     assert all(1.0 <= row["load_max"] <= 4.0 and row["grad_norm"] > 0 for row in rows)
@@ -106,7 +110,7 @@ def test_metrics_hold_the_schedule_and_the_load(small: Any, stage_io: Any) -> No
 def test_what_is_not_trainable_stands_still_and_is_free_again(small: Any, stage_io: Any) -> None:
     model, before = small(), small()
     train(
-        model, config(steps=2), stage_io(), batch_at, loss_for(model), trainable=lambda name: "lm_head" in name
+        model, config(steps=2), stage_io(), batch_at, loss_for(), trainable=lambda name: "lm_head" in name
     )  # fmt: skip
     moved = [n for n, t in model.state_dict().items() if not torch.equal(t, before.state_dict()[n])]
     assert moved == ["lm_head.weight"]
@@ -122,7 +126,7 @@ def test_a_non_finite_step_is_skipped_and_counted(small: Any, stage_io: Any, bad
         states.append({name: t.clone() for name, t in model.state_dict().items()})
         return batch_at(step)
 
-    train(model, config(steps=6), io, watched, loss_for(model, (2, 4), bad), bias_rate=0.01)
+    train(model, config(steps=6), io, watched, loss_for((2, 4), bad), bias_rate=0.01)
     states.append(model.state_dict())
     for step in range(6):
         stood = all(torch.equal(t, states[step + 1][name]) for name, t in states[step].items())
@@ -137,10 +141,10 @@ def test_too_many_bad_steps_end_the_stage(small: Any, stage_io: Any) -> None:
     model, io = small(), stage_io()
     bad = tuple(range(1, 100))
     with pytest.raises(DataError, match=rf"{MAX_SKIPPED + 1} steps had a non-finite .*lower optim\.lr"):
-        train(model, config(steps=50), io, batch_at, loss_for(model, bad))
+        train(model, config(steps=50), io, batch_at, loss_for(bad))
     # The count survives an interruption: after resuming, as many more bad steps do not start from zero.
     with pytest.raises(DataError, match=f"{MAX_SKIPPED + 1} steps"):
-        train(model, config(steps=50), stage_io(), batch_at, loss_for(model, tuple(range(100))))
+        train(model, config(steps=50), stage_io(), batch_at, loss_for(tuple(range(100))))
     assert len(read_metrics(io.metrics.path)) == MAX_SKIPPED + 1
 
 
@@ -162,7 +166,7 @@ def test_clipping_bounds_the_norm(small: Any) -> None:
 @pytest.fixture
 def saved(small: Any, tmp_path: Path) -> tuple[Path, Any, Any]:
     model = small(seed=4)
-    optimizer = build_optimizer(model, config())
+    optimizer = build_optimizer(model, optim())
     for step in range(2):
         batch = batch_at(step)
         model.zero_grad(set_to_none=True)
@@ -175,7 +179,7 @@ def saved(small: Any, tmp_path: Path) -> tuple[Path, Any, Any]:
 def test_state_round_trip(saved: Any, small: Any) -> None:
     path, model, optimizer = saved
     other = small(seed=5)
-    fresh = build_optimizer(other, config())
+    fresh = build_optimizer(other, optim())
     assert load_state(path, other, fresh) == (2, {"numbers": {"loss": 1.5}})
     assert_same(model, other)
     for mine, theirs in zip(optimizer.param_groups, fresh.param_groups, strict=True):
@@ -209,7 +213,7 @@ def test_the_state_of_another_model_is_refused(saved: Any, small: Any) -> None:
     path, _, _ = saved
     for other in (small(hidden_size=16), small(num_hidden_layers=3)):
         with pytest.raises(CheckpointError, match="belongs to another model"):
-            load_state(path, other, build_optimizer(other, config()))
+            load_state(path, other, build_optimizer(other, optim()))
 
 
 def fail_on_save(error: Exception) -> Callable[..., None]:
@@ -255,7 +259,7 @@ def test_a_run_whose_disk_filled_up_resumes_with_the_same_numbers(
     small: Any, stage_io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = small(seed=1)
-    train(whole, config(), stage_io("whole"), batch_at, loss_for(whole))
+    train(whole, config(), stage_io("whole"), batch_at, loss_for())
     broken, real = small(seed=1), checkpoint.save_file
     calls = itertools.count()
 
@@ -266,9 +270,9 @@ def test_a_run_whose_disk_filled_up_resumes_with_the_same_numbers(
 
     monkeypatch.setattr(checkpoint, "save_file", second_fails)
     with pytest.raises(CheckpointError):
-        train(broken, config(), stage_io("broken"), batch_at, loss_for(broken))
+        train(broken, config(), stage_io("broken"), batch_at, loss_for())
     state = json.loads((stage_io("broken").folder / "state" / "state.json").read_text())
     assert state["step"] == 2
     resumed = small(seed=50)
-    train(resumed, config(), stage_io("broken"), batch_at, loss_for(resumed))
+    train(resumed, config(), stage_io("broken"), batch_at, loss_for())
     assert_same(whole, resumed)

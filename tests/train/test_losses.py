@@ -16,6 +16,7 @@ from glm5.model.context import RouterStats, packed_context
 from glm5.train.losses import (
     IndexerLoss,
     balance_loss,
+    expert_loads,
     indexer_kl,
     language_loss,
     target_logprobs,
@@ -29,6 +30,11 @@ def random(*shape: int, seed: int = 0, **options: Any) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).requires_grad_(
         options.get("grad", False)
     )
+
+
+def rows_of(documents: Tensor) -> Batch:
+    """A batch of which only the document numbers matter."""
+    return Batch(torch.zeros_like(documents, dtype=torch.long), documents, torch.ones_like(documents, dtype=torch.bool))
 
 
 def packed(seed: int = 0) -> Batch:
@@ -74,7 +80,8 @@ def naive_language_loss(model: Any, batch: Batch, weight: float, depths: int) ->
 def test_language_loss_equals_a_naive_writing(small: Any, use_dsa: bool, depths: int) -> None:
     model = small(dtype=F64, use_dsa=use_dsa, index_topk=4 if use_dsa else None)
     batch = packed()
-    loss, numbers = language_loss(model, batch, packed_context(batch.documents), mtp_weight=0.3, mtp_depths=depths)
+    loss, tally = language_loss(model, batch, packed_context(batch.documents), mtp_weight=0.3, mtp_depths=depths)
+    numbers = tally.numbers()
     expected = naive_language_loss(model, batch, 0.3, depths)
     assert abs(float(loss.detach() - expected.detach())) < 1e-12
     assert numbers["tokens"] == int(batch.targets()[1].sum())
@@ -157,7 +164,7 @@ def test_balance_loss_equals_a_loop() -> None:
 
     def ours(*scores: Tensor) -> Tensor:
         replaced = [RouterStats(s.layer, x, s.experts) for s, x in zip(stats, scores, strict=True)]
-        return balance_loss(replaced, documents, 4)
+        return balance_loss(replaced, rows_of(documents), 4)
 
     scores = tuple(s.scores for s in stats)
     assert float((ours(*scores) - loop(*scores)).detach().abs()) < 1e-14
@@ -166,7 +173,7 @@ def test_balance_loss_equals_a_loop() -> None:
     assert torch.autograd.gradcheck(ours, scores, eps=1e-6, atol=1e-8)
     # A perfectly even router has loss 1, whatever the number of experts: sum_e 1 * 1/E.
     even = RouterStats(0, torch.full((8, 4), 0.5, dtype=F64), torch.tensor([[0, 1], [2, 3]] * 4))
-    assert float(balance_loss([even], torch.zeros(1, 8), 4)) == pytest.approx(1.0, abs=1e-14)
+    assert float(balance_loss([even], rows_of(torch.zeros(1, 8)), 4)) == pytest.approx(1.0, abs=1e-14)
 
 
 def test_router_bias_moves_against_the_load(small: Any) -> None:
@@ -179,11 +186,12 @@ def test_router_bias_moves_against_the_load(small: Any) -> None:
     # The MTP layer was applied twice: 5 + 0, 5 + 0, 0 + 5, 0 + 5, which is even, so nothing moves.
     one = RouterStats(2, scores, torch.tensor([[0, 1]] * 6))
     two = RouterStats(2, scores, torch.tensor([[2, 3]] * 6))
-    worst = update_router_bias(model, [first, one, two], documents, 0.125)
+    loads = expert_loads([first, one, two], documents, 4)
+    assert {layer: load.tolist() for layer, load in loads.items()} == {1: [5, 3, 2, 0], 2: [5, 5, 5, 5]}
+    update_router_bias(model, loads, 0.125)
     bias = {layer: router.e_score_correction_bias.tolist() for layer, router in model.routers()}
     assert bias == {1: [-0.125, -0.125, 0.125, 0.125], 2: [0.0] * 4}
-    assert worst == 2.0
-    update_router_bias(model, [first], documents, 0.125)
+    update_router_bias(model, expert_loads([first], documents, 4), 0.125)
     assert model.routers()[0][1].e_score_correction_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
 
 
@@ -195,7 +203,9 @@ def test_router_bias_evens_out_a_skewed_router(small: Any) -> None:
     shares = []
     for _ in range(200):
         _, experts, scores = router(x)
-        shares.append(update_router_bias(model, [RouterStats(1, scores, experts)], documents, 0.01))
+        loads = expert_loads([RouterStats(1, scores, experts)], documents, 4)
+        shares.append(float(loads[1].max() / loads[1].mean()))
+        update_router_bias(model, loads, 0.01)
     assert shares[0] > 1.5 and shares[-1] < 1.15
 
 
@@ -234,14 +244,14 @@ def test_indexer_kl_is_zero_exactly_where_the_scores_reproduce_attention() -> No
 
 
 def test_indexer_recall_by_hand() -> None:
-    watch = IndexerLoss(torch.tensor([[0, 0, 0, -1]]), topk=2)
+    watch = IndexerLoss(rows_of(torch.tensor([[0, 0, 0, -1]])), topk=2)
     valid = torch.tensor([[[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]], dtype=torch.bool)
     target = torch.tensor([[[4.0, 0, 0, 0], [1.0, 2, 1, 0], [0.5, 0.5, 1, 2], [1.0, 1, 1, 1]]])
     scores = torch.tensor([[[0.0, 9, 9, 9], [3.0, 1, 2, 9], [4.0, 3, 2, 1], [1.0, 2, 3, 4]]], requires_grad=True)
     watch.indexer(0, scores, target, valid)
     # Only queries 1 and 2 are real and have more than two keys. Query 1 keeps keys 0 and 2: (1 + 1) / 4. Query 2 keeps
     # keys 0 and 1: (0.5 + 0.5) / 4. Their mean is 0.375.
-    assert watch.numbers()["indexer_recall"] == pytest.approx(0.375)
+    assert watch.tally.numbers()["indexer_recall"] == pytest.approx(0.375)
     kl = indexer_kl(scores, target, valid)[0, :3].mean()
     assert float(watch.total().detach()) == pytest.approx(float(kl.detach()))
     watch.indexer(1, scores * 0, target, valid)
@@ -249,9 +259,9 @@ def test_indexer_recall_by_hand() -> None:
         float(((kl + indexer_kl(scores * 0, target, valid)[0, :3].mean()) / 2).detach())
     )
     # In the sparse stage the axis runs over the selected keys: there is nothing to recall.
-    sparse = IndexerLoss(torch.tensor([[0]]), topk=2)
+    sparse = IndexerLoss(rows_of(torch.tensor([[0]])), topk=2)
     sparse.indexer(0, torch.zeros(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2, dtype=torch.bool))
-    assert "indexer_recall" not in sparse.numbers()
+    assert "indexer_recall" not in sparse.tally.numbers()
     assert math.isclose(float(sparse.total()), 0.0, abs_tol=1e-7)
     with pytest.raises(ValueError, match="no indexer was observed"):
-        IndexerLoss(torch.tensor([[0]]), topk=2).total()
+        IndexerLoss(rows_of(torch.tensor([[0]])), topk=2).total()

@@ -1,0 +1,46 @@
+"""Mixed precision in one process: fp32 weights that the optimizer owns, and a bf16 twin that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from glm5.model.glm5 import GLM5ForCausalLM
+
+
+class Twin:
+    """A model in `dtype` that follows another one's weights and hands its gradients over to it.
+
+    Each gradient is added to the owner's in fp32 and freed as soon as backward has finished it, so that micro-batches
+    add up in fp32 and no second set of gradients exists.
+    """
+
+    def __init__(self, owner: GLM5ForCausalLM, dtype: torch.dtype) -> None:
+        self.owner = owner
+        self.model = owner.clone().cast(dtype)
+        own = dict(owner.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(own[name].requires_grad)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_hand_over(own[name]))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take over the owner's weights and router biases."""
+        own = self.owner.state_dict()
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(own[name])
+
+
+def _hand_over(owner: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if owner.grad is None:
+            owner.grad = parameter.grad.to(owner.dtype)
+        else:
+            owner.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,60 @@
+"""The numbers of one optimizer step, gathered over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class Tally:
+    """Three kinds of numbers: parts of a sum, means with their weights, and maxima."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float | Tensor] = {}
+        self._means: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+        self._peaks: dict[str, float | Tensor] = {}
+
+    def add(self, name: str, value: float | Tensor) -> None:
+        """A part of a number that adds up over the step, such as a loss that is divided by the step's targets."""
+        self._sums[name] = self._sums.get(name, 0.0) + _detached(value)
+
+    def mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        """A part of a mean; nothing is reported where all weights are 0."""
+        before, weights = self._means.get(name, (0.0, 0.0))
+        self._means[name] = (before + _detached(total), weights + _detached(weight))
+
+    def peak(self, name: str, value: float | Tensor) -> None:
+        """One of several values whose maximum is reported."""
+        new, old = _detached(value), self._peaks.get(name)
+        self._peaks[name] = new if old is None else max(old, new)
+
+    def plain(self) -> Tally:
+        """The same with Python numbers only, ready to travel between processes."""
+        self._sums = {name: float(value) for name, value in self._sums.items()}
+        self._means = {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()}
+        self._peaks = {name: float(value) for name, value in self._peaks.items()}
+        return self
+
+    def merge(self, others: Iterable[Tally]) -> Tally:
+        """Take in the numbers of other parts of the step."""
+        for other in others:
+            for name, value in other._sums.items():
+                self.add(name, value)
+            for name, (total, weight) in other._means.items():
+                self.mean(name, total, weight)
+            for name, value in other._peaks.items():
+                self.peak(name, value)
+        return self
+
+    def numbers(self) -> dict[str, float]:
+        """Flat numbers for the metrics."""
+        self.plain()
+        means = {name: float(total) / float(weight) for name, (total, weight) in self._means.items() if weight}
+        return (
+            {name: float(v) for name, v in self._sums.items()} | means | {n: float(v) for n, v in self._peaks.items()}
+        )
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value
