@@ -57,13 +57,43 @@ class RouterStats:
     experts: Tensor
 
 
-class Observer(Protocol):
-    """Receives what the indexer's KL loss needs (§2.1.1). `scores` carry gradient, `target` (head sums) does not.
+@dataclass(frozen=True)
+class AllKeys:
+    """Indexer and attention of one layer before any scores: the KL over all keys is computed in blocks of queries.
 
-    `valid` marks real entries. In the sparse case the last axis runs over the selected slots, else over all keys.
+    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] carry gradient. q [B, N, T, H] and k [B, N, S, H] are
+    attention's own and carry none; softmax runs over scale * q . k of the keys start .. end - 1 (int64 [B, T]).
     """
 
-    def indexer(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None: ...
+    index_q: Tensor
+    index_k: Tensor
+    index_w: Tensor
+    q: Tensor
+    k: Tensor
+    start: Tensor
+    end: Tensor
+    scale: float
+
+
+class Observer(Protocol):
+    """Receives what the indexer's KL needs (§2.1.1), once for every call of a layer that has an indexer.
+
+    Whoever runs a layer a second time in the backward pass gives it `muted()`: the first run has left its mark. Nothing
+    that an observer computes may keep tensors by way of autograd's saved tensors, for the second run saves none.
+    """
+
+    def dense(self, layer: int, keys: AllKeys) -> None:
+        """A layer attended to all keys (DSA warm-up)."""
+        ...
+
+    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+        """A layer attended to selected keys: indexer scores with gradient, attention summed over heads without, and
+        which slots are filled; [B, T, K] each."""
+        ...
+
+    def muted(self) -> Observer:
+        """One that takes the same calls and ignores them."""
+        ...
 
 
 @dataclass
@@ -75,8 +105,8 @@ class ForwardContext:
     selected slots so that a token's bits do not depend on its batch or on the length of its row. `attend_dense` keeps
     attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many tokens of each row are
     real; None = all. What follows is padding, which only a recurrent layer could notice. max_logits, where it is a
-    dictionary, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute` keeps only the
-    inputs of layers for the backward pass, which computes them again.
+    dictionary, receives the largest attention logit of each head [N] by layer (softmax attention only).
+    `recompute` keeps only the inputs of layers for the backward pass, which computes them again.
     """
 
     positions: Tensor
@@ -164,10 +194,6 @@ class ForwardContext:
         assert self.max_logits is not None
         before = self.max_logits.get(layer)
         self.max_logits[layer] = found if before is None else torch.maximum(before, found)
-
-    def without_padding(self, valid: Tensor | None) -> Tensor | None:
-        """A mask [B, 1, T, S] without the queries that are padding, which attend to themselves only."""
-        return valid if valid is None or self.documents is None else valid & (self.documents >= 0)[:, None, :, None]
 
     def present(self) -> Tensor:
         """Which tokens are real, not padding: bool [B, T]."""

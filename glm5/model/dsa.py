@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.layers import linear
-from glm5.ops.indexer import indexer_scores, select_keys, selected_scores
+from glm5.ops.indexer import select_keys, selected_scores
 from glm5.ops.rope import rope
 
 
@@ -48,11 +48,6 @@ class Indexer(nn.Module):
         k = rope(self.k_norm(self.wk(x)).unsqueeze(1), cos, sin).squeeze(1)
         w = self.weights_proj(x).to(_wide(x.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
-
-    def scores(self, state: IndexerState, keys: Tensor) -> Tensor:
-        """[B, T, S] in fp32 for keys [B, S, d]; differentiable, for the KL over all keys (DSA warm-up)."""
-        wide = state.w.dtype
-        return indexer_scores(state.q.to(wide), keys.to(wide), state.w)
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
         """Selected key slots [B, T, K], ascending, -1 = empty, from keys [R, S, d] as `ForwardContext.store` returns

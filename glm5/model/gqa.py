@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.layers import RMSNorm, declare_split, linear
-from glm5.ops.attention import dense_attention, max_logits
+from glm5.ops.dense import dense_attention, max_logits
 
 
 class GroupedProjections(nn.Module):
@@ -61,29 +61,29 @@ class GQA(GroupedProjections):
         stored, _ = ctx.store(self.layer, ctx.rows(torch.cat((k, v), dim=1).flatten(1)), None)
         k, v = ctx.seen(stored).unflatten(-1, (2, self.groups, self.dim)).unbind(2)
         plain = ctx.cache is None and ctx.documents is None and self.window is None
-        valid = None if plain else ctx.valid(k.shape[1], self.window).unsqueeze(1)
+        ranges = None if plain else ctx.key_range(self.window)
         if ctx.max_logits is not None:
             keys = self.repeat(k).transpose(1, 2)
-            ctx.note_max_logits(self.layer, max_logits(q.transpose(1, 2), keys, ctx.without_padding(valid), self.scale))
-        out = grouped_attention(q, k, v, valid, self.scale)
+            ctx.note_max_logits(self.layer, max_logits(q.transpose(1, 2), keys, ranges, ctx.present(), self.scale))
+        out = grouped_attention(q, k, v, ranges, self.scale)
         return self.o_proj(ctx.flat(out.flatten(2))), None
 
 
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-    """q [B, T, N, H], k and v [B, S, G, H], valid [B, 1, T, S] (None: causal, T = S) -> [B, T, N, H].
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    """q [B, T, N, H], k and v [B, S, G, H], key ranges as in `dense_attention` -> [B, T, N, H].
 
-    With a mask, the heads of a group stand on the query axis, so that a cache is never copied per head; the plain
-    causal case copies, because its kernel needs no mask.
+    With ranges, the heads of a group stand on the query axis, so that a cache is never copied per head; the plain
+    causal case copies, because its kernel knows causality from the shape.
     """
     length, groups = q.shape[1], k.shape[2]
     share = q.shape[2] // groups
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if valid is None:
+    if ranges is None:
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         return dense_attention(q.transpose(1, 2), k, v, None, scale).transpose(1, 2)
-    valid = valid.repeat(1, 1, share, 1)
+    start, end = (t.repeat(1, share) for t in ranges)
     folded = q.unflatten(2, (groups, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = dense_attention(folded, k, v, valid, scale)
+    out = dense_attention(folded, k, v, (start, end), scale)
     return out.unflatten(2, (share, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

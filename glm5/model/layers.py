@@ -45,6 +45,18 @@ def declare_split(weight: Tensor, blocks: tuple[int, ...]) -> None:
     weight.muon_split = blocks  # type: ignore[attr-defined]
 
 
+def remember_splits(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Declared row blocks by parameter name. Wrappers that replace parameters (`fully_shard`, a deep copy) lose them:
+    remember before, `restore_splits` after."""
+    return {name: p.muon_split for name, p in model.named_parameters() if hasattr(p, "muon_split")}
+
+
+def restore_splits(model: nn.Module, splits: dict[str, tuple[int, ...]]) -> None:
+    """Declare row blocks again on parameters of the same names; the (global) shapes must still fit."""
+    for name, blocks in splits.items():
+        declare_split(model.get_parameter(name), blocks)
+
+
 class MLP(nn.Module):
     """SwiGLU feed-forward. Gate and up projections are one matrix in memory (gate first), two on disk."""
 

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
-from glm5.model.context import ForwardContext, LatentCache
+from glm5.model.context import AllKeys, ForwardContext, LatentCache
 from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.layers import RMSNorm, linear
 from glm5.ops import thin
-from glm5.ops.attention import (
-    attention_probabilities,
-    dense_attention,
-    max_logits,
-    max_selected_logits,
-    sparse_attention,
-)
+from glm5.ops.attention import max_selected_logits, sparse_attention
+from glm5.ops.dense import dense_attention, max_logits
 from glm5.ops.native import Kernels
 from glm5.ops.rope import rope
 
@@ -50,6 +45,8 @@ class MLA(nn.Module):
             c.kv_lora_rank, self.heads * (self.nope + self.v_dim), split=(self.nope, self.v_dim) * self.heads
         )
         self.o_proj = linear(self.heads * self.v_dim, c.hidden_size)
+        # What Muon Split exists for; the optimizer refuses these matrices where they do not declare as many blocks.
+        self.split_blocks = {"q_b_proj.weight": self.heads, "kv_b_proj.weight": 2 * self.heads}
         self.indexer = Indexer(c) if c.use_dsa and c.computes_topk(layer) else None
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -68,9 +65,8 @@ class MLA(nn.Module):
         latents, index_keys = ctx.store(self.layer, new, None if state is None else state.k)
 
         if not self.use_dsa or ctx.attend_dense:
-            out = (self._dense_expanded if ctx.cache is None else self._dense_cached)(q, latents, ctx)
-            if ctx.observer is not None and state is not None and self.indexer is not None and index_keys is not None:
-                self._observe_dense(state, index_keys, q, latents, ctx)
+            cached = ctx.cache is not None
+            out = self._dense_cached(q, latents, ctx) if cached else self._dense_expanded(q, latents, state, ctx)
         else:
             if state is not None and self.indexer is not None and index_keys is not None:
                 indices = self.indexer.select(state, index_keys, ctx)
@@ -121,7 +117,7 @@ class MLA(nn.Module):
         )
         if ctx.observer is not None and self.indexer is not None and state is not None and index_keys is not None:
             assert target is not None
-            ctx.observer.indexer(
+            ctx.observer.selected(
                 self.layer, self.indexer.score_selected(state, index_keys, indices), target, indices >= 0
             )
         return self._values(out, ctx)
@@ -167,22 +163,16 @@ class MLA(nn.Module):
         k = torch.cat((kv[..., : self.nope], k_rope), dim=-1).transpose(1, 2)
         return q, k, kv[..., self.nope :].transpose(1, 2)
 
-    def _dense_expanded(self, q: Tensor, latents: Tensor, ctx: ForwardContext) -> Tensor:
+    def _dense_expanded(
+        self, q: Tensor, latents: Tensor, state: IndexerState | None, ctx: ForwardContext
+    ) -> Tensor:
         q, k, v = self._expand(q, latents, ctx)
         plain = ctx.documents is None and self.window is None
-        valid = None if plain else ctx.valid(k.shape[2], self.window).unsqueeze(1)
+        ranges = None if plain else ctx.key_range(self.window)
         if ctx.max_logits is not None:
-            ctx.note_max_logits(self.layer, max_logits(q, k, ctx.without_padding(valid), self.scale))
-        out = dense_attention(q, k, v, valid, self.scale)
+            ctx.note_max_logits(self.layer, max_logits(q, k, ranges, ctx.present(), self.scale))
+        if ctx.observer is not None and state is not None:
+            view = AllKeys(state.q, state.k, state.w, q.detach(), k.detach(), *ctx.key_range(), self.scale)
+            ctx.observer.dense(self.layer, view)
+        out = dense_attention(q, k, v, ranges, self.scale)
         return ctx.flat(out.transpose(1, 2).flatten(2))
-
-    def _observe_dense(
-        self, state: IndexerState, keys: Tensor, q: Tensor, latents: Tensor, ctx: ForwardContext
-    ) -> None:
-        """Hand the observer indexer scores and attention over all keys (DSA warm-up)."""
-        assert ctx.observer is not None and self.indexer is not None
-        valid = ctx.valid(keys.shape[1])
-        with torch.no_grad():
-            q, k, _ = self._expand(q, latents, ctx)
-            target = attention_probabilities(q, k, valid.unsqueeze(1), self.scale)
-        ctx.observer.indexer(self.layer, self.indexer.scores(state, keys), target, valid)

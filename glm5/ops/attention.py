@@ -1,4 +1,4 @@
-"""Attention over MLA latents: dense in expanded form, sparse over selected rows in absorbed form (§2.1, §2.1.1).
+"""Attention over MLA latents: sparse over selected rows in absorbed form (§2.1, §2.1.1).
 
 A latent row holds [c_KV (kv_lora_rank) | k_R (rope)]: the only thing that is cached per token and layer.
 """
@@ -19,16 +19,6 @@ CHUNK_ELEMENTS = 1 << 22
 """Gathered elements per block of queries in the sparse path: 16 MiB in fp32."""
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention. q [B, N, T, H], k [B, N, S, H], v [B, N, S, Hv], valid bool [B, 1, T, S] -> [B, N, T, Hv].
-
-    `valid=None` means plain causal attention with T = S. Rows without a valid key (padding) give any finite values.
-    """
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=valid, is_causal=valid is None, scale=scale
-    )
-
-
 def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -> Tensor:
     """Softmax probabilities summed over heads, the target of the indexer's KL (§2.1.1): [B, T, S]. No gradient."""
     with torch.no_grad():
@@ -42,22 +32,11 @@ def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -
 
 
 @torch.no_grad()
-def max_logits(q: Tensor, k: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-    """Largest attention logit of every head: q [B, N, T, H], k [B, N, S, H], valid bool [B, 1, T, S] (None: causal,
-    T = S) -> [N] in fp32. The monitor of §2.1; chunked over queries."""
-    step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    best = torch.full((q.shape[1],), float("-inf"), device=q.device)
-    slots = torch.arange(k.shape[2], device=q.device)
-    for s in range(0, q.shape[2], step):
-        scores = torch.matmul(q[:, :, s : s + step], k.transpose(-1, -2)).float() * scale
-        seen = slots <= slots[s : s + step].unsqueeze(1) if valid is None else valid[:, :, s : s + step]
-        best = torch.maximum(best, scores.masked_fill(~seen, float("-inf")).amax(dim=(0, 2, 3)))
-    return best
-
-
-@torch.no_grad()
 def max_selected_logits(q: Tensor, latents: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """The same over selected rows, absorbed form: q [B, T, N, W], latents [B, S, W], indices [B, T, K] -> [N]."""
+    """Largest attention logit of every head over selected rows, absorbed form (see `dense.max_logits`).
+
+    q [B, T, N, W], latents [B, S, W], indices [B, T, K] -> [N] in fp32.
+    """
     step = _block(q, indices)
     best = torch.full((q.shape[2],), float("-inf"), device=q.device)
     for s in range(0, q.shape[1], step):

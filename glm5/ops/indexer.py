@@ -16,50 +16,29 @@ CHUNK_ELEMENTS = 1 << 22
 """Upper bound for the elements of one [queries, heads, keys] block of scores: 16 MiB in fp32."""
 
 
-class _IndexerScores(torch.autograd.Function):
-    """Scores block by block, again in backward: nothing of size heads x queries x keys outlives its block."""
-
-    @staticmethod
-    def forward(ctx, q, k, w):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(q, k, w)
-        out = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
-        for part in _blocks(q, k):
-            out[:, part] = torch.matmul(w[:, part].unsqueeze(2), torch.relu(_dots(q[:, part], k))).squeeze(2)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, w = ctx.saved_tensors
-        scale = q.shape[-1] ** -0.5
-        grad_q, grad_w, grad_k = torch.empty_like(q), torch.empty_like(w), torch.zeros_like(k)
-        for part in _blocks(q, k):
-            dots = _dots(q[:, part], k)
-            g = grad[:, part].unsqueeze(2)
-            grad_w[:, part] = torch.matmul(torch.relu(dots), g.transpose(-1, -2)).squeeze(-1)
-            grad_dots = ((dots > 0) * (w[:, part].unsqueeze(-1) * g * scale)).flatten(1, 2)
-            grad_q[:, part] = torch.bmm(grad_dots, k).view_as(grad_q[:, part])
-            grad_k += torch.bmm(grad_dots.transpose(1, 2), q[:, part].flatten(1, 2))
-        return grad_q, grad_k, grad_w
-
-
 def _blocks(q: Tensor, k: Tensor) -> list[slice]:
     step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
     return [slice(start, start + step) for start in range(0, q.shape[1], step)]
 
 
-def _dots(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, t, J, d], k [B, S, d] -> [B, t, J, S], scaled by d^-1/2."""
+def head_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scores per head before the ReLU: q [B, t, J, d], k [B, S, d] -> [B, t, J, S], scaled by d^-1/2."""
     dots = torch.matmul(q.flatten(1, 2), (k * q.shape[-1] ** -0.5).transpose(1, 2))
     return dots.view(*q.shape[:3], k.shape[1])
 
 
+@torch.no_grad()
 def indexer_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s] / sqrt(d)) in fp32 (or wider), with gradients.
+    """I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s] / sqrt(d)) in fp32 (or wider), without gradients; those of the KL
+    are in `glm5.ops.indexer_kl`.
 
     q [B, T, J, d], k [B, S, d], w [B, T, J] (already scaled by J^-1/2) -> [B, T, S]. S must be a multiple of `KEY_TILE`
-    where results have to be independent of S.
+    where results have to be independent of S. Heads exist for a block of queries at a time.
     """
-    return _IndexerScores.apply(q, k, w)
+    out = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    for part in _blocks(q, k):
+        out[:, part] = torch.matmul(w[:, part].unsqueeze(2), torch.relu(head_scores(q[:, part], k))).squeeze(2)
+    return out
 
 
 class _SelectedScores(torch.autograd.Function):
@@ -102,25 +81,29 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     return torch.matmul(w.unsqueeze(2), torch.relu(dots)).squeeze(2)
 
 
+def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
+    """Which keys are the k best valid ones of their query: higher score first, then lower position; NaN and -infinity
+    never. scores [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
+    masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
+    chosen = masked > float("-inf")
+    if masked.shape[-1] > k:
+        threshold = masked.topk(k, dim=-1).values[..., -1:]
+        above = masked > threshold
+        ties = masked == threshold
+        room = k - above.sum(-1, keepdim=True)
+        chosen &= above | (ties & (ties.cumsum(-1) <= room))
+    return chosen
+
+
 def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     """Indices of the k best valid keys per query, ascending, padded with -1 at the end.
 
     scores [B, T, S] (NaN is treated as -inf), valid bool broadcastable to it -> int64 [B, T, k]. The answer is a
     function of the valid entries alone: more keys, other batches or other devices do not change it.
     """
-    masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
-    keys = masked.shape[-1]
-    if keys > k:
-        threshold = masked.topk(k, dim=-1).values[..., -1:]
-        above = masked > threshold
-        ties = masked == threshold
-        room = k - above.sum(-1, keepdim=True)
-        chosen = above | (ties & (ties.cumsum(-1) <= room))
-    else:
-        chosen = torch.ones_like(masked, dtype=torch.bool)
-    chosen &= masked > float("-inf")
+    keys = scores.shape[-1]
     # Ascending compaction: unchosen keys get the sentinel `keys`, a small sort moves them to the end.
-    position = torch.where(chosen, torch.arange(keys, device=scores.device), keys)
+    position = torch.where(topk_mask(scores, valid, k), torch.arange(keys, device=scores.device), keys)
     if keys > k:
         position = position.topk(k, dim=-1, largest=False).values
     elif keys < k:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from glm5.ops import attention
-from glm5.ops.attention import attention_probabilities, dense_attention, sparse_attention
+from glm5.ops.attention import attention_probabilities, sparse_attention
+from glm5.ops.dense import dense_attention, range_mask
 
 B, T, S, N, C, R, K = 2, 5, 9, 3, 4, 2, 4
 SCALE = 0.37
@@ -77,21 +78,18 @@ def test_a_latent_that_two_queries_share_collects_both_gradients() -> None:
 
 def test_all_keys_selected_is_dense_attention() -> None:
     q, latents, _ = inputs(3)
-    valid = torch.rand(B, T, S, generator=torch.Generator().manual_seed(3)) < 0.6
-    valid[..., 0] = True
+    start = torch.randint(0, S, (B, T), generator=torch.Generator().manual_seed(3))
+    end = torch.minimum(
+        start + torch.randint(1, S, (B, T), generator=torch.Generator().manual_seed(4)), torch.tensor(S)
+    )
+    valid = range_mask((start, end), S)[:, 0]
     indices = torch.where(valid, torch.arange(S), -1)
     sparse, probs = sparse_attention(q, latents, indices, value_dim=C, scale=SCALE, want_probs=True)
     k = latents.unsqueeze(1).expand(-1, N, -1, -1)
-    dense = dense_attention(q.transpose(1, 2), k, k[..., :C], valid.unsqueeze(1), SCALE)
+    dense = dense_attention(q.transpose(1, 2), k, k[..., :C], (start, end), SCALE)
     torch.testing.assert_close(sparse.transpose(1, 2), dense, rtol=0, atol=1e-12)
     target = attention_probabilities(q.transpose(1, 2), k, valid.unsqueeze(1), SCALE)
     torch.testing.assert_close(probs, target, rtol=0, atol=1e-12)
-
-
-def test_dense_attention_without_mask_is_causal() -> None:
-    q = torch.randn(1, 2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    scores = (q @ q.transpose(-1, -2) * SCALE).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
-    torch.testing.assert_close(dense_attention(q, q, q, None, SCALE), scores.softmax(-1) @ q, rtol=0, atol=1e-12)
 
 
 def test_head_sums_are_zero_where_nothing_is_valid() -> None:

@@ -4,6 +4,7 @@
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
 #include "decode.h"
+#include "softmax.h"
 
 // The interface: every function for fp32 and bf16.
 
@@ -33,6 +34,14 @@ BOTH(attend_backward,
      (const void* q, const void* latents, const i64* indices, const void* grad, void* grad_q, float* grad_latents,
       i64 B, i64 Q, i64 S, i64 N, i64 W, i64 C, i64 K, float scale),
      attend_backward(CP(q), CP(latents), indices, CP(grad), P(grad_q), grad_latents, B, Q, S, N, W, C, K, scale))
+BOTH(range_softmax,
+     (void* scores, const i64* start, const i64* end, float* lse, i64 G, i64 heads, i64 t, i64 n, i64 length, i64 first,
+      i64 low, float scale),
+     range_softmax(P(scores), start, end, lse, G, heads, t, n, length, first, low, scale))
+BOTH(range_softmax_backward,
+     (void* scores, void* grad, const i64* start, const i64* end, const float* lse, const float* along, i64 G,
+      i64 heads, i64 t, i64 n, i64 length, i64 first, i64 low, float scale),
+     range_softmax_backward(P(scores), P(grad), start, end, lse, along, G, heads, t, n, length, first, low, scale))
 BOTH(rope,
      (const void* x, void* out, const float* cos, const float* sin, i64 M, i64 H, i64 D, i64 row_stride,
       i64 head_stride, i64 offset, i64 R, float sign),

@@ -1,0 +1,120 @@
+"""The indexer's loss: KL(attention || softmax of index scores) with its gradient (§2.1.1).
+
+Value and gradient are computed together in the forward pass, over all keys in blocks of queries, so that nothing of
+size queries x keys outlives its block. They are plain attributes of the graph's node, not saved tensors: a layer that
+is computed again in the backward pass does not compute its KL again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glm5.ops.attention import attention_probabilities
+from glm5.ops.indexer import head_scores
+
+BLOCK_ELEMENTS = 1 << 21
+"""Upper bound for the elements of one [queries, heads, keys] block: 8 MiB in fp32."""
+
+Look = Callable[[slice, Tensor, Tensor, Tensor], None]
+
+
+def _divergence(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted KL per query [B, t] and its gradient for the scores [B, t, S]; a query without mass has neither."""
+    mass = torch.where(valid, target, 0.0).to(scores.dtype)
+    p = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
+    logq = torch.log_softmax(scores.masked_fill(~valid, torch.finfo(scores.dtype).min), dim=-1)
+    kl = torch.where(p > 0, p * (torch.where(p > 0, p, 1.0).log() - logq), 0.0).sum(-1)
+    grad = (logq.exp() * p.sum(-1, keepdim=True)).sub_(p) * weight.unsqueeze(-1)
+    return kl * weight, torch.where(valid, grad, 0.0)
+
+
+class _SelectedKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, target, valid, weight):  # type: ignore[no-untyped-def]
+        kl, ctx.grad = _divergence(scores, target, valid, weight)
+        return kl.sum()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad * ctx.grad, None, None, None
+
+
+def selected_kl(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
+    """Sum over queries of weight * KL(p || softmax(scores)) in nats, p = target normalised to 1 over the valid keys.
+
+    scores [B, T, K] with gradient, target [B, T, K] >= 0, valid bool [B, T, K], weight [B, T] -> scalar. A query
+    without a valid key, and one without attention mass, has KL 0.
+    """
+    return _SelectedKL.apply(scores, target, valid, weight.to(scores.dtype))
+
+
+class _DenseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index_q, index_k, index_w, q, k, start, end, scale, weight, look):  # type: ignore[no-untyped-def]
+        wide = index_w.dtype
+        learning = any(ctx.needs_input_grad[:3])
+        grads = (torch.empty_like(index_q), torch.zeros_like(index_k, dtype=wide), torch.empty_like(index_w))
+        total = torch.zeros((), dtype=wide, device=index_w.device)
+        for part, keys in _blocks(index_q, q, start, end):
+            slots = torch.arange(keys.start, keys.stop, device=start.device)
+            valid = (slots >= start[:, part, None]) & (slots < end[:, part, None])
+            block_q, block_k, block_w = index_q[:, part].to(wide), index_k[:, keys].to(wide), index_w[:, part]
+            target = attention_probabilities(
+                q[:, :, part].to(wide), k[:, :, keys].to(wide), valid.unsqueeze(1), scale
+            )
+            dots = head_scores(block_q, block_k)
+            hit = dots > 0
+            dots.clamp_min_(0)
+            scores = torch.matmul(block_w.unsqueeze(2), dots).squeeze(2)
+            kl, grad = _divergence(scores, target, valid, weight[:, part])
+            total += kl.sum()
+            if look is not None:
+                look(part, scores, target, valid)
+            if learning:
+                grads[2][:, part] = torch.matmul(dots, grad.unsqueeze(-1)).squeeze(-1)
+                below = block_w.unsqueeze(-1) * (grad * index_q.shape[-1] ** -0.5).unsqueeze(2)
+                below = below.mul_(hit).flatten(1, 2)
+                grads[0][:, part] = torch.bmm(below, block_k).view_as(block_q)
+                grads[1][:, keys] += torch.bmm(below.transpose(1, 2), block_q.flatten(1, 2))
+        ctx.grads = (grads[0], grads[1].to(index_k.dtype), grads[2]) if learning else None
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return *((grad * g).to(g.dtype) for g in ctx.grads), *(None,) * 7
+
+
+def _blocks(index_q: Tensor, q: Tensor, start: Tensor, end: Tensor) -> list[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that any of them may see."""
+    batch, queries, index_heads, _ = index_q.shape
+    widest = batch * max(index_heads, q.shape[1]) * int((end.amax(0) - start.amin(0)).max())
+    step = max(1, BLOCK_ELEMENTS // max(1, widest))
+    parts = [slice(first, min(first + step, queries)) for first in range(0, queries, step)]
+    return [(part, slice(int(start[:, part].min()), int(end[:, part].max()))) for part in parts]
+
+
+def dense_kl(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    weight: Tensor,
+    look: Look | None = None,
+) -> Tensor:
+    """Sum over queries of weight * KL(p || softmax(I)) over all keys start .. end - 1, p = attention summed over heads
+    and normalised to 1.
+
+    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] get gradients; q [B, N, T, H] and k [B, N, S, H] are
+    attention's queries and keys and get none; start and end int64 [B, T]; weight [B, T] -> scalar in index_w's type,
+    which everything is computed in. `look(queries, scores, target, valid)` is shown every block [B, t, s] of scores and
+    of attention summed over heads, for keys that begin at the first one that the block may see.
+    """
+    weight = weight.to(index_w.dtype)
+    return _DenseKL.apply(index_q, index_k, index_w, q, k, start, end, scale, weight, look)
