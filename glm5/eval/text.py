@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from glm5.chat import Tokenizer
 from glm5.data.packing import pack_batch
 from glm5.data.shards import Shard
 from glm5.model.context import packed_context
@@ -15,6 +17,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.losses import target_logprobs
 
 ROWS = 16
+"""Windows of 256 tokens in a batch; longer ones are fewer."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,16 @@ class TextScore:
 
 @torch.no_grad()
 def bits_per_byte(
-    model: GLM5ForCausalLM, shard: Shard, end_of_text: int, *, max_bytes: int, window: int = 256
+    model: GLM5ForCausalLM, shard: Shard, end_of_text: int, *, max_bytes: int, window: int = 256, overlap: int = 0
 ) -> TextScore:
-    """Score the first documents of a shard up to `max_bytes`. Windows begin with the end-of-text token, which is
-    context only, so that the first real token is predicted too; a document's own end token is not scored."""
+    """Score the first documents of a shard up to `max_bytes`, each by itself, in windows of at most `window` tokens.
+
+    Windows begin with the end-of-text token, which is context only, so that the first real token is predicted too; a
+    document's own end token is not scored. With an `overlap`, later windows of a document begin with that many tokens
+    of the one before instead, also as context only: every token is scored once, and none with less context.
+    """
+    if not 0 <= overlap < window:
+        raise ValueError(f"windows of {window} tokens cannot overlap by {overlap}")
     rows: list[tuple[list[int], list[bool]]] = []
     total_bytes = 0
     for index in range(len(shard)):
@@ -41,14 +50,33 @@ def bits_per_byte(
         if rows and total_bytes + size > max_bytes:
             continue
         total_bytes += size
-        tokens = shard.document(index)[:-1].astype(int).tolist()
-        for start in range(0, len(tokens), window - 1):
-            piece = tokens[start : start + window - 1]
-            rows.append(([end_of_text, *piece], [False] + [True] * len(piece)))
+        rows += _windows(shard.document(index)[:-1].astype(int).tolist(), end_of_text, window, overlap)
+    rows.sort(key=lambda row: len(row[0]))  # rows of like length share a batch
     nats = 0.0
-    for start in range(0, len(rows), ROWS):
-        batch, _ = pack_batch(rows[start : start + ROWS], window)
-        hidden = model.model(batch.ids, packed_context(batch.documents))
+    step = max(1, ROWS * 256 // window)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        batch, _ = pack_batch(part, max(len(ids) for ids, _ in part))
+        hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
         targets, wanted = batch.targets()
         nats -= float(target_logprobs(model, hidden, targets, wanted)[0].double().sum())
     return TextScore(nats / math.log(2) / max(1, total_bytes), total_bytes)
+
+
+def _windows(tokens: list[int], end_of_text: int, window: int, overlap: int) -> list[tuple[list[int], list[bool]]]:
+    """(ids, whether each is scored) of one document's windows."""
+    rows = []
+    at = 0
+    while at < len(tokens):
+        context = tokens[at - overlap : at] if at and overlap else [end_of_text]
+        piece = tokens[at : at + window - len(context)]
+        rows.append(([*context, *piece], [False] * len(context) + [True] * len(piece)))
+        at += len(piece)
+    return rows
+
+
+def xz_bits_per_byte(shard: Shard, tokenizer: Tokenizer) -> float:
+    """What `xz -9` needs for the same documents, each compressed by itself: the bar for a model of this text."""
+    texts = [tokenizer.decode(shard.document(i)[:-1].tolist()).encode() for i in range(len(shard))]
+    packed = sum(len(lzma.compress(text, preset=9)) for text in texts)
+    return 8 * packed / max(1, sum(map(len, texts)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from glm5.eval.text import bits_per_byte
+from glm5.eval.text import bits_per_byte, xz_bits_per_byte
 
 F64 = torch.float64
 
@@ -41,6 +42,34 @@ def test_bits_per_byte_equals_a_loop(
     assert found.bytes == size
     assert found.bits_per_byte == pytest.approx(expected, abs=1e-9)
     assert found.plain() == {"bits_per_byte": found.bits_per_byte, "bytes": size}
+
+
+@pytest.mark.parametrize(("window", "overlap"), [(16, 8), (16, 15), (64, 5)])
+def test_overlapping_windows_score_every_token_once_with_its_context(
+    small: Any, shard: Any, tokenizer: Any, window: int, overlap: int
+) -> None:
+    model, end = small(dtype=F64), tokenizer.special["<|endoftext|>"]
+    bits = 0.0
+    with torch.no_grad():
+        for index in range(len(shard)):
+            ids = shard.document(index).tolist()[:-1]
+            for at, token in enumerate(ids):
+                # The first window holds the end token and window - 1 others, every later one window - overlap more.
+                fresh = (
+                    0 if at < window - 1 else window - 1 + (at - window + 1) // (window - overlap) * (window - overlap)
+                )
+                context = [end, *ids[:at]] if fresh == 0 else ids[fresh - overlap : at]
+                bits -= float(torch.log_softmax(model(torch.tensor([context])).logits[0, -1], -1)[token]) / math.log(2)
+    found = bits_per_byte(model, shard, end, max_bytes=10_000, window=window, overlap=overlap)
+    assert found.bytes == sum(shard.num_bytes)
+    assert found.bits_per_byte == pytest.approx(bits / found.bytes, abs=1e-9)
+
+
+def test_xz_is_counted_file_by_file(shard: Any, tokenizer: Any) -> None:
+    texts = [tokenizer.decode(shard.document(i)[:-1].tolist()).encode() for i in range(len(shard))]
+    assert [len(text) for text in texts] == shard.num_bytes.tolist()
+    sizes = [len(lzma.compress(text, preset=9)) for text in texts]
+    assert xz_bits_per_byte(shard, tokenizer) == pytest.approx(8 * sum(sizes) / sum(shard.num_bytes))
 
 
 def test_a_model_that_knows_nothing_needs_log2_of_the_vocabulary(small: Any, shard: Any, tokenizer: Any) -> None:

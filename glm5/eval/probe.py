@@ -1,0 +1,55 @@
+"""What a training stage looks at while it runs: held-out text, and what the model writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm5.chat import Tokenizer
+from glm5.data.shards import Shard
+from glm5.engine.engine import Engine
+from glm5.eval.text import bits_per_byte, xz_bits_per_byte
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.records import SamplingParams
+
+PROMPT_TOKENS = 32
+
+
+@dataclass
+class Probe:
+    """Scores held-out text in overlapping windows and continues the beginning of one held-out file.
+
+    Called with the model and the step; the result's keys are metrics. Continuations go to `samples.jsonl` in `folder`,
+    one line a step, unless `folder` is None.
+    """
+
+    shard: Shard
+    tokenizer: Tokenizer
+    window: int
+    max_bytes: int
+    folder: Path | None
+    reference: float | None = None
+
+    def __call__(self, model: GLM5ForCausalLM, step: int) -> dict[str, float]:
+        if self.reference is None:
+            self.reference = xz_bits_per_byte(self.shard, self.tokenizer)
+        end = self.tokenizer.special["<|endoftext|>"]
+        score = bits_per_byte(
+            model, self.shard, end, max_bytes=self.max_bytes, window=self.window, overlap=self.window // 2
+        )
+        if self.folder is not None:
+            self._sample(model, step, self.folder / "samples.jsonl")
+        return {
+            "held_out_bits_per_byte": score.bits_per_byte,
+            "reference_bits_per_byte": self.reference,
+        }
+
+    def _sample(self, model: GLM5ForCausalLM, step: int, path: Path) -> None:
+        prompt = self.shard.document(0)[:PROMPT_TOKENS].astype(int).tolist()
+        engine = Engine(model, self.tokenizer, exact=False)
+        (done,) = engine.generate([prompt], SamplingParams(max_tokens=64, temperature=0.8, seed=step))
+        line = {"step": step, "prompt": self.tokenizer.decode(prompt), "text": self.tokenizer.decode(done.token_ids)}
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [old for old in lines if json.loads(old)["step"] < step]  # a resumed stage repeats steps
+        path.write_text("\n".join([*kept, json.dumps(line)]) + "\n", encoding="utf-8")
