@@ -1,0 +1,169 @@
+"""Verbs about one model: its size, a random one, text from it, talking to it, serving it, scoring it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glm5.cli.options import Checkpoint, Json, app, assignments, show
+from glm5.errors import UsageError
+
+
+@app.command()
+def size(
+    model: Annotated[str, typer.Argument(help="A preset or a checkpoint directory.")],
+    context: Annotated[int, typer.Option(min=0, help="Tokens of context for FLOPs and memory.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Count parameters, cache bytes and FLOPs."""
+    from glm5.config.arithmetic import size_report
+
+    report = size_report(_config(model), context)
+    if not as_json:
+        for group in ("components", "layers"):
+            report |= {f"{group}.{name}": count for name, count in report.pop(group).items()}
+    show(report, as_json)
+
+
+@app.command()
+def init(
+    preset: str,
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    overrides: Annotated[list[str], typer.Option("--set", help="Override a config key: --set hidden_size=64.")] = [],  # noqa: B006
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory; default: bytes only.")] = None,
+    seed: int = 0,
+) -> None:
+    """Write a randomly initialised checkpoint."""
+    from glm5.chat import Tokenizer
+    from glm5.config.arithmetic import size_report
+    from glm5.config.model import GLM5Config
+    from glm5.files import publish_dir
+    from glm5.model.glm5 import GLM5ForCausalLM
+    from glm5.model.hf_weights import write_checkpoint
+
+    used = Tokenizer.load(tokenizer) if tokenizer else Tokenizer.byte_level()
+    values = {
+        "vocab_size": used.vocab_size,
+        "eos_token_id": used.stop_token_ids,
+        "pad_token_id": used.pad_token_id,
+        **assignments(overrides),
+    }
+    config = GLM5Config.preset(preset, **values)
+    needed, there = 4 * size_report(config, 0)["total_params_with_mtp"], _memory()
+    if there is not None and needed > there:
+        raise UsageError(
+            f"{preset} takes {needed / 1e9:,.0f} GB in fp32, this machine has {there / 1e9:,.0f} GB; choose a smaller "
+            "preset or make it smaller with --set."
+        )
+    model = GLM5ForCausalLM(config, seed=seed)
+    with publish_dir(out) as folder:
+        write_checkpoint(model, folder)
+        used.save(folder)
+    typer.echo(f"Wrote {preset} with {sum(p.numel() for p in model.parameters()):,} parameters to {out}.")
+
+
+@app.command()
+def generate(
+    model: Checkpoint,
+    prompt: Annotated[str, typer.Argument(help="Text, or comma-separated ids with --ids.")],
+    ids: Annotated[bool, typer.Option("--ids", help="Take and print token ids.")] = False,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory, if not the model's.")] = None,
+    max_tokens: int = 128,
+    temperature: float = 1.0,
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt (plain text, no chat template)."""
+    from glm5.chat import Tokenizer
+    from glm5.engine.engine import Engine
+    from glm5.records import SamplingParams
+
+    engine = Engine.from_pretrained(model)
+    if tokenizer is not None:
+        engine.tokenizer = Tokenizer.load(tokenizer)
+    if ids:
+        try:
+            prompt_ids = [int(part) for part in prompt.split(",")]
+        except ValueError:
+            raise UsageError(f"--ids takes comma-separated integers, not {prompt!r:.60}.") from None
+    elif engine.tokenizer is None:
+        raise UsageError(f"{model} has no tokenizer; give one with --tokenizer, or use --ids.")
+    else:
+        prompt_ids = engine.tokenizer.encode(prompt)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    (done,) = engine.generate([prompt_ids], params)
+    text = "" if engine.tokenizer is None else engine.tokenizer.decode(done.token_ids)
+    result = {"text": text, "ids": done.token_ids, "logprobs": done.logprobs, "finish_reason": done.finish_reason}
+    if as_json:
+        show(result, True)
+    else:
+        typer.echo(",".join(map(str, done.token_ids)) if ids else text)
+
+
+@app.command()
+def chat(
+    model: Checkpoint,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Answer without thoughts.")] = False,
+    tools: Annotated[Path | None, typer.Option(help="JSON file of tools; you type their results.")] = None,
+) -> None:
+    """Talk to a model in the terminal; /help there lists the commands."""
+    from glm5.serve.terminal import run
+
+    run(model, max_tokens, temperature, seed, system, not no_thinking, tools)
+
+
+@app.command()
+def serve(
+    model: Checkpoint,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: Annotated[str | None, typer.Option(help="Required for addresses other than loopback.")] = None,
+) -> None:
+    """Serve OpenAI chat completions and a chat page."""
+    from glm5.serve.app import run
+
+    run(model, host=host, port=port, api_key=api_key)
+
+
+@app.command("eval")
+def evaluate(
+    model: Checkpoint,
+    suite: Annotated[str, typer.Option(help="A task family: arithmetic, toolcall, bugfix, general.")],
+    problems: Annotated[int, typer.Option(min=1)] = 100,
+    options: Annotated[list[str], typer.Option("--set", help="Family option, e.g. --set 'levels=[1,2]'.")] = [],  # noqa: B006
+    render_tools: Annotated[bool, typer.Option(help="Show tool specifications in the prompt.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Score a skill on held-out problems, with its 95 % interval."""
+    from glm5.chat import Tokenizer
+    from glm5.config.recipe import EvalConfig, FamilyConfig
+    from glm5.eval.harness import play_skill, score
+    from glm5.model.glm5 import GLM5ForCausalLM
+
+    family = FamilyConfig(name=suite, options=assignments(options), render_tools=render_tools)
+    loaded, tokenizer = GLM5ForCausalLM.from_pretrained(model), Tokenizer.load(model)
+    context = min(1024, loaded.config.max_position_embeddings - 1)
+    config = EvalConfig(problems=problems, max_context=context)
+    trajectories = play_skill(loaded, tokenizer, family, config)
+    show({suite: score(sum(t.reward == 1.0 for t in trajectories), len(trajectories))}, as_json)
+
+
+def _config(model: str) -> Any:
+    from glm5.config.model import PRESETS, GLM5Config
+
+    return GLM5Config.load(model) if model not in PRESETS and Path(model).is_dir() else GLM5Config.preset(model)
+
+
+def _memory() -> int | None:
+    """Bytes of this machine's memory, where the system tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,0 +1,54 @@
+"""What the verbs share: the application itself, common options, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glm5.errors import UsageError
+
+app = typer.Typer(
+    name="glm5",
+    help="The GLM-5 system: train, adapt, fine-tune, reinforce, distil, evaluate, serve.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+tokenizer_app = typer.Typer(help="Tokenizers.")
+data_app = typer.Typer(help="Training data.")
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="Override a recipe key, e.g. --set stages.sft.rows=8.")]
+Sources = Annotated[list[str], typer.Argument(help='Files, folders, or "stdlib".')]
+Out = Annotated[Path, typer.Option(help="Directory to write.")]
+Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, e.g. recipes/laptop.toml.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
+
+
+def assignments(pairs: list[str]) -> dict[str, Any]:
+    """`key=value` pairs, values in JSON where they parse as JSON, else text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise UsageError(f"--set takes key=value, not {pair!r:.60}.")
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    return values
+
+
+def show(values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(values))
+        return
+    width = max((len(key) for key in values), default=0)
+    for key, value in values.items():
+        text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        typer.echo(f"{key:<{width}}  {text}")
