@@ -10,17 +10,15 @@ with ours, so that a slow moment of the machine hits all alike. `ratio` is its t
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from _contest import TUNED, Process, answer
 
 ROWS, LENGTH, PROMPT, CONTEXT, TOKENS = 8, 512, 2048, 512, 128
 LONG = (2048, 4096, 8192, 16384)
-TUNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 JOBS = ("train", "prefill", "decode")
 
@@ -152,51 +150,7 @@ def transformers_jobs(told: dict[str, str]) -> dict[str, Callable[[int], float]]
     return {"train": train, "prefill": prefill, "decode": decode}
 
 
-def peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
-def child(told: dict[str, str]) -> None:
-    """Run jobs named on stdin; answer each with its seconds and the peak memory above what was there before."""
-    jobs = (transformers_jobs if "attention" in told else glm5_jobs)(told)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        job, length = line.split()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        before = peak_bytes()
-        seconds = jobs[job](int(length))
-        print(json.dumps({"seconds": seconds, "bytes": peak_bytes() - before}), flush=True)
-
-
 # ------------------------------------------------------------------------------------------------ outside
-
-
-class Process:
-    def __init__(self, told: dict[str, str]) -> None:
-        environment = os.environ | {k: v for k, v in told.items() if k.isupper()}
-        command = [sys.executable, __file__, "--child", json.dumps(told)]
-        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, env=environment, text=True)
-        self._answer()
-
-    def _answer(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a contestant died: {self.process.args}")
-        return dict(json.loads(line))
-
-    def run(self, job: str, length: int = PROMPT) -> dict[str, float]:
-        assert self.process.stdin is not None
-        print(job, length, file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
 
 
 def flops(job: str) -> float:
@@ -237,9 +191,9 @@ def race(job: str, repeats: int) -> dict[str, Any]:
     told = {name: what for name, what in contestants().items() if takes(job, what)}
     heat: dict[str, dict[str, float]] = {}
     for name, what in told.items():
-        process = Process(what)
-        first = process.run(job)  # memory before anything is kept for reuse
-        heat[name] = {"seconds": process.run(job)["seconds"], "bytes": first["bytes"]}
+        process = Process(__file__, what)
+        first = process.run(job, PROMPT)  # memory before anything is kept for reuse
+        heat[name] = {"seconds": process.run(job, PROMPT)["seconds"], "bytes": first["bytes"]}
         process.close()
 
     def fastest(*prefixes: str, suffix: str = "") -> str:
@@ -253,13 +207,13 @@ def race(job: str, repeats: int) -> dict[str, Any]:
         "as installed": fastest(*peers, suffix="default allocator"),
         "with our allocator setting": fastest(*peers, suffix="tuned allocator"),
     }
-    final = {name: Process(told[name]) for name in (mine, *rivals.values())}
+    final = {name: Process(__file__, told[name]) for name in (mine, *rivals.values())}
     for process in final.values():
-        process.run(job)
+        process.run(job, PROMPT)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in final}
     for _ in range(repeats):
         for name, process in final.items():
-            runs[name].append(process.run(job))
+            runs[name].append(process.run(job, PROMPT))
     for process in final.values():
         process.close()
     against = {
@@ -286,7 +240,7 @@ def long_prefill() -> dict[int, float]:
     """Peak MB of one prefill by length: linear, but for one block of index scores."""
     peaks = {}
     for length in LONG:
-        process = Process({"dtype": "bfloat16"})
+        process = Process(__file__, {"dtype": "bfloat16"})
         process.run("prefill", 64)
         peaks[length] = process.run("prefill", length)["bytes"] / 1e6
         process.close()
@@ -317,6 +271,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(json.loads(sys.argv[2]))
+        told = json.loads(sys.argv[2])
+        answer((transformers_jobs if "attention" in told else glm5_jobs)(told))
     else:
         main()
