@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.scale = inverse_temperature
         out = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden.dtype))
         entropy, normaliser = torch.empty_like(out), torch.empty_like(out)
-        for s in range(0, hidden.shape[0], CHUNK_ROWS):
-            rows = slice(s, s + CHUNK_ROWS)
-            logits = torch.nn.functional.linear(hidden[rows], weight)
+        for rows, logits in _chunks(hidden, weight):
             normaliser[rows], entropy[rows] = _normaliser(logits, inverse_temperature)
             chosen = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1).to(out.dtype)
             out[rows] = chosen * inverse_temperature - normaliser[rows]
@@ -37,13 +37,19 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=normaliser.dtype)  # chunks add up in fp32
-        for s in range(0, hidden.shape[0], CHUNK_ROWS):
-            rows = slice(s, s + CHUNK_ROWS)
-            logits = torch.nn.functional.linear(hidden[rows], weight)
+        for rows, logits in _chunks(hidden, weight):
             grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), ctx.scale)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             grad_weight += grad_logits.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of `CHUNK_ROWS` rows at a time, all in the same memory."""
+    buffer = hidden.new_empty(min(CHUNK_ROWS, hidden.shape[0]), weight.shape[0])
+    for start in range(0, hidden.shape[0], CHUNK_ROWS):
+        rows = slice(start, min(start + CHUNK_ROWS, hidden.shape[0]))
+        yield rows, torch.mm(hidden[rows], weight.T, out=buffer[: rows.stop - start])
 
 
 def _normaliser(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -62,9 +62,7 @@ class _DenseKL(torch.autograd.Function):
             slots = torch.arange(keys.start, keys.stop, device=start.device)
             valid = (slots >= start[:, part, None]) & (slots < end[:, part, None])
             block_q, block_k, block_w = index_q[:, part].to(wide), index_k[:, keys].to(wide), index_w[:, part]
-            target = attention_probabilities(
-                q[:, :, part].to(wide), k[:, :, keys].to(wide), valid.unsqueeze(1), scale
-            )
+            target = attention_probabilities(q[:, :, part].to(wide), k[:, :, keys].to(wide), valid.unsqueeze(1), scale)
             dots = head_scores(block_q, block_k)
             hit = dots > 0
             dots.clamp_min_(0)
