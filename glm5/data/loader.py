@@ -1,61 +1,202 @@
-"""Pre-training rows whose content is a function of (seed, step) alone."""
+"""Training rows whose content is a function of (seed, step) alone.
+
+A loader is an endless sequence of rows, and row r of step s is entry `s * rows + r`. It keeps nothing but caches: the
+whole state that a checkpoint needs is the step. World size, workers and where a run was interrupted cannot change what
+a step sees, and a rank builds only the rows that it asks for.
+"""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from glm5.data.packing import Batch
+from glm5.data.packing import Batch, best_fit
 from glm5.data.shards import Shard
 from glm5.errors import DataError
 from glm5.seeds import derive_seed
 
+EPOCHS_KEPT = 2  # a step may lie across the border of two epochs
+WINDOW = 1 << 16  # pieces that best-fit packing sees at once
 
-class StreamLoader:
-    """Random-truncation packing: each epoch shuffles the documents into one stream, cuts it into rows, shuffles these.
 
-    The rows are shuffled too because neighbours in the stream come from one long file. Row r of step s is entry
-    `s * rows + r` of the endless sequence of rows, so the order does not depend on workers, ranks or on where a run was
-    interrupted.
+class Row(NamedTuple):
+    """Views of one row's arrays, all [T]; they arrive as 0, -1 (padding) and False."""
+
+    ids: np.ndarray
+    documents: np.ndarray
+    loss_mask: np.ndarray
+
+    def put(self, at: int, tokens: np.ndarray, document: int) -> int:
+        """Write tokens that are all targets from column `at`; returns the column behind them."""
+        end = at + len(tokens)
+        self.ids[at:end], self.documents[at:end], self.loss_mask[at:end] = tokens, document, True
+        return end
+
+
+class Loader(Protocol):
+    """What training asks of its data."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows after which everything was seen; 0 where rows are generated and never repeat."""
+        ...
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Batch of optimizer step `step`, or only these rows of it: equal to the slice of the whole batch, but then
+        `Batch.step` is not known here."""
+        ...
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often each source was seen before this step, by name."""
+        ...
+
+
+class RowLoader:
+    """Base of loaders: a subclass says what one row holds."""
+
+    rows_per_epoch = 0
+    sparse_targets = False
+
+    def __init__(self, rows: int, row_length: int) -> None:
+        self.rows, self.row_length = rows, row_length
+
+    def fill(self, index: int, row: Row) -> None:
+        """Write entry `index` of the endless sequence of rows."""
+        raise NotImplementedError
+
+    def build(self, indices: range) -> Batch:
+        """These entries of the sequence as a batch."""
+        shape = (len(indices), self.row_length)
+        ids, documents = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.bool_)
+        for at, index in enumerate(indices):
+            self.fill(index, Row(ids[at], documents[at], mask[at]))
+        tensors = torch.from_numpy(ids), torch.from_numpy(documents), torch.from_numpy(mask)
+        return Batch(*tensors, sparse_targets=self.sparse_targets)
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """See `Loader.batch`."""
+        indices = range(step * self.rows, (step + 1) * self.rows)
+        return self.build(indices[rows] if rows is not None else indices)
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """See `Loader.epochs`."""
+        return {"rows": step * self.rows / self.rows_per_epoch} if self.rows_per_epoch else {}
+
+
+class Documents:
+    """A shard as an epoch sees it: here always the same; `fim.FimDocuments` changes some of the documents.
+
+    `slots` [number of documents] are the longest lengths that they take in any epoch, `total_tokens` the length of
+    every epoch.
     """
 
-    def __init__(self, shard: Shard, *, rows: int, row_length: int, seed: int) -> None:
-        if len(shard.tokens) <= row_length:
-            raise DataError(f"The shard holds {len(shard.tokens)} tokens, fewer than one row of {row_length}.")
-        self.shard, self.rows, self.row_length, self.seed = shard, rows, row_length, seed
-        self.rows_per_epoch = len(shard.tokens) // row_length
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
-        self._rows = np.empty(0, dtype=np.int64)
-        self._starts = np.empty(0, dtype=np.int64)
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.slots = np.diff(shard.borders)
+        self.total_tokens = int(self.slots.sum())
 
-    def batch(self, step: int) -> Batch:
-        """Batch of optimizer step `step`."""
-        ids = torch.zeros(self.rows, self.row_length, dtype=torch.long)
-        documents = torch.zeros_like(ids)
-        for row in range(self.rows):
-            epoch, index = divmod(step * self.rows + row, self.rows_per_epoch)
-            self._shuffle(epoch)
-            self._fill(ids[row], documents[row], int(self._rows[index]) * self.row_length)
-        return Batch(ids, documents, torch.ones_like(ids, dtype=torch.bool))
+    def __len__(self) -> int:
+        return len(self.shard)
 
-    def _shuffle(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            generator = np.random.default_rng(derive_seed(self.seed, "document order", epoch))
-            self._order = generator.permutation(len(self.shard))
-            self._rows = generator.permutation(self.rows_per_epoch)
-            lengths = np.diff(self.shard.borders)[self._order]
-            self._starts = np.concatenate(([0], lengths.cumsum()))
-            self._epoch = epoch
+    def lengths(self, epoch: int) -> np.ndarray:
+        """Tokens of every document in this epoch."""
+        return self.slots
 
-    def _fill(self, ids: torch.Tensor, documents: torch.Tensor, start: int) -> None:
+    def document(self, epoch: int, index: int) -> np.ndarray:
+        """Token ids of one document in this epoch."""
+        return self.shard.document(index)
+
+
+def row_order(seed: int, epoch: int, rows: int) -> np.ndarray:
+    """The order in which an epoch visits its rows."""
+    return np.random.default_rng(derive_seed(seed, "row order", epoch)).permutation(rows)
+
+
+class StreamLoader(RowLoader):
+    """Random-truncation packing: each epoch shuffles the documents into one stream, cuts it into rows, shuffles these.
+
+    The rows are shuffled too because neighbours in the stream come from one long file. An epoch costs one shuffle, a
+    row no more than its own tokens. The end of the stream that fills no row is left out, another one in every epoch.
+    """
+
+    def __init__(self, source: Shard | Documents, *, rows: int, row_length: int, seed: int) -> None:
+        super().__init__(rows, row_length)
+        self.source = source if isinstance(source, Documents) else Documents(source)
+        if self.source.total_tokens < row_length or not self.source.total_tokens:
+            raise DataError(f"The shard holds {self.source.total_tokens} tokens, fewer than one row of {row_length}.")
+        self.seed = seed
+        self.rows_per_epoch = self.source.total_tokens // row_length
+        self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._shuffle)
+
+    def fill(self, index: int, row: Row) -> None:
         """Copy stream[start : start + row_length] and number its documents."""
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        epoch, index = divmod(index, self.rows_per_epoch)
+        order, shuffled_rows, starts = self._epoch(epoch)
+        start = int(shuffled_rows[index]) * self.row_length
+        place = int(np.searchsorted(starts, start, side="right")) - 1
         at, number = 0, 0
         while at < self.row_length:
-            document = self.shard.document(self._order[index])
-            offset = start + at - self._starts[index]
-            piece = torch.from_numpy(document[offset : offset + self.row_length - at].astype(np.int64))
-            ids[at : at + len(piece)] = piece
-            documents[at : at + len(piece)] = number
-            at, number, index = at + len(piece), number + 1, index + 1
+            document = self.source.document(epoch, int(order[place]))
+            offset = start + at - starts[place]
+            at = row.put(at, document[offset : offset + self.row_length - at], number)
+            number, place = number + 1, place + 1
+
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """An epoch's order of documents, order of rows, and where each document starts in the stream."""
+        generator = np.random.default_rng(derive_seed(self.seed, "document order", epoch))
+        order = generator.permutation(len(self.source))
+        rows = generator.permutation(self.rows_per_epoch)
+        return order, rows, np.concatenate(([0], self.source.lengths(epoch)[order].cumsum()))
+
+
+class BestFitLoader(RowLoader):
+    """Best-fit packing: documents stay whole, one that is longer than a row is cut into full rows and a rest (§2.2).
+
+    Which pieces share a row is decided once, by best-fit decreasing over windows of the shuffled documents; epochs
+    shuffle the rows. Documents of a row do not see each other, so other neighbours in the next epoch would change
+    nothing, and a fixed number of rows makes every step reachable at once. `padding_share` is the share of empty cells.
+    """
+
+    def __init__(
+        self, source: Shard | Documents, *, rows: int, row_length: int, seed: int, window: int = WINDOW
+    ) -> None:
+        super().__init__(rows, row_length)
+        self.source = source if isinstance(source, Documents) else Documents(source)
+        if not self.source.total_tokens:
+            raise DataError("The shard holds no token, so there is nothing to pack.")
+        self.seed = seed
+        documents, offsets, sizes = self._pieces()
+        rows_of, self.rows_per_epoch = np.empty(len(sizes), dtype=np.int64), 0
+        for start in range(0, len(sizes), window):
+            places, opened = best_fit(sizes[start : start + window].tolist(), row_length)
+            rows_of[start : start + window] = np.asarray(places) + self.rows_per_epoch
+            self.rows_per_epoch += opened
+        by_row = np.argsort(rows_of, kind="stable")
+        self._documents, self._offsets, self._sizes = documents[by_row], offsets[by_row], sizes[by_row]
+        self._borders = np.searchsorted(rows_of[by_row], np.arange(self.rows_per_epoch + 1))
+        self.padding_share = 1 - self.source.total_tokens / (self.rows_per_epoch * row_length)
+        self._order = lru_cache(maxsize=EPOCHS_KEPT)(lambda epoch: row_order(seed, epoch, self.rows_per_epoch))
+
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(document, first token, length) of every piece, in shuffled order of the documents."""
+        generator = np.random.default_rng(derive_seed(self.seed, "packing windows"))
+        order = generator.permutation(len(self.source))
+        slots = self.source.slots[order]
+        counts = -(-slots // self.row_length)
+        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        offsets = within * self.row_length
+        return np.repeat(order, counts), offsets, np.minimum(np.repeat(slots, counts) - offsets, self.row_length)
+
+    def fill(self, index: int, row: Row) -> None:
+        """Write the pieces of one row from its start; what is left stays padding."""
+        epoch, index = divmod(index, self.rows_per_epoch)
+        place = self._order(epoch)[index]
+        at = 0
+        for number, piece in enumerate(range(self._borders[place], self._borders[place + 1])):
+            document = self.source.document(epoch, int(self._documents[piece]))
+            offset = self._offsets[piece]
+            at = row.put(at, document[offset : offset + self._sizes[piece]], number)

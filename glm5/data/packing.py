@@ -59,7 +59,7 @@ class Batch:
         return StepCounts(self.ids.shape[0], int((self.documents >= 0).sum()), targets)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Rows start .. stop - 1; rows behind the last one are padding, so that every rank gets a batch of one shape."""
+        """Rows start .. stop - 1; behind the last one lies padding, so that every rank gets a batch of one shape."""
         missing = stop - max(start, min(stop, self.ids.shape[0]))
         parts = [t[start:stop] for t in (self.ids, self.documents, self.loss_mask)]
         if missing:

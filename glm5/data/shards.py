@@ -1,28 +1,72 @@
-"""Token shards: one flat file of ids per split, document borders, and a manifest that says what they are made of."""
+"""Token shards: one flat file of ids per split, document borders and names, and a manifest that says what they are
+made of."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.sources import Document
+from glm5.data.documents import Document
 from glm5.errors import DataError
 from glm5.files import publish_dir, verify_manifest
+
+SPLITS = ("train", "held_out")
+_TYPES = ("uint16", "uint32")
+_ENCODED_DOCUMENTS = 1024
+
+
+class Paths(Sequence[str]):
+    """Names of the documents of a split. The file is read when a name is first asked for; iterating keeps nothing."""
+
+    def __init__(self, file: Path, count: int) -> None:
+        self._file, self._count = file, count
+        self._names: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names) if self._names is not None else self._read()
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if self._names is None:
+            self._names = list(self._read())
+        return self._names[index]
+
+    def _read(self) -> Iterator[str]:
+        count = 0
+        try:
+            with self._file.open(encoding="ascii") as lines:
+                for line in lines:
+                    name = json.loads(line)
+                    count += 1
+                    yield name
+        except (OSError, ValueError, RecursionError):
+            count = -1
+        if count != self._count:
+            raise DataError(f"{self._file} is missing or damaged; build the shards again.")
 
 
 @dataclass(frozen=True)
 class Shard:
     """One split. `tokens` is a memory-mapped id array; document i is tokens[borders[i]:borders[i + 1]], its end-of-text
-    token included; `num_bytes[i]` is the document's length in UTF-8."""
+    token included; `num_bytes[i]` is the document's length in UTF-8 and `paths[i]` its name."""
 
     tokens: np.ndarray
     borders: np.ndarray
     num_bytes: np.ndarray
+    paths: Sequence[str] = ()
 
     def document(self, index: int) -> np.ndarray:
         """Token ids of one document."""
@@ -32,30 +76,82 @@ class Shard:
         return len(self.borders) - 1
 
 
+class SplitWriter:
+    """Appends documents to the files of one split; memory does not grow with their number."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self.split, self.dtype = split, dtype
+        self.tokens = self.documents = self.bytes = 0
+        with ExitStack() as stack:
+            self._tokens, self._borders, self._bytes, self._paths = (
+                stack.enter_context((folder / f"{split}.{part}").open("wb"))
+                for part in ("tokens", "borders", "bytes", "paths")
+            )
+            self._borders.write(np.int64(0).tobytes())
+            self._files = stack.pop_all()
+
+    def append(self, ids: np.ndarray, num_bytes: int, path: str) -> None:
+        """Add a document: its ids with the end-of-text token, its length in UTF-8, its name."""
+        self._tokens.write(ids.astype(self.dtype, copy=False).tobytes())
+        self.tokens += len(ids)
+        self.documents += 1
+        self.bytes += num_bytes
+        self._borders.write(np.int64(self.tokens).tobytes())
+        self._bytes.write(np.int64(num_bytes).tobytes())
+        self._paths.write(json.dumps(path).encode("ascii") + b"\n")
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._files.close()
+
+    def counts(self) -> dict[str, int]:
+        """Tokens, documents and bytes, named after the split."""
+        return {f"{self.split}_{name}": getattr(self, name) for name in ("tokens", "documents", "bytes")}
+
+
+def id_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The narrowest type that holds all ids."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+@contextmanager
+def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict[str, SplitWriter], dict[str, Any]]]:
+    """Yield the folder to be, a writer per split, and the manifest to fill; at the end `out` is complete or as it was.
+
+    The folder is handed out for intermediate files, which the caller deletes.
+    """
+    dtype = id_dtype(tokenizer)
+    with publish_dir(out) as folder, ExitStack() as stack:
+        writers = {split: SplitWriter(folder, split, dtype) for split in SPLITS}
+        for writer in writers.values():
+            stack.callback(writer.close)
+        info: dict[str, Any] = {"tokenizer": tokenizer.hash(), "dtype": dtype.name}
+        yield folder, writers, info
+        stack.close()
+        for writer in writers.values():
+            info |= writer.counts()
+        (folder / "shards.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Ids of each text with the end-of-text token behind."""
+    end, dtype = tokenizer.special["<|endoftext|>"], id_dtype(tokenizer)
+    return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
+
+
 def build_shards(
     documents: Sequence[Document], tokenizer: Tokenizer, out: Path, sources: Sequence[str]
 ) -> dict[str, int]:
-    """Tokenise and publish `out` with the splits `train` and `held_out`; returns token and document counts."""
-    splits = {
-        "train": [d for d in documents if not d.held_out],
-        "held_out": [d for d in documents if d.held_out],
-    }
-    end = tokenizer.special["<|endoftext|>"]
-    counts: dict[str, int] = {}
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    with publish_dir(out) as folder:
-        for name, docs in splits.items():
-            encoded = [[*ids, end] for ids in tokenizer.encode_batch([d.text for d in docs])]
-            lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-            np.concatenate([np.asarray(ids, dtype=dtype) for ids in encoded] or [np.empty(0, dtype)]).tofile(
-                folder / f"{name}.tokens"
-            )
-            np.concatenate(([0], lengths.cumsum())).astype(np.int64).tofile(folder / f"{name}.borders")
-            np.array([len(d.text.encode()) for d in docs], dtype=np.int64).tofile(folder / f"{name}.bytes")
-            counts |= {f"{name}_tokens": int(lengths.sum()), f"{name}_documents": len(docs)}
-        info = {"tokenizer": tokenizer.hash(), "dtype": np.dtype(dtype).name, "sources": list(sources), **counts}
-        (folder / "shards.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
-    return counts
+    """Tokenise documents that are in memory, in this process, and publish `out` with the splits `train` and `held_out`;
+    returns token, document and byte counts. `glm5.data.build` does it for corpora of any size."""
+    with publish_shards(out, tokenizer) as (_, writers, info):
+        info["sources"] = [{"source": source} for source in sources]
+        for start in range(0, len(documents), _ENCODED_DOCUMENTS):
+            batch = documents[start : start + _ENCODED_DOCUMENTS]
+            for document, ids in zip(batch, encode_documents([d.text for d in batch], tokenizer), strict=True):
+                split = "held_out" if document.held_out else "train"
+                writers[split].append(ids, len(document.text.encode()), document.path)
+    return {name: count for writer in writers.values() for name, count in writer.counts().items()}
 
 
 def verify_shards(folder: Path, remedy: str = "Build the shards again with `glm5 data build`.") -> None:
@@ -67,22 +163,35 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
     """Memory-map one split. Raises DataError if the folder is not a shard folder, is damaged or belongs to another
     tokenizer."""
     try:
-        info = json.loads((folder / "shards.json").read_text(encoding="utf-8"))
-        dtype = np.dtype(info["dtype"])
-    except (OSError, ValueError, KeyError, TypeError):
+        info: Mapping[str, Any] = json.loads((folder / "shards.json").read_text(encoding="utf-8"))
+        dtype = np.dtype(_TYPES[_TYPES.index(info["dtype"])])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{folder} holds no token shards; make them with `glm5 data build`.") from None
     if verify:
         verify_shards(folder)
     if tokenizer is not None and info.get("tokenizer") != tokenizer.hash():
         raise DataError(f"{folder} was tokenised with another tokenizer than the model's; build the shards again.")
-    path = folder / f"{split}.tokens"
+    return open_split(folder, split, dtype)
+
+
+def open_split(folder: Path, split: str, dtype: np.dtype) -> Shard:
+    """Memory-map the files that a `SplitWriter` wrote. DataError where one is missing or does not fit the others."""
+    path, paths = folder / f"{split}.tokens", folder / f"{split}.paths"
     try:
+        borders = np.fromfile(folder / f"{split}.borders", dtype=np.int64)
         shard = Shard(
             tokens=np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype),
-            borders=np.fromfile(folder / f"{split}.borders", dtype=np.int64),
+            borders=borders,
             num_bytes=np.fromfile(folder / f"{split}.bytes", dtype=np.int64),
+            paths=Paths(paths, len(borders) - 1),
         )
-        whole = int(shard.borders[-1]) == len(shard.tokens) and len(shard.num_bytes) == len(shard)
+        whole = (
+            int(borders[0]) == 0
+            and bool((np.diff(borders) >= 0).all())
+            and int(borders[-1]) == len(shard.tokens)
+            and len(shard.num_bytes) == len(shard)
+            and paths.is_file()
+        )
     except (OSError, ValueError, IndexError):
         whole = False
     if not whole:

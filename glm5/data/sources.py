@@ -1,85 +1,84 @@
-"""Documents from files. The source `stdlib` is built in: real text that every Python installation carries."""
+"""Documents from sources. The source `stdlib` is built in: real text that every Python installation carries.
+
+A source is one of
+- `stdlib`: the modules of the running Python without their tests,
+- `git:PATH` or `git:PATH@REVISION`: committed text files of a local repository,
+- `FILE.jsonl`, `FILE.ndjson`, `FILE.parquet`: one document a record, in the field or column `text`, or as
+  `FILE.jsonl#FIELD`,
+- a folder: the text files below it; any other file: one document.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
+from glm5.data.documents import Document, ReadReport, need_documents
+from glm5.data.git import read_git
+from glm5.data.readers import read_folder, read_jsonl, read_parquet, read_text_file
 from glm5.errors import DataError
 
-TEXT_SUFFIXES = (
-    ".py",
-    ".txt",
-    ".md",
-    ".rst",
-    ".toml",
-    ".json",
-    ".c",
-    ".h",
-    ".cpp",
-    ".rs",
-    ".go",
-    ".js",
-    ".ts",
-    ".java",
-)
-HELD_OUT_MODULUS = 50
+__all__ = ["MAX_RECORD_BYTES", "Document", "ReadReport", "iter_sources", "read_source", "read_sources"]
+
+MAX_RECORD_BYTES = 64 << 20
+"""Bytes of one file, line or row. Tokenising takes about a hundred times as much memory."""
+
+_JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+_NO_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}
 
 
-@dataclass(frozen=True)
-class Document:
-    """One file: its path relative to its source, and its text."""
+def iter_sources(
+    sources: Sequence[str], report: ReadReport | None = None, *, max_record_bytes: int = MAX_RECORD_BYTES
+) -> Generator[Document]:
+    """Documents of all sources one by one, in an order that depends on nothing but their content.
 
-    path: str
-    text: str
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the file belongs to the held-out split: sha256(path) mod 50 = 0, whatever else is in the corpus."""
-        return int.from_bytes(hashlib.sha256(self.path.encode()).digest(), "big") % HELD_OUT_MODULUS == 0
+    `report` counts what was read, left out and malformed. DataError where a source does not exist, cannot be read, or
+    more records are malformed than the report tolerates.
+    """
+    report = report if report is not None else ReadReport()
+    for source in sources:
+        entry = report.begin(source)
+        for document in _documents(source, report, max_record_bytes):
+            entry.add(document)
+            yield document
 
 
 def read_source(source: str) -> Iterator[Document]:
-    """Documents of one source in a fixed order: `stdlib`, a folder (text files below it) or a single text file."""
-    if source == "stdlib":
-        yield from _folder(Path(sysconfig.get_paths()["stdlib"]), (".py",), _outside_tests)
-        return
-    path = Path(source)
-    if path.is_dir():
-        yield from _folder(path, TEXT_SUFFIXES, lambda parts: not any(part.startswith(".") for part in parts))
-    elif path.is_file():
-        yield Document(path.name, _text(path))
-    else:
-        raise DataError(f'Source "{source}" is neither a file nor a folder nor the built-in "stdlib".')
+    """Documents of one source (see the module's docstring) in a fixed order."""
+    return iter_sources([source])
 
 
 def read_sources(sources: Sequence[str]) -> list[Document]:
-    """All documents of all sources; an error when there is none."""
-    documents = [document for source in sources for document in read_source(source)]
-    if not documents:
-        raise DataError(f"The sources {', '.join(sources)} hold no text file.")
+    """All documents of all sources in memory; an error when there is none."""
+    report = ReadReport()
+    documents = list(iter_sources(sources, report))
+    need_documents(report, sources)
     return documents
 
 
-def _outside_tests(parts: Sequence[str]) -> bool:
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}
-    return not skipped.intersection(parts)
+def _documents(source: str, report: ReadReport, limit: int) -> Iterator[Document]:
+    if source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return read_folder(root, report, limit, suffixes=(".py",), skip=_NO_MODULES.__contains__, follow=True)
+    if source.startswith("git:"):
+        return read_git(source.removeprefix("git:"), report, limit)
+    name, field = _field(source)
+    path = Path(name)
+    if path.is_dir():
+        return read_folder(path, report, limit)
+    if not path.is_file():
+        raise DataError(f'Source "{source}" is neither a file nor a folder nor "git:PATH" nor the built-in "stdlib".')
+    if path.suffix in _JSONL:
+        return read_jsonl(path, field, report, limit)
+    if path.suffix in _PARQUET:
+        return read_parquet(path, field, report, limit)
+    return read_text_file(path, report, limit)
 
 
-def _folder(root: Path, suffixes: Sequence[str], keep) -> Iterator[Document]:  # type: ignore[no-untyped-def]
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        if path.suffix in suffixes and keep(relative.parts) and path.is_file():
-            text = _text(path)
-            if text.strip():
-                yield Document(relative.as_posix(), text)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+def _field(source: str) -> tuple[str, str]:
+    """File and field of `FILE#FIELD`; a # that belongs to an existing file or to another kind separates nothing."""
+    name, separator, field = source.rpartition("#")
+    if separator and field and name.endswith((*_JSONL, *_PARQUET)) and not Path(source).exists():
+        return name, field
+    return source, "text"

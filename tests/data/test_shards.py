@@ -34,6 +34,7 @@ def test_round_trip(tmp_path: Path) -> None:
         for index, document in enumerate(expected):
             ids = shard.document(index).tolist()
             assert ids[-1] == end and end not in ids[:-1]
+            assert shard.paths[index] == document.path
             # The byte-level tokenizer has no merges: a document's tokens are its bytes, special strings included.
             assert TOKENIZER.decode_bytes(ids[:-1]) == document.text.encode()
             assert len(ids) - 1 == shard.num_bytes[index] == len(document.text.encode())
@@ -53,14 +54,14 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 
 
 def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
-    for content in (None, "{", "[]", '{"dtype": "nonsense"}', '{"tokenizer": "x"}'):
+    for content in (None, "{", "[]", '{"dtype": "nonsense"}', '{"dtype": "object"}', '{"tokenizer": "x"}', "[" * 10**5):
         if content is not None:
             (tmp_path / "shards.json").write_text(content, encoding="utf-8")
         with pytest.raises(DataError, match="holds no token shards"):
             open_shard(tmp_path, "train", TOKENIZER)
 
 
-@pytest.mark.parametrize("name", ["train.tokens", "train.borders", "train.bytes"])
+@pytest.mark.parametrize("name", ["train.tokens", "train.borders", "train.bytes", "train.paths"])
 def test_damage_is_found_by_its_hash(folder: Path, name: str) -> None:
     raw = bytearray((folder / name).read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -93,3 +94,42 @@ def test_what_cannot_be_read_is_a_data_error_without_hashes_too(folder: Path, na
 
 def test_ids_are_stored_in_the_narrowest_type(folder: Path) -> None:
     assert open_shard(folder, "train").tokens.dtype == np.uint16
+
+
+def test_names_are_whatever_a_file_can_be_called(tmp_path: Path) -> None:
+    names = ["a/b.py", "line\nend", 'quote"', "\u2028 é 日本", "", " ", "\\x"]
+    build_shards([Document(name, "x") for name in names], TOKENIZER, tmp_path / "data", [])
+    found: list[str] = []
+    for split in ("train", "held_out"):
+        paths = open_shard(tmp_path / "data", split).paths
+        assert len(paths) == len(list(paths)) == len(paths[:])
+        found += paths
+    assert sorted(found) == sorted(names)
+
+
+def test_names_are_read_when_they_are_asked_for(folder: Path) -> None:
+    shard = open_shard(folder, "train")
+    expected = [d.path for d in DOCUMENTS if not d.held_out]
+    assert list(shard.paths) == expected
+    assert (shard.paths[0], shard.paths[-1], shard.paths[2:4]) == (expected[0], expected[-1], expected[2:4])
+    for content in ('"a"\n', "x\n" * len(expected), None):
+        shard = open_shard(folder, "train", verify=False)
+        if content is None:
+            (folder / "train.paths").unlink()
+        else:
+            (folder / "train.paths").write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match="build the shards again"):
+            list(shard.paths)
+        with pytest.raises(DataError, match="build the shards again"):
+            shard.paths[0]
+    with pytest.raises(DataError, match="missing or damaged"):
+        open_shard(folder, "train", verify=False)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_borders_must_rise(folder: Path, place: int) -> None:
+    borders = np.fromfile(folder / "train.borders", dtype=np.int64)
+    borders[place] = -1 if place == 0 else borders[-1] + 1
+    borders.tofile(folder / "train.borders")
+    with pytest.raises(DataError, match="damaged"):
+        open_shard(folder, "train", verify=False)

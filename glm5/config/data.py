@@ -1,0 +1,46 @@
+"""How a stage's rows are made of its shards: packing, fill-in-the-middle, mixture weights, long-context documents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from glm5.config.schema import Frozen
+
+
+class DataOptions(Frozen):
+    """What rows hold (§2.2, §2.3). Every share lies in [0, 1]; the defaults are one plain stream of the shards' text.
+
+    The three shares of rows (`recall_share`, `interleave_share`, `negatives_share`) are taken from the corpus, and what
+    is left of it is divided by `weights`. The report gives no mixture ratio, so none is a default here.
+    """
+
+    packing: Literal["truncate", "best_fit"] = "truncate"
+    """`truncate` cuts one stream of documents into rows (pre-training in the report); `best_fit` keeps every document
+    that fits into a row whole and pads what is left over (mid-training)."""
+    weights: dict[str, float] = {}
+    """Share of the corpus rows by shard name, in any unit; 0 leaves a shard out. Empty: by number of tokens."""
+    fim_rate: float = Field(0.0, ge=0, le=1)
+    """Share of the documents in fill-in-the-middle form, which the GLM reports use on all source code."""
+    fim_shards: list[str] = []
+    """Names of the shards that `fim_rate` is for, those of source code. Empty: all."""
+    spm_share: float = Field(0.5, ge=0, le=1)
+    """Share of these whose suffix comes before the prefix; in the others the prefix comes first."""
+    needle_share: float = Field(0.0, ge=0, le=1)
+    """Share of steps whose whole batch holds retrieval documents instead of the corpus."""
+    recall_share: float = Field(0.0, ge=0, le=1)
+    """Share of rows with multi-turn recall in several variants; the 200K stage of the report adds a small one."""
+    interleave_share: float = Field(0.0, ge=0, le=1)
+    """Share of rows in which highly similar documents are interleaved, against being lost in the middle."""
+    negatives_share: float = Field(0.0, ge=0, le=1)
+    """Share of rows that stretch one document by putting similar text of others between its parts (as in NExtLong)."""
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> DataOptions:
+        total = self.recall_share + self.interleave_share + self.negatives_share
+        if total > 1 + 1e-9:
+            raise ValueError(
+                f"recall_share + interleave_share + negatives_share is {total:g}; shares of rows add up to at most 1"
+            )
+        return self

@@ -1,0 +1,256 @@
+"""Near-duplicates: MinHash signatures, banded to find candidates, then compared exactly (§2.2: fuzzy deduplication).
+
+Two documents are near-duplicates when the Jaccard similarity of their sets of 5-word shingles reaches a threshold.
+MinHash with b bands of r values proposes a pair of similarity s with probability 1 - (1 - s^r)^b; b and r are chosen so
+that a pair at the threshold is missed with probability 1e-6 or less. Every proposed pair is then compared by its true
+similarity, so that none is removed by chance. What a pass keeps in memory is 50 bytes or so a document: signatures and
+shingles lie in flat files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from glm5.errors import ConfigError
+
+THRESHOLD = 0.8
+SHINGLE_WORDS = 5
+NUM_PERM = 128
+_SEED = 1
+_MISS = 1e-6
+_PIECE = 1 << 14  # shingles whose permutations are computed at a time: 8 MB
+
+# Scripts without spaces between words count each character as a word, or a sentence would be a single word.
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]+")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What is compared of a document: its distinct shingles, sorted [n] uint64, and their MinHash [NUM_PERM] uint32."""
+
+    shingles: np.ndarray
+    signature: np.ndarray
+
+
+def shingle_hashes(text: str) -> np.ndarray:
+    """Sorted distinct 64-bit hashes of the text's shingles: five successive words, in whatever layout.
+
+    A run of punctuation is a word too: in code and mathematics it carries the meaning. A text of fewer words is one
+    shingle that covers all its characters: only an exact copy equals it.
+    """
+    words = [zlib.crc32(word.encode("utf-8", "replace")) for word in _WORD.findall(text)]
+    if len(words) < SHINGLE_WORDS:
+        digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+        return np.frombuffer(digest, dtype=np.uint64)
+    hashed = np.array(words, dtype=np.uint64)
+    count = len(words) - SHINGLE_WORDS + 1
+    shingles = np.zeros(count, dtype=np.uint64)
+    for place in range(SHINGLE_WORDS):
+        shingles = shingles * np.uint64(0x9E3779B97F4A7C15) + hashed[place : place + count]
+    return np.unique(_mixed(shingles))
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Each bit of the result depends on all bits (the finaliser of MurmurHash3)."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        values = (values ^ (values >> np.uint64(33))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(33))
+
+
+def sketcher() -> Callable[[str], Sketch]:
+    """A function from text to sketch. ConfigError without datasketch."""
+    try:
+        from datasketch import MinHash  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(
+            "Finding near-duplicates needs datasketch, which is not installed: `pip install 'glm5[data]'`, or build "
+            "without it (--no-dedup)."
+        ) from None
+    empty = MinHash(num_perm=NUM_PERM, seed=_SEED, hashfunc=lambda value: value, scheme="affine32")
+
+    def sketch(text: str) -> Sketch:
+        shingles = shingle_hashes(text)
+        minhash = empty.copy()
+        short = (shingles >> np.uint64(32)).tolist()
+        for start in range(0, len(short), _PIECE):
+            minhash.update_batch(short[start : start + _PIECE])
+        return Sketch(shingles, minhash.hashvalues.astype(np.uint32))
+
+    return sketch
+
+
+def bands(threshold: float) -> tuple[int, int]:
+    """Number of bands and values per band: as many values as the miss probability at the threshold allows."""
+    if not 0.3 <= threshold <= 1.0:
+        raise ConfigError(f"The threshold of near-duplicates is {threshold}; choose one from 0.3 to 1.")
+    for rows in range(NUM_PERM, 1, -1):
+        count = NUM_PERM // rows
+        if (1 - threshold**rows) ** count <= _MISS:
+            return count, rows
+    return NUM_PERM, 1
+
+
+def similarity(a: np.ndarray, b: np.ndarray) -> float:
+    """Jaccard similarity of two sorted arrays of distinct hashes."""
+    common = len(np.intersect1d(a, b, assume_unique=True))
+    return common / (len(a) + len(b) - common)
+
+
+class SketchFile:
+    """Sketches in flat files below a folder: appended one by one, then memory-mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = {name: folder / f"sketch.{name}" for name in ("signatures", "shingles", "borders")}
+        self._end = 0
+        with ExitStack() as stack:
+            self._signatures, self._shingles, self._borders = (
+                stack.enter_context(path.open("wb")) for path in self._paths.values()
+            )
+            self._borders.write(np.int64(0).tobytes())
+            self._files = stack.pop_all()
+
+    def append(self, sketch: Sketch) -> None:
+        """Add the sketch of the next document."""
+        self._signatures.write(sketch.signature.tobytes())
+        self._shingles.write(sketch.shingles.tobytes())
+        self._end += len(sketch.shingles)
+        self._borders.write(np.int64(self._end).tobytes())
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._files.close()
+
+    def groups(self, threshold: float, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+        """The group of each document: the index of its group's first document. See `group`."""
+        self.close()
+        borders = np.fromfile(self._paths["borders"], dtype=np.int64)
+        if len(borders) == 1:
+            return np.empty(0, dtype=np.int64)
+        signatures = np.memmap(self._paths["signatures"], dtype=np.uint32, mode="r").reshape(-1, NUM_PERM)
+        shingles = np.memmap(self._paths["shingles"], dtype=np.uint64, mode="r")
+        return group(signatures, lambda i: shingles[borders[i] : borders[i + 1]], threshold, progress)
+
+
+def group(
+    signatures: np.ndarray,
+    shingles: Callable[[int], np.ndarray],
+    threshold: float = THRESHOLD,
+    progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Group near-duplicates; returns the index of each document's group's first document, [n] int64.
+
+    Two documents are in one group when a chain of near-duplicates leads from one to the other. `signatures` is
+    [n, NUM_PERM] and `shingles(i)` gives the hashes of document i; `progress(done, all)` counts bands.
+    """
+    forest = _Forest(len(signatures))
+    count, rows = bands(threshold)
+    for band in range(count):
+        for members in _equal_rows(signatures[:, band * rows : (band + 1) * rows]):
+            _join(members, signatures, shingles, threshold, forest)
+        if progress is not None:
+            progress(band + 1, count)
+    return forest.roots()
+
+
+class _Forest:
+    """Union-find whose root is the smallest index of each set."""
+
+    def __init__(self, count: int) -> None:
+        self.parents = np.arange(count, dtype=np.int64)
+
+    def root(self, index: int) -> int:
+        parents = self.parents
+        while parents[index] != index:
+            parents[index] = parents[parents[index]]
+            index = int(parents[index])
+        return index
+
+    def roots(self) -> np.ndarray:
+        while not np.array_equal(above := self.parents[self.parents], self.parents):
+            self.parents = above
+        return self.parents
+
+
+def _equal_rows(values: np.ndarray) -> list[np.ndarray]:
+    """Indices of rows that occur more than once, together by content and ascending."""
+    keys = np.zeros(len(values), dtype=np.uint64)
+    for column in values.T:
+        keys = _mixed(keys + column)
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=~keys[order[0]], append=~keys[order[-1]]))
+    return [order[a:b] for a, b in pairwise(starts.tolist()) if b - a > 1]
+
+
+def _join(
+    members: np.ndarray,
+    signatures: np.ndarray,
+    shingles: Callable[[int], np.ndarray],
+    threshold: float,
+    forest: _Forest,
+) -> None:
+    """Merge the groups of those candidates that are near-duplicates: every pair that is not in one group already."""
+    # The share of equal values estimates the similarity with a standard deviation of 0.045 at most: pairs that seem
+    # this much less similar than the threshold are not worth an exact comparison.
+    needed = (threshold - 0.25) * NUM_PERM
+    roots = np.array([forest.root(index) for index in members.tolist()])
+    values = signatures[members]
+    for place in range(len(members) - 1):
+        if (roots == roots[0]).all():
+            return
+        others = place + 1 + np.flatnonzero(roots[place + 1 :] != roots[place])
+        others = others[np.count_nonzero(values[others] == values[place], axis=1) >= needed]
+        own = shingles(int(members[place])) if len(others) else None
+        for other in others.tolist():
+            low, high = sorted((int(roots[place]), int(roots[other])))
+            if low != high and own is not None and _near(own, shingles(int(members[other])), threshold):
+                forest.parents[high] = low
+                roots[roots == high] = low
+
+
+def _near(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:
+    # The similarity is at most the ratio of the sizes.
+    return min(len(a), len(b)) >= threshold * max(len(a), len(b)) and similarity(a, b) >= threshold
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which documents stay, [n] bool, and why the others go."""
+
+    keep: np.ndarray
+    groups: int
+    dropped_near_held_out: int
+    dropped_train: int
+    dropped_held_out: int
+
+
+def select(groups: np.ndarray, held_out: Sequence[bool] | np.ndarray) -> Selection:
+    """One document of each group stays: the first held-out one where the group has any, else the first.
+
+    So the split of what stays is that of its own path, and no training document shares a group with a held-out one.
+    """
+    held = np.asarray(held_out, dtype=bool)
+    first_held = np.full(len(groups), -1, dtype=np.int64)
+    at = np.flatnonzero(held)[::-1]
+    first_held[groups[at]] = at  # the last assignment wins: the smallest index
+    chosen = first_held[groups]
+    near = chosen >= 0
+    indices = np.arange(len(groups))
+    keep = np.where(near, chosen == indices, groups == indices)
+    sizes = np.bincount(groups, minlength=len(groups)) if len(groups) else np.empty(0, dtype=np.int64)
+    return Selection(
+        keep=keep,
+        groups=int((sizes > 1).sum()),
+        dropped_near_held_out=int((~keep & ~held & near).sum()),
+        dropped_train=int((~keep & ~near).sum()),
+        dropped_held_out=int((~keep & held).sum()),
+    )

@@ -1,0 +1,141 @@
+"""Committed text files of a local git repository, read object by object without a checkout.
+
+A repository is untrusted input: its configuration can name programs that git would run. Only `rev-parse`, `ls-tree` and
+`cat-file` are called, which need no working tree and no index; hooks, monitors, pagers, replacement objects and every
+transport are switched off, and no variable of the caller's environment redirects git elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from glm5.data.documents import Document, ReadReport
+from glm5.data.readers import TEXT_SUFFIXES, is_hidden, text_document
+from glm5.errors import DataError
+
+_SETTINGS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.pager=cat", "protocol.allow=never")
+_FILE_MODES = ("100644", "100755")
+
+
+@dataclass(frozen=True)
+class _Blob:
+    path: str
+    sha: str
+    size: int
+
+
+def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document]:
+    """Text files of the commit that `location` (PATH or PATH@REVISION, by default HEAD) names, with the suffixes and
+    the order of a folder source. The commit goes into the report."""
+    path, revision = _split(location)
+    git = _Git(path)
+    commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
+    if not commit.isalnum():
+        raise DataError(f'{path} is no git repository with a commit "{revision}".')
+    report.sources[-1].revision = commit
+    with git.objects() as (ask, answer):
+        for blob in _listing(git, commit):
+            if blob.size > limit:
+                report.add_bad(f"{path}@{commit[:12]}:{blob.path}", f"it has more than {limit:,} bytes")
+                continue
+            ask.write(blob.sha.encode() + b"\n")
+            ask.flush()
+            document = text_document(blob.path, _object(answer, blob, path), report)
+            if document is not None:
+                yield document
+
+
+def _split(location: str) -> tuple[Path, str]:
+    """Path and revision; an @ that is part of an existing path separates nothing."""
+    path, revision = location, "HEAD"
+    if not Path(location).is_dir() and "@" in location:
+        path, _, revision = location.rpartition("@")
+    if not path or not Path(path).is_dir():
+        raise DataError(f'"git:{location}" names no folder; write git:PATH or git:PATH@REVISION.')
+    if not revision or revision.startswith("-") or any(not char.isprintable() or char == " " for char in revision):
+        raise DataError(f'"git:{location}": {revision!r} is no revision; write a branch, a tag or a commit.')
+    return Path(path).resolve(), revision
+
+
+class _Git:
+    def __init__(self, path: Path) -> None:
+        program = shutil.which("git")
+        if program is None:
+            raise DataError(f'Reading "git:{path}" needs the program git, which is not installed.')
+        self.path = path
+        settings = [part for setting in _SETTINGS for part in ("-c", setting)]
+        self.command = [program, "--no-pager", "--no-replace-objects", *settings, "-C", str(path)]
+        # Without the ceiling git would look for a repository in the folders above.
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CEILING_DIRECTORIES": str(path.parent),
+            "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_NO_LAZY_FETCH": "1",
+            "GIT_ALLOW_PROTOCOL": "none",
+            "LC_ALL": "C",
+        }
+
+    def call(self, *arguments: str) -> bytes:
+        """Standard output of one command; its failure is a DataError with git's own first words, if it said any."""
+        done = subprocess.run(
+            [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
+        )
+        said = done.stderr.decode("utf-8", "replace").strip()
+        if done.returncode and said:
+            raise DataError(f"git cannot read {self.path}: {said.splitlines()[0][:300]}")
+        return b"" if done.returncode else done.stdout
+
+    @contextmanager
+    def objects(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """A process that answers object names with their content."""
+        command = [*self.command, "cat-file", "--batch"]
+        with subprocess.Popen(
+            command,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None  # pipes were asked for
+            try:
+                yield process.stdin, process.stdout
+            finally:
+                process.kill()
+
+
+def _listing(git: _Git, commit: str) -> list[_Blob]:
+    """The text files of a commit, no links and no submodules."""
+    found = []
+    for entry in git.call("ls-tree", "-r", "-z", "--long", "--full-tree", commit).split(b"\0"):
+        if not entry:
+            continue
+        meta, _, name = entry.partition(b"\t")
+        mode, kind, sha, size = meta.decode("ascii", "replace").split()
+        path = os.fsdecode(name)
+        parts = path.split("/")
+        if kind != "blob" or mode not in _FILE_MODES or any(map(is_hidden, parts)):
+            continue
+        if Path(parts[-1]).suffix not in TEXT_SUFFIXES:
+            continue
+        if not size.isdigit():
+            raise DataError(f"{git.path} lacks the content of {path}; fetch it first (is the clone partial?).")
+        found.append(_Blob(path, sha, int(size)))
+    return sorted(found, key=lambda blob: blob.path.split("/"))
+
+
+def _object(answer: IO[bytes], blob: _Blob, repository: Path) -> bytes:
+    header = answer.readline(1000).split()
+    if header[1:] != [b"blob", str(blob.size).encode()]:
+        raise DataError(f"{repository} is damaged: git cannot read {blob.path} ({blob.sha}); see `git fsck`.")
+    content = answer.read(blob.size + 1)
+    if len(content) != blob.size + 1:
+        raise DataError(f"{repository} is damaged: {blob.path} ({blob.sha}) ends early; see `git fsck`.")
+    return content[:-1]

@@ -1,0 +1,268 @@
+"""Readers of folders, text files, JSONL and parquet: lazy, in a fixed order, for files that nobody has checked.
+
+Every reader takes the report that counts what it leaves out, and `limit`, the bytes that one record may have: nothing
+larger is ever held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from glm5.data.documents import Document, ReadReport
+from glm5.errors import DataError, MissingExtraError
+
+TEXT_SUFFIXES = (
+    ".py",
+    ".txt",
+    ".md",
+    ".rst",
+    ".toml",
+    ".json",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+)
+_PARQUET_ROWS = 32  # decoded at a time
+_SKIPPED_BYTES = 1 << 20
+_STRINGS = ("string", "large_string")
+_NAMES = (*_STRINGS, *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or a folder is left out of a folder source."""
+    return name.startswith(".")
+
+
+def read_folder(
+    root: Path,
+    report: ReadReport,
+    limit: int,
+    *,
+    suffixes: Sequence[str] = TEXT_SUFFIXES,
+    skip: Callable[[str], bool] = is_hidden,
+    follow: bool = False,
+) -> Iterator[Document]:
+    """Text files below `root` in the order of their path's parts; `skip` says which names are passed over.
+
+    Links to folders are not entered, and links to files that lie outside `root` are not read unless `follow` says so.
+    """
+    inside = root.resolve()
+    for path, parts in _walk(root, skip):
+        if path.suffix not in suffixes or not path.is_file():
+            continue
+        if path.is_symlink() and not follow and not path.resolve().is_relative_to(inside):
+            report.sources[-1].links += 1
+            continue
+        raw = _content(path, limit)
+        if raw is None:
+            report.add_bad(str(path), f"it has more than {limit:,} bytes")
+            continue
+        document = text_document("/".join(parts), raw, report)
+        if document is not None:
+            yield document
+
+
+def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Everything below `root` but folders, with its path's parts. A stack of our own: folders may be nested deeply."""
+    stack: list[tuple[str, ...]] = [()]
+    while stack:
+        parts = stack.pop()
+        path = root.joinpath(*parts)
+        if not parts or (path.is_dir() and not path.is_symlink()):
+            try:
+                names = sorted(os.listdir(path), reverse=True)
+            except OSError as error:
+                raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+            stack += [(*parts, name) for name in names if not skip(name)]
+        else:
+            yield path, parts
+
+
+def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Document]:
+    """The file as one document. DataError where it is too large for one."""
+    raw = _content(path, limit)
+    if raw is None:
+        raise DataError(
+            f"{path} has more than the {limit:,} bytes that one document may have; split it into several files, or "
+            "make it a JSONL file with one document a line."
+        )
+    document = text_document(path.name, raw, report)
+    if document is not None:
+        yield document
+
+
+def _content(path: Path, limit: int) -> bytes | None:
+    """The bytes of a file; None where there are more than `limit`."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 1)
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+    return raw if len(raw) <= limit else None
+
+
+def text_document(path: str, raw: bytes, report: ReadReport) -> Document | None:
+    """A file's content as a document. Bytes that are not UTF-8 become U+FFFD and all line ends become \\n, as Python
+    reads text; blank files and binary ones (with a NUL byte) are counted and left out."""
+    if b"\0" in raw:
+        report.sources[-1].binary += 1
+        return None
+    text = raw.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        report.sources[-1].empty += 1
+        return None
+    # A file name may hold bytes that are not UTF-8; the document's path must be text that can be hashed and stored.
+    return Document(os.fsencode(path).decode("utf-8", "replace"), text)
+
+
+def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterator[Document]:
+    """One document a line: the string at `field`, named by `path`, else by `id`, else as FILE:LINE.
+
+    Malformed are lines that are longer than `limit`, no UTF-8, no JSON object, or without such a string. Blank lines
+    are no records.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in _lines(file, limit):
+                where = f"{path}:{number}"
+                if line is None:
+                    report.add_bad(where, f"the line has more than {limit:,} bytes")
+                    continue
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if not line.strip():
+                    continue
+                try:
+                    document = _record(json.loads(line.decode("utf-8")), field, f"{path.name}:{number}")
+                except UnicodeDecodeError:
+                    report.add_bad(where, "not UTF-8")
+                except (ValueError, RecursionError) as error:
+                    report.add_bad(where, _reason(error))
+                else:
+                    yield from _unless_empty(document, report)
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+
+
+def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers from 1; None stands for one of more than `limit` bytes, which is read past in pieces."""
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line.removesuffix(b"\n")) <= limit:
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_SKIPPED_BYTES)
+        yield number, None
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg}, column {error.colno})"
+    return "not JSON (nested too deeply)" if isinstance(error, RecursionError) else str(error)
+
+
+def _record(record: Any, field: str, name: str) -> Document:
+    """The document of one record. Raises ValueError with what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    text = record.get(field)
+    if not isinstance(text, str):
+        raise ValueError(f'no text in the field "{field:.80}"')
+    for key in ("path", "id"):
+        value = record.get(key)
+        if value is None or value == "":
+            continue
+        if not isinstance(value, str | int):
+            raise ValueError(f'the field "{key}" is neither text nor a whole number')
+        name = str(value)
+        break
+    if not (_is_unicode(text) and _is_unicode(name)):
+        raise ValueError("not Unicode (half of a surrogate pair)")
+    return Document(name, text)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates, which JSON can carry and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unless_empty(document: Document, report: ReadReport) -> Iterator[Document]:
+    if document.text.strip():
+        yield document
+    else:
+        report.sources[-1].empty += 1
+
+
+def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Iterator[Document]:
+    """One document a row: the string in `column`, named as for JSONL; the name without either is FILE:row N, from 1.
+
+    Row groups are read one after the other in small batches. MissingExtraError without pyarrow.
+    """
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingExtraError("pyarrow", "data") from None
+    strings = (pyarrow.StringScalar, pyarrow.LargeStringScalar)
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            columns = _columns(path, file.schema_arrow, column)
+            for row in _rows(file, columns):
+                number += 1
+                where = f"{path}:row {number}"
+                if any(v.as_buffer().size > limit for v in row.values() if isinstance(v, strings) and v.is_valid):
+                    report.add_bad(where, f"it has more than {limit:,} bytes")
+                    continue
+                try:
+                    record = {name: value.as_py() for name, value in row.items()}
+                    document = _record(record, column, f"{path.name}:row {number}")
+                except UnicodeDecodeError:
+                    report.add_bad(where, "not UTF-8")
+                except ValueError as error:
+                    report.add_bad(where, str(error))
+                else:
+                    yield from _unless_empty(document, report)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is no parquet file or damaged after row {number}: {_first_line(error)}") from None
+
+
+def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The named scalars of each row."""
+    for group in range(file.num_row_groups):
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns):
+            for row in range(batch.num_rows):
+                yield {name: batch.column(name)[row] for name in columns}
+
+
+def _columns(path: Path, schema: Any, column: str) -> list[str]:
+    """The columns to read: the text, and what may name it."""
+    types = {field.name: str(field.type) for field in schema}
+    if len(types) != len(schema):
+        raise DataError(f"{path} has several columns of one name.")
+    if types.get(column) not in _STRINGS:
+        texts = ", ".join(name for name, kind in types.items() if kind in _STRINGS) or "none"
+        raise DataError(
+            f'{path} has no column "{column}" of strings (columns of strings: {texts}); '
+            "name one as FILE.parquet#COLUMN."
+        )
+    return list(dict.fromkeys([column, *(name for name in ("path", "id") if types.get(name) in _NAMES)]))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,184 @@
+"""Git sources: what the commit says is read, and nothing in a hostile repository runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from glm5.data.sources import ReadReport, iter_sources, read_source
+from glm5.errors import DataError
+
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def git(root: Path, *arguments: str, **environment: str) -> str:
+    """Run git as a user would, but with no settings of this machine."""
+    who = {f"GIT_{role}_{what}": "x" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    clean = {"PATH": os.environ["PATH"], "HOME": str(root), "GIT_CONFIG_NOSYSTEM": "1", **who, **environment}
+    command = ["git", "-c", "init.defaultBranch=main", "-C", str(root), *arguments]
+    return subprocess.run(command, env=clean, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two commits, then changes that were not committed."""
+    root = tmp_path / "repo"
+    root.mkdir()
+    git(root, "init", "-q")
+    files = {
+        "b.txt": b"one\n",
+        "a/z.md": b"two\r\nlines\r\n",
+        "a.txt": b"three \xff",
+        "bin.txt": b"x\0y",
+        "big.py": b"x" * 99,
+    }
+    files |= {".hidden.py": b"h", "pic.png": b"p", "odd\nname é.txt": b"odd", "empty.txt": b" ", "ünï/c.rs": b"four"}
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    (root / "link.txt").symlink_to("/etc/hostname")
+    git(root, "add", "-A")
+    git(root, "-c", "core.autocrlf=false", "commit", "-q", "-m", "first")
+    git(root, "tag", "v1")
+    (root / "b.txt").write_bytes(b"one, changed\n")
+    (root / "new.txt").write_bytes(b"new\n")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "second")
+    (root / "b.txt").write_bytes(b"not committed\n")
+    (root / "untracked.txt").write_bytes(b"not committed\n")
+    return root
+
+
+def read(source: str, report: ReadReport | None = None) -> dict[str, str]:
+    return {d.path: d.text for d in iter_sources([source], report, max_record_bytes=50)}
+
+
+def test_the_committed_text_files(repository: Path) -> None:
+    expected = {
+        "a/z.md": "two\nlines\n", "a.txt": "three \ufffd", "b.txt": "one, changed\n", "new.txt": "new\n",
+        "odd\nname é.txt": "odd", "ünï/c.rs": "four",
+    }  # fmt: skip
+    report = ReadReport()
+    found = read(f"git:{repository}", report)
+    assert found == expected
+    assert list(found) == sorted(found, key=lambda path: path.split("/"))
+    entry = report.sources[0]
+    head = git(repository, "rev-parse", "HEAD")
+    assert (entry.revision, entry.plain()["revision"]) == (head, head)
+    assert (entry.binary, entry.empty, entry.bad) == (1, 1, 1)
+    assert [str(bad) for bad in report.bad] == [f"{repository}@{head[:12]}:big.py: it has more than 50 bytes"]
+
+
+def test_a_folder_of_the_same_files_gives_the_same_documents(repository: Path) -> None:
+    git(repository, "checkout", "-q", "-f", "HEAD")
+    (repository / "untracked.txt").unlink()
+    (repository / "link.txt").unlink()
+    assert list(read_source(f"git:{repository}")) == list(read_source(str(repository)))
+
+
+def test_revisions_and_bare_repositories(repository: Path, tmp_path: Path) -> None:
+    first = git(repository, "rev-parse", "v1")
+    for revision in ("v1", "main~1", first, first[:10]):
+        found = read(f"git:{repository}@{revision}")
+        assert (found["b.txt"], "new.txt" in found) == ("one\n", False)
+    bare = tmp_path / "odd@name.git"
+    git(tmp_path, "clone", "-q", "--bare", str(repository), str(bare))
+    assert read(f"git:{bare}") == read(f"git:{repository}")
+    assert read(f"git:{bare}@v1") == read(f"git:{repository}@v1")
+
+
+def test_what_is_no_repository_or_no_revision(repository: Path, tmp_path: Path) -> None:
+    for revision in ("nonsense", "v1:a.txt", "0" * 40):
+        with pytest.raises(DataError, match=f'no git repository with a commit "{revision}"'):
+            read(f"git:{repository}@{revision}")
+    for revision in ("--all", "-h", "", "--output=x", "a b", "a\nb"):
+        with pytest.raises(DataError, match="is no revision"):
+            read(f"git:{repository}@{revision}")
+    for location in (tmp_path / "absent", "", "@v1"):
+        with pytest.raises(DataError, match="names no folder"):
+            read(f"git:{location}")
+    (tmp_path / "plain").mkdir()
+    for folder in (tmp_path / "plain", repository / "a"):  # not the repository above either
+        with pytest.raises(DataError, match="git cannot read"):
+            read(f"git:{folder}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    git(empty, "init", "-q")
+    with pytest.raises(DataError, match="with a commit"):
+        read(f"git:{empty}")
+
+
+def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(DataError, match="needs the program git, which is not installed"):
+        read(f"git:{repository}")
+
+
+def test_damage_is_a_data_error(repository: Path) -> None:
+    blob = git(repository, "rev-parse", "HEAD:new.txt")
+    file = repository / ".git" / "objects" / blob[:2] / blob[2:]
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:4])
+    with pytest.raises(DataError):
+        read(f"git:{repository}")
+    file.unlink()
+    with pytest.raises(DataError, match=r"lacks the content of new\.txt|git cannot read"):
+        read(f"git:{repository}")
+
+
+def test_no_program_of_the_repository_runs(repository: Path, tmp_path: Path) -> None:
+    """Every setting that names a program is planted, one blob is missing so that a partial clone would fetch it, and
+    the marker file says whether anything ran. The plant works: git itself, asked for the status, runs it."""
+    marker, script = tmp_path / "ran", tmp_path / "script"
+    script.write_text(f"#!/bin/sh\necho $0 >> {marker}\nexit 1\n", encoding="utf-8")
+    script.chmod(0o755)
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    for name in ("post-checkout", "reference-transaction", "pre-auto-gc", "post-index-change"):
+        shutil.copy(script, hooks / name)
+    settings = {
+        "core.fsmonitor": script, "core.hooksPath": hooks, "core.pager": script, "pager.ls-tree": script,
+        "pager.cat-file": script, "core.sshCommand": script, "core.gitProxy": script, "core.editor": script,
+        "core.askPass": script, "credential.helper": script, "diff.external": script, "filter.f.smudge": script,
+        "filter.f.process": script, "diff.f.textconv": script, "alias.ls-tree": f"!{script}", "remote.r.vcs": "x",
+        "alias.cat-file": f"!{script}", "remote.origin.url": f"ext::{script}", "protocol.ext.allow": "always",
+        "protocol.allow": "always", "remote.origin.promisor": "true", "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin", "remote.origin.uploadpack": script, "fetch.fsckObjects": "false",
+    }  # fmt: skip
+    for key, value in settings.items():
+        git(repository, "config", key, str(value))
+    (repository / ".gitattributes").write_text("* filter=f diff=f\n", encoding="utf-8")
+    wanted = {"b.txt": "one, changed\n", "ünï/c.rs": "four"}
+    assert read(f"git:{repository}").items() >= wanted.items()
+    assert not marker.exists()
+
+    blob = git(repository, "rev-parse", "HEAD:new.txt")
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    with pytest.raises(DataError):
+        read(f"git:{repository}")
+    assert not marker.exists()
+    subprocess.run(["git", "-C", str(repository), "status"], capture_output=True)
+    assert marker.exists()
+    marker.unlink()
+    subprocess.run(["git", "-C", str(repository), "cat-file", "-p", blob], capture_output=True)
+    assert marker.exists()
+
+
+def test_neither_environment_nor_replacements_change_what_is_read(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read(f"git:{repository}")
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_OBJECT_DIRECTORY", str(other / ".git" / "objects"))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.bare")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "nonsense")
+    git(repository, "replace", git(repository, "rev-parse", "HEAD"), git(repository, "rev-parse", "v1"))
+    assert read(f"git:{repository}") == before
