@@ -1,7 +1,19 @@
-"""What a run tells: logs (`logs`), numbers (`metrics`) and where it stands (`progress`). Free of torch."""
+"""What a run tells: logs (`logs`), numbers (`metrics`, `sinks`) and where it stands (`progress`). Free of torch."""
 
 from glm5.obs.logs import get_logger, setup_logging
-from glm5.obs.metrics import MetricsWriter, read_metrics
+from glm5.obs.metrics import Metrics, MetricsLog, MetricsWriter, NullMetrics, open_metrics, read_metrics
 from glm5.obs.progress import PipelineProgress
+from glm5.obs.sinks import check_sinks
 
-__all__ = ["MetricsWriter", "PipelineProgress", "get_logger", "read_metrics", "setup_logging"]
+__all__ = [
+    "Metrics",
+    "MetricsLog",
+    "MetricsWriter",
+    "NullMetrics",
+    "PipelineProgress",
+    "check_sinks",
+    "get_logger",
+    "open_metrics",
+    "read_metrics",
+    "setup_logging",
+]

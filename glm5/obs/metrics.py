@@ -2,6 +2,9 @@
 
 The file is append-only while a run works. A run that is resumed from a checkpoint repeats the steps after it, so their
 lines are taken out first (`MetricsWriter.rewind`); a line cut off by a crash is dropped when the file is opened.
+
+The file is the source of truth. `open_metrics` gives what a run writes through: rank 0 has the file and the sinks that
+its recipe names (`glm5.obs.sinks`), the other ranks have nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +14,45 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, Protocol, Self, SupportsFloat, SupportsIndex
 
 from glm5.errors import DataError
+from glm5.obs.logs import get_logger, rank
+from glm5.obs.sinks import Sink, check_sinks, make_sinks
 
 Number = SupportsFloat | SupportsIndex
 _RESERVED = frozenset({"stage", "step", "time"})
 
 
-class MetricsWriter:
+class MetricsLog(Protocol):
+    """What stages write their numbers to: `MetricsWriter` alone, `Metrics` with sinks, or `NullMetrics`."""
+
+    def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None: ...
+
+    def rewind(self, stage: str, step: int) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class _Closing:
+    """Makes a context manager of what has `close`."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class MetricsWriter(_Closing):
     """Appends to one metrics file. Every line is on its way to the disk when `write` returns. Usable from any thread.
 
     One process writes a file; in a job of many ranks, rank 0.
@@ -71,13 +101,85 @@ class MetricsWriter:
         with self._lock:
             self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class Metrics(_Closing):
+    """The metrics file and copies of its numbers in sinks. A sink that fails is warned about once and dropped."""
+
+    def __init__(self, writer: MetricsWriter, sinks: Mapping[str, Sink]) -> None:
+        self.writer = writer
+        self._sinks = dict(sinks)
+        self._lock = threading.Lock()
+
+    def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None:
+        """As `MetricsWriter.write`; sinks get the finite numbers."""
+        self.writer.write(stage, step, numbers)
+        if self._sinks:
+            plain = ((name, _plain(name, value)) for name, value in numbers.items())
+            finite = {name: value for name, value in plain if value is not None}
+            self._each(lambda sink: sink.write(stage, int(step), finite))
+
+    def rewind(self, stage: str, step: int) -> int:
+        """As `MetricsWriter.rewind`; sinks prepare to see the steps again."""
+        removed = self.writer.rewind(stage, step)
+        self._each(lambda sink: sink.rewind(stage, step))
+        return removed
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self.writer.close()
+
+    def _each(self, use: Callable[[Sink], None]) -> None:
+        with self._lock:
+            for name, sink in list(self._sinks.items()):
+                try:
+                    use(sink)
+                except Exception as error:  # whatever a foreign package raises: the run is worth more than a copy
+                    del self._sinks[name]
+                    said = " ".join(str(error).split())[:300] or type(error).__name__
+                    get_logger(__name__).warning(
+                        "The sink %s failed (%s) and gets no more metrics; metrics.jsonl goes on.", name, said
+                    )
+
+
+class NullMetrics(_Closing):
+    """Takes metrics and keeps none: for the ranks that do not write."""
+
+    def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None:
+        return None
+
+    def rewind(self, stage: str, step: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        return None
+
+
+def open_metrics(
+    path: Path | str,
+    sinks: Sequence[str] = (),
+    *,
+    run_name: str = "",
+    config: Mapping[str, Any] | None = None,
+    wandb_mode: str | None = None,
+    main: bool | None = None,
+) -> Metrics | NullMetrics:
+    """What this process writes metrics to: on rank 0 the file `path` and the sinks, in the folder of the file.
+
+    `run_name` and `config` (the resolved recipe) are shown by W&B, and `wandb_mode` is used where WANDB_MODE is not
+    set; without both it is offline. `main` says whether this process is rank 0, where RANK does not. ConfigError on
+    every rank for a sink that cannot be.
+    """
+    check_sinks(sinks)
+    if not (rank() == 0 if main is None else main):
+        return NullMetrics()
+    writer = MetricsWriter(path)
+    sent: dict[str, int] = {}
+    for row in read_metrics(writer.path) if sinks else []:
+        sent[row["stage"]] = max(row["step"], sent.get(row["stage"], 0))
+    folder = writer.path.parent
+    return Metrics(
+        writer, make_sinks(sinks, folder, run_name=run_name, config=config, wandb_mode=wandb_mode, sent=sent)
+    )
 
 
 def read_metrics(path: Path | str, stage: str | None = None) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ output.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from rich.text import Text
 
 _MARKS = {"waiting": "·", "running": "▸", "done": "✓", "skipped": "-", "failed": "✗"}
 _ASCII_MARKS = {"waiting": ".", "running": ">", "done": "+", "skipped": "-", "failed": "!"}
+_SHORT_NAMES = {"tokens_per_second": "tok/s", "held_out_bits_per_byte": "held-out bits/byte"}
 _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "skipped": "dim", "failed": "red"}
 
 
@@ -32,6 +34,7 @@ class _Stage:
     total: int | None = None
     count: int = 0
     began: float = 0.0
+    base: tuple[float, int] | None = None  # time and count from which the pace is measured
     seconds: float = 0.0  # final, once the stage has ended
     text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
@@ -41,7 +44,8 @@ class PipelineProgress:
     """Context manager around a pipeline; stages run one at a time, in any order of `stage_names`.
 
     `expected_seconds` gives each stage's weight in the estimate of the whole; how fast this machine is gets corrected
-    by the stages that have run. `interval` is the least time in seconds between two plain lines of a running stage.
+    by the stages that have run. `interval` is the least time in seconds between two plain lines of a running stage; it
+    grows with the stage's age, up to five minutes, so that a day of training gives some hundred lines.
     """
 
     def __init__(
@@ -88,16 +92,20 @@ class PipelineProgress:
         current = self._stages[stage]
         current.state, current.total, current.count = "running", total, 0
         current.began = self._last_line = self._clock()
+        current.base = None
         self._current = current
         self._line(current, f"started{'' if total is None else f', {total} steps'}")
 
     def advance(self, n: int = 1, **numbers: float) -> None:
-        """The running stage got on by `n`; `numbers` are its latest, shown beside it."""
+        """The running stage got on by `n`; `numbers` are its latest, shown beside it. A stage's first call without
+        numbers tells what an earlier process did: it counts, and says nothing about the pace."""
         current = self._running()
         current.count += n
         current.numbers.update(numbers)
         now = self._clock()
-        if now - self._last_line >= self._interval:
+        if current.base is None:
+            current.base = (current.began, 0) if numbers else (now, current.count)
+        if now - self._last_line >= max(self._interval, min((now - current.began) / 30, 300.0)):
             self._last_line = now
             self._line(current, ", ".join(part for part in self._report(current, now) if part))
 
@@ -119,9 +127,10 @@ class PipelineProgress:
         current = self._current
         if current is None:
             return None
+        spent, steps = self._measured(current)
+        if current.total and steps:
+            return spent * max(current.total - current.count, 0) / steps
         spent = self._clock() - current.began
-        if current.total and current.count:
-            return spent * max(current.total - current.count, 0) / current.count
         return None if current.expected is None else max(current.expected * self._slowness() - spent, 0.0)
 
     def seconds_left(self) -> float | None:
@@ -144,11 +153,17 @@ class PipelineProgress:
         """Seconds that an expected second takes here, over the stages that ran and the one that runs."""
         pairs = [(s.seconds, s.expected) for s in self._stages.values() if s.state == "done" and s.expected]
         current = self._current
-        if current is not None and current.expected and current.total and current.count:
-            share = min(current.count / current.total, 1.0)
-            pairs.append((self._clock() - current.began, current.expected * share))
+        if current is not None and current.expected and current.total:
+            spent, steps = self._measured(current)
+            if steps:
+                pairs.append((spent, current.expected * min(steps / current.total, 1.0)))
         expected = sum(e for _, e in pairs)
         return sum(s for s, _ in pairs) / expected if expected > 0 else 1.0
+
+    def _measured(self, stage: _Stage) -> tuple[float, int]:
+        """Seconds that this process spent on how many steps of the running stage."""
+        since, before = stage.base or (stage.began, 0)
+        return self._clock() - since, stage.count - before
 
     def _running(self) -> _Stage:
         if self._current is None:
@@ -237,6 +252,15 @@ def _duration(seconds: float) -> str:
 
 
 def _numbers(numbers: Mapping[str, float]) -> str:
-    """The first four numbers, short: `loss 3.21 lr 0.0003`."""
+    """The first four numbers, short: `loss 3.21 tok/s 12.3k`."""
     shown = list(numbers.items())[:4]
-    return " ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown)
+    return " ".join(f"{_SHORT_NAMES.get(name, name)} {_short(value)}" for name, value in shown)
+
+
+def _short(value: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size:
+            return f"{value / size:.{max(0, 2 - int(math.log10(abs(value) / size)))}f}{unit}"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)

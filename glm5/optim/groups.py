@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from glm5.errors import ConfigError
+from glm5.optim.blocks import block_heights
 
 ADAMW_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -17,10 +18,12 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for `Muon`. `split=False` is the ablation arm: whole matrices instead of row blocks.
 
-    Every matrix must declare its row blocks (`glm5.model.layers.declare_split`); one that does not is an error, because
-    a matrix that silently misses its split trains without any sign of it. `trainable` chooses parameters by name; the
-    others are frozen (requires_grad False).
+    Every matrix must declare row blocks that fit it (`glm5.model.layers.declare_split`), and a matrix of which its
+    module says how many blocks it has (`split_blocks`) must declare as many: a matrix that silently misses its split
+    trains without any sign of it. Anything else is a ConfigError. `trainable` chooses parameters by name; the others
+    are frozen (requires_grad False).
     """
+    required = required_blocks(model)
     muon: list[tuple[str, nn.Parameter]] = []
     adamw: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
@@ -29,12 +32,29 @@ def muon_groups(
             continue
         if parameter.ndim < 2 or name.endswith(ADAMW_MATRICES):
             adamw.append((name, parameter))
-        elif not hasattr(parameter, "muon_split"):
-            raise ConfigError(f"{name} is a matrix without declared Muon Split blocks; call declare_split on it.")
-        else:
-            muon.append((name, parameter))
+            continue
+        declared = len(block_heights(parameter, name, split=True))
+        wanted = required.get(id(parameter), declared)
+        if declared != wanted:
+            raise ConfigError(
+                f"{name} declares {declared} Muon Split block(s) where its module needs {wanted}; declare them again."
+            )
+        muon.append((name, parameter))
     groups = [
         {"params": [p for _, p in muon], "names": [n for n, _ in muon], "kind": "muon", "split": split},
         {"params": [p for _, p in adamw], "names": [n for n, _ in adamw], "kind": "adamw"},
     ]
     return [group for group in groups if group["params"]]
+
+
+def required_blocks(model: nn.Module) -> dict[int, int]:
+    """Number of row blocks by id of parameter, from the modules that state it: `split_blocks = {name: number}`."""
+    required: dict[int, int] = {}
+    for module in model.modules():
+        for name, number in getattr(module, "split_blocks", {}).items():
+            try:
+                required[id(module.get_parameter(name))] = number
+            except AttributeError:
+                kind = type(module).__name__
+                raise ConfigError(f"{kind} needs Muon Split on {name}, which it does not have (any more).") from None
+    return required

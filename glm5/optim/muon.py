@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NS_STEPS = 5
+from glm5.optim.blocks import Shape, block_views
+from glm5.optim.distributed import CutBlock, Exchange, ShardPlan, local, shard_plan, sum_over_ranks
+from glm5.optim.newton_schulz import chunk_length, chunks, iterate, newton_schulz
+from glm5.optim.table import GroupRow, block_shapes, describe
+
+__all__ = ["Muon", "newton_schulz"]
+
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def newton_schulz(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each [r, c] in a stack [n, r, c] (singular values ~0.7..1.2).
+class Piece(NamedTuple):
+    """Equal blocks [n, r, c] of one parameter that lie on this rank: views of its momentum, gradient and weight."""
 
-    Five quintic iterations on the Frobenius-normalised matrix; wide orientation first, because it is cheaper.
-    """
-    a, b, c = NS_COEFFICIENTS
-    x = blocks.to(dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.transpose(-1, -2)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(NS_STEPS):
-        gram = torch.bmm(x, x.transpose(-1, -2))
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.transpose(-1, -2) if tall else x).to(blocks.dtype)
+    parameter: Tensor
+    momentum: Tensor
+    gradient: Tensor
+    weight: Tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -35,6 +34,13 @@ class Muon(torch.optim.Optimizer):
 
     buf = momentum * buf + g; u = g + momentum * buf; W <- W (1 - lr wd) - lr * 0.2 * sqrt(max(r, c)) * NS(u) per row
     block of r x c, which matches AdamW's update RMS of about 0.2. Norms and biases are not decayed.
+
+    Parameters may be DTensors (rows or whole experts sharded, see `glm5.optim.distributed`); state is sharded as they
+    are. Which parameters have a gradient must then be the same on all ranks. `ns_dtype` is what Newton-Schulz computes
+    in and what travels between ranks.
+
+    `bytes_communicated` is what this rank sent in the last step. Set `watch_updates` before a step to have its updates
+    measured: `update_table()` then shows them, and the switch is off again.
     """
 
     def __init__(
@@ -49,6 +55,11 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         self.ns_dtype = ns_dtype
+        self.bytes_communicated = 0
+        self.watch_updates = False
+        # Sum of squares of the last watched step's update over lr, per parameter and block shape.
+        self.update_squares: dict[tuple[int, Shape], Tensor] = {}
+        self._plans: dict[tuple[int, ...], tuple[ShardPlan, list[Exchange]]] = {}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -56,69 +67,146 @@ class Muon(torch.optim.Optimizer):
         """One update of all parameters that have a gradient."""
         if closure is not None:
             raise ValueError("Muon takes no closure.")
+        self.bytes_communicated = 0
+        if self.watch_updates:
+            self.update_squares = {}
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
             if group.get("kind", "adamw") == "muon":
                 self._muon(live, group)
             else:
                 self._adamw(live, group)
+        if self.watch_updates:
+            self._gather_squares()
+            self.watch_updates = False
+
+    def update_table(self) -> list[GroupRow]:
+        """What every kind of parameter is trained by, with the effective update RMS of the last watched step."""
+        return describe(self)
 
     def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p in params:
+        plan, exchanges = self._plan(params, group)
+        by_shape: dict[tuple[int, int, torch.device], list[Piece]] = defaultdict(list)
+        shards: list[Piece] = []
+        for p, whole in zip(params, plan.whole):
             assert p.grad is not None
             state = self.state[p]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
-            buffer = state["momentum"].mul_(group["momentum"]).add_(p.grad)
-            update = p.grad.add(buffer, alpha=group["momentum"])
-            p.mul_(1.0 - group["lr"] * group["weight_decay"])
-            for block, target in row_blocks(update, p, group.get("split", True)):
-                by_shape[(block.shape[-2], block.shape[-1])].append((block, target))
-        for (rows, columns), pairs in by_shape.items():
-            scale = group["lr"] * 0.2 * max(rows, columns) ** 0.5
-            orthogonal = newton_schulz(torch.cat([block for block, _ in pairs]), self.ns_dtype)
-            for (_, target), part in zip(pairs, orthogonal.split([len(b) for b, _ in pairs]), strict=True):
-                target.sub_(part.view(target.shape), alpha=scale)
+            shards.append(Piece(p, local(state["momentum"]), local(p.grad).contiguous(), local(p)))
+            if whole.heights:
+                views = (block_views(t[..., whole.rows, :], whole.heights) for t in shards[-1][1:])
+                for piece in zip(*views, strict=True):
+                    rows, columns = piece[0].shape[1:]
+                    by_shape[(rows, columns, piece[0].device)].append(Piece(p, *piece))
+
+        def fill(cut: CutBlock, first: int, last: int, out: Tensor) -> None:
+            rows = plan.local_rows(cut, first, last)
+            accumulate(shards[cut.parameter].momentum[rows], shards[cut.parameter].gradient[rows], momentum, out)
+
+        def apply(cut: CutBlock, first: int, last: int, update: Tensor) -> None:
+            shard = shards[cut.parameter]
+            self._apply(shard.parameter, shard.weight[plan.local_rows(cut, first, last)], update, cut.shape, group)
+
+        momentum = group["momentum"]
+        for exchange in exchanges:
+            exchange.send(fill, shards[0].weight.device)
+        for (rows, columns, device), pieces in by_shape.items():  # while the cut blocks travel
+            self._local((rows, columns), device, pieces, group)
+        for exchange in exchanges:
+            exchange.finish(apply)
+            self.bytes_communicated += exchange.bytes_sent
+
+    def _plan(self, params: list[Tensor], group: dict[str, Any]) -> tuple[ShardPlan, list[Exchange]]:
+        """Where the blocks of these parameters lie; worked out once, because neither shapes nor shards change."""
+        key = (int(group.get("split", True)), *map(id, params))
+        if key not in self._plans:
+            names = {id(p): name for p, name in zip(group["params"], group.get("names", ()))}
+            named = [(names.get(id(p), f"matrix {i} of the group"), p) for i, p in enumerate(params)]
+            plan = shard_plan(named, group.get("split", True))
+            self._plans[key] = plan, [Exchange(cuts, ranks, self.ns_dtype) for ranks, cuts in plan.cuts.items()]
+        return self._plans[key]
+
+    def _local(self, shape: Shape, device: torch.device, pieces: list[Piece], group: dict[str, Any]) -> None:
+        """All blocks of one shape that lie on this rank, batch by batch, so that no copy of all updates exists."""
+        limit = chunk_length(*shape, device)
+        work = torch.empty(min(limit, sum(len(p.weight) for p in pieces)), *shape, dtype=self.ns_dtype, device=device)
+        for batch in chunks(((len(piece.weight), piece) for piece in pieces), limit):
+            counts = [stop - start for _, start, stop in batch]
+            parts = work[: sum(counts)].split(counts)
+            for (piece, start, stop), part in zip(batch, parts):
+                accumulate(piece.momentum[start:stop], piece.gradient[start:stop], group["momentum"], part)
+            for (piece, start, stop), part in zip(batch, iterate(work[: sum(counts)]).split(counts)):
+                self._apply(piece.parameter, piece.weight[start:stop], part, shape, group)
+
+    def _apply(self, parameter: Tensor, weight: Tensor, update: Tensor, shape: Shape, group: dict[str, Any]) -> None:
+        """Decay the weight and move it by an orthogonalised update of the same shape, part of a block of `shape`."""
+        scale = 0.2 * max(shape) ** 0.5
+        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+        if self.watch_updates:
+            self._watch(parameter, shape, update.float().mul(scale))
+
+    def _watch(self, parameter: Tensor, shape: Shape, update: Tensor) -> None:
+        square = update.square().sum().float()
+        key = (id(parameter), shape)
+        self.update_squares[key] = self.update_squares[key] + square if key in self.update_squares else square
+
+    def _gather_squares(self) -> None:
+        """Complete the watched sums over ranks, in an order that does not depend on what this rank holds."""
+        keys = [
+            ((id(p), shape), p)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+            for shape in block_shapes(p, "a matrix", group)
+        ]
+        if keys:
+            empty = torch.zeros((), device=keys[0][1].device)
+            sums = sum_over_ranks([(p, self.update_squares.get(key, empty)) for key, p in keys])
+            self.update_squares = {key: value for (key, _), value in zip(keys, sums)}
 
     def _adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
         for p in params:
-            assert p.grad is not None
             state = self.state[p]
             if not state:
-                state["step"], state["m"], state["v"] = torch.zeros(()), torch.zeros_like(p), torch.zeros_like(p)
-            state["step"] += 1
-            count = float(state["step"])
-            m = state["m"].lerp_(p.grad, 1 - beta1)
-            v = state["v"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-            if p.ndim >= 2:
-                p.mul_(1.0 - group["lr"] * group["weight_decay"])
-            denominator = (v / (1 - beta2**count)).sqrt_().add_(group["eps"])
-            p.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**count))
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        for decayed in (True, False):
+            chosen = [p for p in params if (p.ndim >= 2) == decayed]
+            held = [p for p in chosen if local(p).numel()]
+            for p in chosen:
+                if local(p).numel() == 0:  # a rank that holds no row of it still counts the step
+                    self.state[p]["step"] += 1
+            if held:
+                adamw(
+                    [local(p) for p in held],
+                    [local(p.grad).contiguous() for p in held if p.grad is not None],
+                    [local(self.state[p]["m"]) for p in held],
+                    [local(self.state[p]["v"]) for p in held],
+                    [],
+                    [self.state[p]["step"] for p in held],
+                    fused=all(p.device.type in FUSED_DEVICES for p in held),
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"] if decayed else 0.0,
+                    eps=group["eps"],
+                    maximize=False,
+                )
+        if self.watch_updates:
+            for p in params:
+                self._watch(p, (0, 0), self._adamw_update(p, group))
+
+    def _adamw_update(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """The update over lr that AdamW just applied to this rank's part of p, from the state it left."""
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        count = float(state["step"])
+        scale = (local(state["v"]) / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        return local(state["m"]) / (1 - beta1**count) / scale
 
 
-def row_blocks(update: Tensor, parameter: Tensor, split: bool) -> list[tuple[Tensor, Tensor]]:
-    """Pairs (blocks of the update [n, r, c], view of the parameter that they change), one per block height in a period.
-
-    Heights repeat (per-head K and V rows of kv_b_proj alternate), so each kind of block is one strided stack; the
-    parameter's side stays a [stack, repeats, r, c] view, because writing to a copy would change nothing.
-    """
-    heights = parameter.muon_split if split else (parameter.shape[-2],)  # type: ignore[attr-defined]
-    period = _period(heights)
-    shape = (len(heights) // period, sum(heights[:period]))
-    update4, target4 = (t.view(-1, *t.shape[-2:]).unflatten(1, shape) for t in (update, parameter.data))
-    pairs, start = [], 0
-    for height in heights[:period]:
-        rows = slice(start, start + height)
-        pairs.append((update4[:, :, rows].flatten(0, 1), target4[:, :, rows]))
-        start += height
-    return pairs
-
-
-def _period(heights: tuple[int, ...]) -> int:
-    """Length of the shortest repeating pattern of block heights."""
-    for period in range(1, len(heights) + 1):
-        if len(heights) % period == 0 and heights == heights[:period] * (len(heights) // period):
-            return period
-    return len(heights)
+def accumulate(buffer: Tensor, gradient: Tensor, momentum: float, out: Tensor) -> None:
+    """buffer <- momentum * buffer + gradient; out <- gradient + momentum * buffer, cast to the dtype of `out`."""
+    torch.add(gradient, buffer, alpha=momentum, out=buffer)
+    torch.add(gradient, buffer, alpha=momentum, out=out)

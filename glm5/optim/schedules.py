@@ -1,19 +1,47 @@
-"""Learning-rate schedules as functions of the step (App. A)."""
+"""Learning rate and batch size as functions of the step (App. A)."""
 
 from __future__ import annotations
 
 import math
 
+from glm5.errors import ConfigError, nearest
 
-def learning_rate(step: int, *, steps: int, peak: float, final: float, warmup: int = 0, shape: str = "cosine") -> float:
-    """Rate of optimizer step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step."""
+SHAPES = ("cosine", "linear", "constant")
+
+
+def learning_rate(
+    step: int, *, steps: int, peak: float, final: float = 0.0, warmup: int = 0, shape: str = "cosine"
+) -> float:
+    """Rate of optimizer step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step.
+
+    A constant rate stays at `peak` and has no use for `final`. Raises ConfigError for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise ConfigError(f'unknown schedule "{shape}"{nearest(shape, SHAPES)}; use cosine, linear or constant.')
     if step < warmup:
         return peak * (step + 1) / warmup
-    if shape not in ("cosine", "linear", "constant"):
-        raise ValueError(f'unknown schedule "{shape}"; use cosine, linear or constant')
     progress = min(1.0, (step - warmup) / max(1, steps - warmup - 1))
     if shape == "constant":
         return peak
     if shape == "linear":
         return peak + (final - peak) * progress
     return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def rows_at(step: int, *, first: int, last: int, ramp: int, multiple: int = 1) -> int:
+    """Rows in the batch of step `step` (0-based), when the batch grows linearly with the rows already seen, from
+    `first` to `last` over the first `ramp` rows, rounded down to a multiple (the paper's base model: 16M to 64M tokens
+    over the first 500B).
+
+    A batch that grows by a fixed share of what is seen grows by the same factor every step, so no history is needed.
+    Raises ConfigError unless 0 < first <= last and ramp >= 0, both sizes multiples of `multiple`.
+    """
+    if not 0 < first <= last or ramp < 0 or multiple < 1 or first % multiple or last % multiple:
+        raise ConfigError(f"a batch cannot grow from {first} to {last} rows over {ramp} in multiples of {multiple}.")
+    if ramp == 0 or first == last:
+        return last
+    growth = step * math.log1p((last - first) / ramp)
+    if growth >= math.log(last / first):
+        return last
+    # The tiny addend keeps an exact product such as 8 * 1.5 from rounding below itself.
+    return math.floor(first * math.exp(growth) / multiple + 1e-9) * multiple

@@ -1,105 +1,135 @@
-"""Figures of the report: small panels as inline SVG, whose colours are the page's and follow its light or dark mode.
+"""Figures: small panels of the report as inline SVG, whose colours are the page's and follow its light or dark mode,
+and larger figures that stand alone as files (`lines`).
 
-Title and legend of a panel are HTML around it, so an SVG holds nothing but axes, lines and numbers.
+Title and legend of a panel are HTML around it, so its SVG holds nothing but axes, lines and numbers.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from markupsafe import Markup
 
-from glm5.errors import MissingExtraError
-from glm5.report.wording import clean, safe
+from glm5.report.drawing import INK, RAMP, SERIES, STRONG, WARN, alone, draw_svg
+from glm5.report.wording import clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 320, 196  # SVG units, which are CSS pixels when the panel has its natural width
-COLOURS = 6
-MOST_POINTS = 300
+COLOURS = len(SERIES)
+MOST_POINTS = 500
+"""Points that a curve is thinned to at most."""
+PANEL_POINTS = 6000
+"""Points of all curves of a panel together."""
+MOST = 1e100
 SMOOTH_FROM = 24
 """Curves with at least this many points get a running mean; the points themselves stay visible behind it."""
 
-# Stand-ins that are replaced by the page's CSS variables; nobody would pick these colours.
-_INK, _LINE = "#010203", "#010204"
-_SERIES = [f"#01030{i}" for i in range(COLOURS)]
-_VARIABLES = {_INK: "var(--muted)", _LINE: "var(--line)"} | {c: f"var(--s{i})" for i, c in enumerate(_SERIES)}
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "glm5",
-    "text.parse_math": False,
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _INK,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,
-    "grid.color": _LINE,
-    "grid.linewidth": 0.8,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
-}
+Points = Sequence[tuple[float, float]]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: (x, y) points, and for points with an interval its (low, high)."""
+    """One line: (x, y) points, and for points with an interval its (low, high). `dots` shows the single points, for
+    measurements that are few; `smooth` puts a running mean before many, which a number without noise does not need."""
 
     label: str
-    points: Sequence[tuple[float, float]]
-    intervals: Sequence[tuple[float, float]] = ()
+    points: Points
+    intervals: Points = ()
+    dots: bool = False
+    smooth: bool = True
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How x is named and drawn. `unit` "count" is for whole numbers, "large" for 1.2M instead of 1200000."""
+
+    label: str = "step"
+    unit: str = "count"
+    log: bool = False
+
+
+STEPS = Axis()
+TOKENS = Axis("tokens", "large")
+LAYERS = Axis("layer")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure with its title, a remark and its legend: (label, colour number) each."""
+    """A figure with its title, a remark and its legend: (label, name of the colour's class) each."""
 
     title: str
     svg: Markup
     note: str = ""
-    legend: list[tuple[str, int]] = field(default_factory=list)
+    legend: list[tuple[str, str]] = field(default_factory=list)
 
 
-def curves(title: str, series: Sequence[Series], note: str = "") -> Panel | None:
-    """Metrics over steps; a series keeps its colour when others have no points. None when no series has any."""
+def curves(
+    title: str,
+    series: Sequence[Series],
+    note: str = "",
+    axis: Axis = STEPS,
+    *,
+    reference: tuple[str, float] | None = None,
+    marks: Sequence[float] = (),
+    log: bool = False,
+) -> Panel | None:
+    """Metrics over steps or tokens; a series keeps its colour when others have no points. None when no series has any.
+
+    `reference` is a level that the curves are compared to, `marks` are places on the axis where something went wrong;
+    `log` is for the values.
+    """
     shown = _shown(series)
     if not shown:
         return None
 
     def draw(axes: Axes) -> None:
-        for one, colour_number in shown:
-            points, colour = _thin(one.points), _SERIES[colour_number]
-            steps, values = [p[0] for p in points], [p[1] for p in points]
-            if len(points) < SMOOTH_FROM:
-                axes.plot(steps, values, color=colour, marker="o" if len(points) == 1 else None, markersize=4)
-                continue
-            axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-            axes.plot(steps, _running_mean(values, len(values) // 15), color=colour)
-        axes.locator_params(axis="x", nbins=6, integer=True)
-        axes.set_xlabel("step")
+        for one, number in shown:
+            _curve(axes, one, SERIES[number])
+        if reference:
+            axes.axhline(reference[1], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+        if marks:
+            # In units of the axes' height, so that they stand at the upper edge whatever the values are.
+            places = _spread(list(marks), MOST_POINTS)
+            at = [0.97] * len(places)
+            axes.plot(places, at, "x", color=WARN, markersize=5, transform=axes.get_xaxis_transform())
+        if log:
+            _logarithmic(axes, "y")
+        _finish_x(axes, axis)
 
-    return Panel(title, _svg(title, draw), note, _legend(shown))
+    legend = _legend(shown)
+    if reference:
+        legend.append((reference[0], "dash"))
+    if marks:
+        legend.append(("skipped step", "warn"))
+    return Panel(title, draw_svg(title, draw), note, legend)
+
+
+def layered(
+    title: str, series: Sequence[Series], note: str = "", axis: Axis = STEPS, level: float | None = None
+) -> Panel | None:
+    """Many thin lines of one kind (layers, heads), coloured in their order. `level` is a value to compare with."""
+    shown = [_bounded(one) for one in series if one.points]
+    if not shown:
+        return None
+    most = min(MOST_POINTS, max(40, PANEL_POINTS // len(shown)))
+    colours = [round(place * (len(RAMP) - 1) / max(1, len(shown) - 1)) for place in range(len(shown))]
+
+    def draw(axes: Axes) -> None:
+        if level is not None:
+            axes.axhline(level, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
+        for one, colour in zip(shown, colours):
+            points = thin(one.points, most)
+            marker = "o" if len(points) == 1 else None
+            axes.plot(*_xy(points), color=RAMP[colour], linewidth=1.0, alpha=0.85, marker=marker, markersize=3)
+        _finish_x(axes, axis)
+
+    named = range(len(shown)) if len(shown) <= 4 else (0, (len(shown) - 1) // 2, len(shown) - 1)
+    return Panel(title, draw_svg(title, draw), note, [(shown[i].label, f"r{colours[i]}") for i in named])
 
 
 def by_category(
@@ -115,13 +145,12 @@ def by_category(
         return None
 
     def draw(axes: Axes) -> None:
-        for index, (one, colour_number) in enumerate(shown):
-            colour = _SERIES[colour_number]
+        for index, (one, number) in enumerate(shown):
             aside = 0.08 * (index - (len(shown) - 1) / 2) if one.intervals else 0.0
             places, values = [p[0] + aside for p in one.points], [p[1] for p in one.points]
-            axes.plot(places, values, color=colour, marker="o", markersize=4.5)
+            axes.plot(places, values, color=SERIES[number], marker="o", markersize=4.5)
             for place, (low, high) in zip(places, one.intervals):
-                axes.plot([place, place], [low, high], color=colour, linewidth=1.2, alpha=0.7)
+                axes.plot([place, place], [low, high], color=SERIES[number], linewidth=1.2, alpha=0.7)
         axes.set_xlim(-0.4, len(categories) - 0.6)
         axes.set_xticks(range(len(categories)), [_short(name) for name in categories])
         axes.set_ylim(*limits)
@@ -131,78 +160,147 @@ def by_category(
                 label.set_horizontalalignment("right")
                 label.set_rotation_mode("anchor")
 
-    return Panel(title, _svg(title, draw), note, _legend(shown) if len(shown) > 1 else [])
+    return Panel(title, draw_svg(title, draw), note, _legend(shown) if len(shown) > 1 else [])
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most `most` of the points: the lowest and the highest of every stretch, and both ends, so that no spike is
+    lost."""
+    if len(points) <= most:
+        return list(points)
+    kept = {0, len(points) - 1}
+    stretches = max(1, (most - 2) // 2)
+    for place in range(stretches):
+        span = range(place * len(points) // stretches, (place + 1) * len(points) // stretches)
+        kept |= {min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])}
+    return [points[i] for i in sorted(kept)]
+
+
+def _curve(axes: Axes, one: Series, colour: str) -> None:
+    if one.dots:
+        points = thin(one.points)
+        size = 4.5 if len(points) <= 40 else 2.5
+        axes.plot(*_xy(points), color=colour, marker="o", markersize=size, linewidth=1.2)
+        return
+    points = thin(one.points)
+    if len(one.points) < SMOOTH_FROM or not one.smooth:
+        axes.plot(*_xy(points), color=colour, marker="o" if len(points) == 1 else None, markersize=4)
+        return
+    axes.plot(*_xy(points), color=colour, linewidth=0.8, alpha=0.3)
+    axes.plot(*_xy(running_mean(one.points, len(one.points) // 15)), color=colour)
+
+
+def _finish_x(axes: Axes, axis: Axis) -> None:
+    if axis.log:
+        _logarithmic(axes, "x")
+    else:
+        axes.locator_params(axis="x", nbins=6, integer=axis.unit == "count")
+    if axis.unit == "large" and not axis.log:
+        from matplotlib.ticker import EngFormatter
+
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel(axis.label)
+
+
+def _logarithmic(axes: Axes, which: str) -> None:
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on, where matplotlib writes formulas; at the powers
+    of ten alone where there are many."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 200 * low else (1.0,), numticks=7))
+    axis.set_major_formatter(EngFormatter(sep="") if which == "x" else FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _shown(series: Sequence[Series]) -> list[tuple[Series, int]]:
-    return [(one, index % COLOURS) for index, one in enumerate(series) if one.points]
+    return [(_bounded(one), index % COLOURS) for index, one in enumerate(series) if one.points]
 
 
-def _legend(shown: Sequence[tuple[Series, int]]) -> list[tuple[str, int]]:
-    return [(one.label, colour) for one, colour in shown]
+def _bounded(one: Series) -> Series:
+    """Without numbers so large that matplotlib's own arithmetic overflows."""
+    points, intervals = (
+        [(max(-MOST, min(MOST, a)), max(-MOST, min(MOST, b))) for a, b in pairs]
+        for pairs in (one.points, one.intervals)
+    )
+    return replace(one, points=points, intervals=intervals)
 
 
-def _svg(title: str, draw: Callable[[Axes], None]) -> Markup:
-    """Draw on one pair of axes and return an SVG element for the body of an HTML page."""
-    with _matplotlib():
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), layout="constrained")
-        FigureCanvasSVG(figure)
-        figure.get_layout_engine().set(w_pad=2 / 72, h_pad=2 / 72)  # type: ignore[union-attr, call-arg]
-        axes = figure.add_subplot()
-        axes.locator_params(axis="y", nbins=5)
-        draw(axes)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True)
-    return _inline(out.getvalue(), title)
+def _legend(shown: Sequence[tuple[Series, int]]) -> list[tuple[str, str]]:
+    return [(one.label, f"s{number}") for one, number in shown]
 
 
-@contextmanager
-def _matplotlib() -> Iterator[None]:
-    """Matplotlib in our style whatever the user's is. Letters that its font lacks are the browser's business."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtraError("matplotlib", "report") from None
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
-        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing")
-        yield
+def _xy(points: Points) -> tuple[list[float], list[float]]:
+    return [p[0] for p in points], [p[1] for p in points]
 
 
-def _inline(svg: str, title: str) -> Markup:
-    """Reduce a stand-alone SVG file to an element: no prologue, metadata, name spaces or ids that nothing refers to."""
-    svg = svg[svg.index("<svg") :].strip()
-    for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
-        svg = re.sub(part, "", svg, flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
-    svg = re.sub(r' d="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
-    svg = svg.replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}">'
-    body = re.sub(r"\n\s*", "\n", svg[svg.index(">") + 1 :])
-    return Markup(head + body.replace("://", ":&#47;&#47;"))
+def _spread(values: Sequence[_T], most: int) -> Sequence[_T]:
+    """At most `most` values at even distances, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS` points: means over neighbours."""
-    size = -(-len(points) // MOST_POINTS)
-    blocks = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(p[0] for p in b) / len(b), sum(p[1] for p in b) / len(b)) for b in blocks]
-
-
-def _running_mean(values: Sequence[float], reach: int) -> list[float]:
+def running_mean(points: Points, reach: int) -> list[tuple[float, float]]:
     """Mean over `reach` neighbours on both sides; at the start no more on the right than there are on the left, so that
-    a steep curve keeps its height."""
-    windows = (values[max(0, i - reach) : i + min(reach, i) + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    a steep curve keeps its height. At most `MOST_POINTS` points."""
+    means = []
+    for i in _spread(range(len(points)), MOST_POINTS):
+        window = [value for _, value in points[max(0, i - reach) : i + min(reach, i) + 1]]
+        means.append((points[i][0], sum(window) / len(window)))
+    return means
 
 
 def _short(name: str) -> str:
     name = clean(name).replace("\n", " ")
     return name if len(name) <= 16 else f"{name[:15]}…"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of `lines`: `y` over `x`, and where several seeds or samples lie behind it, the interval `low` to `high`
+    at each point. All of the same length."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+def lines(
+    path: Path | None,
+    curves: Sequence[Curve],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    logx: bool = False,
+) -> str:
+    """A figure of lines with bands that stands alone, as a data URI for an `<img>`; also written to `path`.
+
+    An SVG, which follows the reader's light or dark mode, or a PNG where `path` ends in `.png`. The same curves give
+    the same bytes. ConfigError for another ending, ValueError for a curve whose lengths differ.
+    """
+    for curve in curves:
+        parts = [curve.x, curve.y, *(part for part in (curve.low, curve.high) if part is not None)]
+        if len({len(part) for part in parts}) > 1 or (curve.low is None) != (curve.high is None):
+            raise ValueError(f"{curve.name}: x, y, low and high differ in length: {[len(part) for part in parts]}")
+
+    def draw(axes: Axes) -> None:
+        for place, curve in enumerate(curves):
+            colour = SERIES[place % COLOURS]
+            marker = "o" if len(curve.x) <= 30 else None
+            axes.plot(curve.x, curve.y, color=colour, marker=marker, markersize=4, label=clean(curve.name))
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+        if logx:
+            _logarithmic(axes, "x")
+        axes.set_xlabel(clean(xlabel))
+        axes.set_ylabel(clean(ylabel))
+        axes.set_title(clean(title), loc="left", color=STRONG, fontsize=12)
+        if curves:
+            axes.legend(frameon=False, labelcolor=INK)
+
+    return alone(path, title, draw)

@@ -12,8 +12,11 @@ from markupsafe import Markup
 from glm5.errors import DataError
 from glm5.files import atomic_write
 from glm5.report import sections
-from glm5.report.figures import COLOURS
+from glm5.report.adaptation import AdaptationSection, adaptation_section
+from glm5.report.drawing import LIGHT, TEXT_CSS, palette_css
+from glm5.report.records import stage_samples, stage_updates
 from glm5.report.results import Results, Run, load_run
+from glm5.report.training import standing, training_sentence, training_tiles
 from glm5.report.wording import KINDS, SKILLS, agreement, clean, duration, listing, number, safe, visible
 
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -59,8 +62,11 @@ def _context(run: Run) -> dict[str, Any]:
     return {
         "name": results.name,
         "finished": run.finished,
+        "palette": palette_css(),
+        "text_css": TEXT_CSS,
+        "problems": run.artifacts.problems,
         "summary": summary(run),
-        "tiles": _tiles(results),
+        "tiles": _tiles(results) + ([] if results.skills else training_tiles(run)),
         "stages": sections.stage_rows(results),
         "forgetting": sections.forgetting(results),
         "skills": [(name, SKILLS[name]) for name in results.skills if name in SKILLS],
@@ -68,14 +74,18 @@ def _context(run: Run) -> dict[str, Any]:
         "needle": sections.needle(results),
         "mtp": sections.mtp(results),
         "comparisons": sections.comparisons(results),
+        "adaptations": _adaptations(run),
+        "learned": [stage_samples(name, samples) for name, samples in run.artifacts.samples.items()],
+        "updates": [stage_updates(name, updates) for name, updates in run.artifacts.updates.items()],
         "notes": results.notes,
         "exact": sections.exactness(run),
         "agreement": agreement(results.exact),
         "commands": _commands(run),
-        "software": sections.software(results),
+        "environment": _environment(run),
+        "recipe": run.recipe,
         "total": duration(results.times.total_seconds) if results.times.total_seconds is not None else "",
         "marks": {"better": "▲", "worse": "▼", "same": "≈"},
-        "colours": COLOURS,
+        "classes": [name for name in LIGHT if name[0] in "sr" and name[1:].isdigit()],
     }
 
 
@@ -95,9 +105,8 @@ def summary(run: Run) -> list[str]:
     took = results.times.total_seconds
     said = [f"{text}{seed}.", f"It took {duration(took)} in all." if took is not None else "", _corpus(results)]
     if not run.finished:
-        said.insert(
-            0, "This run has not finished: there is no results.json yet, so this page shows its metrics so far."
-        )
+        said.insert(0, standing(run))
+    said.append(training_sentence(run))
     said.append(_final(results))
     said.append(agreement(results.exact))
     return [sentence for sentence in said if sentence]
@@ -148,6 +157,17 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
     if last.mtp and last.mtp.accept_length is not None:
         tiles.append(("accept length", number(last.mtp.accept_length), "tokens per check"))
     return tiles
+
+
+def _adaptations(run: Run) -> list[AdaptationSection]:
+    made = (adaptation_section(stage, record) for stage, record in run.artifacts.adaptations.items())
+    return [section for section in made if section is not None]
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    """Where the run took place: from its results, or from what it noted when it began."""
+    facts = {**run.artifacts.environment, **run.results.environment, **run.results.software}
+    return [(name, "–" if value is None else str(value)) for name, value in facts.items()]
 
 
 def _commands(run: Run) -> list[tuple[str, str]]:

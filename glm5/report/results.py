@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
+from glm5.report.artifacts import Artifacts, read_artifacts, read_text, stage_folders
 
 SFT_KIND = "sft"
 DSA_KINDS = ("dsa_warmup", "dsa_sparse")
@@ -101,7 +102,7 @@ class Corpus(_Part):
 
 
 class Results(_Part):
-    """All of results.json."""
+    """All of results.json. `reference_bits_per_byte` is what a general compressor (xz) needs for the held-out text."""
 
     name: str = ""
     seed: int | None = None
@@ -113,6 +114,8 @@ class Results(_Part):
     notes: list[str] = []
     times: Times = Times()
     software: dict[str, str | None] = {}
+    environment: dict[str, str | int | float | None] = {}
+    reference_bits_per_byte: float | None = None
 
     @property
     def evaluated(self) -> list[tuple[Stage, Evaluation]]:
@@ -133,6 +136,11 @@ class Run:
     metrics: dict[str, list[dict[str, Any]]]
     """Metrics lines by stage name, the stages in the order of their first line."""
     finished: bool
+    artifacts: Artifacts = field(default_factory=Artifacts)
+    recipe: str = ""
+    """Text of the run's recipe.toml."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """Steps that the recipe plans, by stage; for all stages with steps, those that have not begun too."""
 
     def series(self, stage: str, key: str) -> list[tuple[float, float]]:
         """(step, value) of one metric of one stage, without the values that are absent or not finite."""
@@ -143,16 +151,22 @@ class Run:
 def load_run(folder: Path) -> Run:
     """Read a run folder; DataError where there is nothing to report or a file is damaged."""
     results_path, metrics_path = folder / "results.json", folder / "metrics.jsonl"
-    if not results_path.is_file() and not metrics_path.is_file():
+    artifacts = read_artifacts(folder)
+    if not results_path.is_file() and not metrics_path.is_file() and not artifacts.adaptations:
         raise DataError(f"{folder} holds neither results.json nor metrics.jsonl; give the folder of a run.")
     metrics: dict[str, list[dict[str, Any]]] = {}
     for row in read_metrics(metrics_path) if metrics_path.is_file() else []:
         metrics.setdefault(row["stage"], []).append(row)
+    text = read_text(folder / "recipe.toml")
+    recipe = _parse_recipe(text)
     if results_path.is_file():
-        return Run(_named(parse_results(_read_json(results_path), str(results_path)), folder), metrics, True)
-    if not metrics:
+        results = parse_results(_read_json(results_path), str(results_path))
+    elif metrics or artifacts.adaptations:
+        results = _so_far(metrics, recipe, folder)
+    else:
         raise DataError(f"{metrics_path} has no line yet; report again when the run has made its first steps.")
-    return Run(_named(_from_metrics(metrics, _read_recipe(folder / "recipe.toml")), folder), metrics, False)
+    named = results if results.name else results.model_copy(update={"name": folder.resolve().name})
+    return Run(named, metrics, results_path.is_file(), artifacts, text, _planned(recipe))
 
 
 def parse_results(data: object, where: str = "results") -> Results:
@@ -176,10 +190,6 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _named(results: Results, folder: Path) -> Results:
-    return results if results.name else results.model_copy(update={"name": folder.resolve().name})
-
-
 def _read_json(path: Path) -> object:
     try:
         # NaN and Infinity are no JSON, but Python writes them; they say "no number" like null.
@@ -190,28 +200,44 @@ def _read_json(path: Path) -> object:
         raise DataError(f"{path} is damaged: it is not JSON. Run the pipeline again.") from None
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
-    """The recipe of an unfinished run; it only adds names, so an unreadable one counts as none."""
+def _parse_recipe(text: str) -> dict[str, Any]:
+    """The recipe as data; to the report it only adds names, so an unreadable one counts as none."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
         return {}
 
 
-def _from_metrics(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any]) -> Results:
-    """What the metrics alone tell: the stages so far, their last numbers, the time between first and last line."""
+def _entries(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     listed = recipe.get("stages")
-    entries = [s for s in (listed if isinstance(listed, list) else []) if isinstance(s, dict)]
-    kinds = {str(entry.get("name")): str(entry.get("kind", "")) for entry in entries}
+    return [entry for entry in (listed if isinstance(listed, list) else []) if isinstance(entry, dict)]
+
+
+def _planned(recipe: dict[str, Any]) -> dict[str, int]:
+    steps = {}
+    for entry in _entries(recipe):
+        optim = entry.get("optim")
+        count = optim.get("steps") if isinstance(optim, dict) else None
+        if isinstance(count, int):
+            steps[str(entry.get("name"))] = count
+    return steps
+
+
+def _so_far(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any], folder: Path) -> Results:
+    """What an unfinished run tells: the results of its finished stages, of the others the last numbers and the time
+    between first and last line."""
+    kinds = {str(entry.get("name")): str(entry.get("kind", "")) for entry in _entries(recipe)}
+    done = {name: stage for name, path in stage_folders(folder).items() if (stage := _finished_stage(path)) is not None}
     stages, times = [], {}
-    for name, rows in metrics.items():
+    for name in [*(name for name in done if name not in metrics), *metrics]:
         if name.endswith(REWARD_MODEL):
             continue
-        numbers = {k: v for k, v in rows[-1].items() if k not in ("stage", "step", "time")}
-        # Recipes without a file to read name their stages after the kinds more often than not.
-        stages.append(Stage(name=name, kind=kinds.get(name, name), numbers={k: finite(v) for k, v in numbers.items()}))
+        rows = metrics.get(name, [])
         clock = [t for row in rows if (t := finite(row.get("time"))) is not None]
         times[name] = StageTimes(train_seconds=max(clock) - min(clock) if clock else None)
+        numbers = {k: finite(v) for k, v in rows[-1].items() if k not in ("stage", "step", "time")} if rows else {}
+        # Recipes without a file to read name their stages after the kinds more often than not.
+        stages.append(done.get(name) or Stage(name=name, kind=kinds.get(name, name), numbers=numbers))
     seed, label, preset = recipe.get("seed"), recipe.get("name"), recipe.get("preset")
     return Results(
         name=label if isinstance(label, str) else "",
@@ -220,3 +246,11 @@ def _from_metrics(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, An
         stages=stages,
         times=Times(stages=times),
     )
+
+
+def _finished_stage(folder: Path) -> Stage | None:
+    """What a finished stage left in its folder, before the run as a whole has results."""
+    try:
+        return Stage.model_validate(_read_json(folder / "stage.json"))
+    except (DataError, ValidationError):
+        return None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from glm5.report.figures import Panel, Series, by_category, curves
-from glm5.report.results import DSA_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score, Stage
+from glm5.report.results import DSA_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score
+from glm5.report.training import Group, training_groups
 from glm5.report.wording import KINDS, METRICS, Change, bpb_change, duration, number, score_change, signed
 
 
@@ -27,15 +28,6 @@ class TableData:
 
     headings: list[str]
     rows: list[tuple[str, list[Cell]]]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Panels that belong together, under one heading with one explanation."""
-
-    title: str
-    text: str
-    panels: list[Panel]
 
 
 @dataclass(frozen=True)
@@ -115,28 +107,8 @@ def _bits_cell(now: Evaluation, before: Evaluation | None) -> Cell:
 
 def curve_groups(run: Run) -> list[Group]:
     """All curves that the metrics hold, in a few groups."""
-    stages = run.results.stages
-    groups = [
-        Group(
-            "Language modelling",
-            "Loss in nats per token, for the next token and for the tokens that the MTP depths draft after it. "
-            "Each panel has its own scale.",
-            [panel for stage in stages if (panel := _loss_panel(run, stage))],
-        ),
-        Group(
-            "Sparse attention (DSA)",
-            "How well the indexers learn where attention looks. KL is the distance from their distribution to that of "
-            "attention. Recall is the share of attention that falls on the tokens they pick; 1 would lose nothing.",
-            _panels(run, (("indexer_kl", "Indexer KL (nats)", ""), ("indexer_recall", "Indexer recall", ""))),
-        ),
-        Group("Reinforcement learning", _POLICY_TEXT, _panels(run, _POLICY_PANELS) + _special_panels(run)),
-        Group(
-            "Expert load",
-            "Tokens of the busiest expert over the mean of all experts, in the layer where it is worst. 1 is balance.",
-            _panels(run, (("load_max", "Busiest expert", "1 = balanced"),)),
-        ),
-    ]
-    return [group for group in groups if group.panels]
+    policy = Group("Reinforcement learning", _POLICY_TEXT, _panels(run, _POLICY_PANELS) + _special_panels(run))
+    return [*training_groups(run), *([policy] if policy.panels else [])]
 
 
 _POLICY_TEXT = (
@@ -152,13 +124,6 @@ _POLICY_PANELS = (
     ("reverse_kl", "Reverse KL to the teachers (nats)", "lower is closer to them"),
     ("orm_score", "Score by the reward model", "learned, not exact"),
 )
-
-
-def _loss_panel(run: Run, stage: Stage) -> Panel | None:
-    if run.series(stage.name, "reward"):
-        return None  # the loss of a policy gradient is no measure of progress
-    keys = [("loss", "next token"), *((f"mtp{depth}_loss", f"MTP {depth}") for depth in range(1, 6))]
-    return curves(stage.name, [Series(label, run.series(stage.name, key)) for key, label in keys])
 
 
 def _panels(run: Run, wanted: Sequence[tuple[str, str, str]]) -> list[Panel]:
@@ -276,10 +241,6 @@ def exactness(run: Run) -> TableData | None:
     worst = {s.name: [v for _, v in run.series(s.name, "mismatch_max")] for s in run.results.stages}
     rows = [(name, [Cell(number(max(values)))]) for name, values in worst.items() if values]
     return TableData(["stage", "largest difference (nats)"], rows) if rows else None
-
-
-def software(results: Results) -> list[tuple[str, str]]:
-    return [(name, version or "–") for name, version in results.software.items()]
 
 
 def _count(value: int | None) -> str:

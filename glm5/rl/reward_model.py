@@ -12,7 +12,7 @@ from glm5.config.recipe import RewardModelConfig
 from glm5.data.packing import pack_batch
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.obs.metrics import MetricsWriter
+from glm5.obs.metrics import MetricsLog
 from glm5.optim.schedules import learning_rate
 from glm5.records import Message
 from glm5.tasks.general import GeneralFamily
@@ -63,7 +63,7 @@ def train_reward_model(
     tokenizer: Tokenizer,
     family: GeneralFamily,
     config: RewardModelConfig,
-    metrics: MetricsWriter,
+    metrics: MetricsLog,
     stage: str,
 ) -> tuple[RewardModel, float]:
     """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy."""

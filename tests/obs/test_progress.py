@@ -54,7 +54,7 @@ def test_estimates_follow_the_machine() -> None:
     progress.start("a", 4)
     assert progress.seconds_left() == 60
     clock.now += 10
-    progress.advance(2)  # half of `a` took all its time: this machine is half as fast
+    progress.advance(2, loss=1.0)  # half of `a` took all its time: this machine is half as fast
     assert (progress.stage_seconds_left(), progress.seconds_left()) == (10, 110)
     clock.now += 10
     progress.finish("a")
@@ -70,8 +70,44 @@ def test_without_weights_there_is_no_estimate_of_the_whole() -> None:
     progress, _, clock = plain(["a", "b"])
     progress.start("a", 10)
     clock.now += 5
-    progress.advance(5)
+    progress.advance(5, loss=1.0)
     assert (progress.stage_seconds_left(), progress.seconds_left()) == (5, None)
+
+
+def test_steps_of_an_earlier_process_say_nothing_about_the_pace() -> None:
+    progress, _, clock = plain(["a", "b"], expected_seconds={"a": 100, "b": 10})
+    progress.start("a", 100)
+    clock.now += 2  # reading the checkpoint
+    progress.advance(90)
+    assert progress.stage_seconds_left() == 98
+    clock.now += 3
+    progress.advance(1, loss=1.0)
+    assert progress.stage_seconds_left() == 27  # 9 steps of 3 seconds, not 9 of 5/91
+    assert progress.seconds_left() == 27 + 30  # 3 seconds where one was expected: three times as slow
+
+
+def test_a_long_stage_prints_less_and_less_often() -> None:
+    progress, out, clock = plain(["a"])
+    progress.start("a", 2 * 86400)
+    hours = []
+    for step in range(2 * 86400):
+        clock.now += 1
+        progress.advance(loss=1.0)
+        if step % 43200 == 43199:
+            hours.append(len(out.getvalue().splitlines()))
+    assert hours[0] < 250  # 4320 lines of ten seconds each
+    assert hours[3] - hours[2] == 144  # half a day of five minutes each
+
+
+def test_numbers_are_short_and_without_exponents() -> None:
+    progress, out, clock = plain(["a"])
+    progress.start("a", 10)
+    clock.now += 10
+    progress.advance(loss=2.34567, tokens_per_second=123456.7, lr=0.0003, tokens=7)
+    assert out.getvalue().splitlines()[-1].endswith("loss 2.35 tok/s 123k lr 0.0003 tokens 7")
+    clock.now += 10
+    progress.advance(loss=1234.5, tokens_per_second=98765432.1, lr=-54321.0, tokens=10**10)
+    assert out.getvalue().splitlines()[-1].endswith("loss 1234 tok/s 98.8M lr -54.3k tokens 10.0G")
 
 
 def test_wrong_order_of_calls_is_refused() -> None:

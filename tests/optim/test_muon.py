@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.layers import declare_split
+from glm5.model.layers import declare_split, remember_splits, restore_splits
 from glm5.optim import Muon, muon_groups
-from glm5.optim.muon import newton_schulz, row_blocks
+from glm5.optim.blocks import block_views
+from glm5.optim.muon import newton_schulz
+from glm5.optim.newton_schulz import chunks
 
 F64 = torch.float64
 
@@ -128,6 +131,60 @@ def test_matrices_of_equal_shape_share_a_batch_and_nothing_else() -> None:
         torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-8)
 
 
+def test_batches_smaller_than_a_stack_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parameters of one shape, cut into batches whose borders fall inside them."""
+    weights = [randn(5, 6, 4, seed=i) for i in range(2)] + [randn(6, 4, seed=2)]
+    gradients = [randn(*w.shape, seed=9 + i) for i, w in enumerate(weights)]
+    results = []
+    for length in (1, 2, 3, 100):
+        monkeypatch.setattr("glm5.optim.muon.chunk_length", lambda rows, columns, device, length=length: length)
+        parameters = [nn.Parameter(w.clone()) for w in weights]
+        for parameter, gradient in zip(parameters, gradients):
+            declare_split(parameter, (3, 3))
+            parameter.grad = gradient.clone()
+        Muon([{"params": parameters, "kind": "muon", "split": True}], ns_dtype=F64, **OPTIONS).step()
+        results.append(parameters)
+    for weight, gradient, *found in zip(weights, gradients, *results):
+        matrices = list(zip(weight.view(-1, 6, 4), gradient.view(-1, 6, 4)))
+        expected = torch.cat([muon_reference(w, [g], [3, 3], 0.03, 0.2, 0.9) for w, g in matrices])
+        for parameter in found:
+            torch.testing.assert_close(parameter.detach().view(-1, 4), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 3], [1, 1, 1], [5], [2, 7, 1]], ids=str)
+@pytest.mark.parametrize("limit", [1, 2, 3, 20])
+def test_chunks_hold_every_unit_once_in_order(sizes: list[int], limit: int) -> None:
+    batches = list(chunks(((size, index) for index, size in enumerate(sizes)), limit))
+    units = [(index, i) for batch in batches for index, start, stop in batch for i in range(start, stop)]
+    assert units == [(index, i) for index, size in enumerate(sizes) for i in range(size)]
+    lengths = [sum(stop - start for _, start, stop in batch) for batch in batches]
+    assert all(length == limit for length in lengths[:-1]) and all(0 < length <= limit for length in lengths)
+
+
+def test_gradients_and_weights_in_other_dtypes() -> None:
+    """A bf16 model in a bf16 iteration follows the float64 reference as far as its digits go."""
+    weight, gradient = randn(24, 16), randn(24, 16, seed=3)
+    parameter = nn.Parameter(weight.bfloat16())
+    declare_split(parameter, (8, 8, 8))
+    parameter.grad = gradient.bfloat16()
+    Muon([{"params": [parameter], "kind": "muon"}], ns_dtype=torch.bfloat16, lr=1.0, weight_decay=0.0).step()
+    expected = muon_reference(weight, [gradient], [8, 8, 8], 1.0, 0.0, 0.95) - weight
+    moved = parameter.detach().double() - weight
+    assert parameter.dtype == torch.bfloat16
+    assert float((moved - expected).norm() / expected.norm()) < 0.05
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    weight, gradient = randn(6, 4), randn(4, 6, seed=1)
+    parameter = nn.Parameter(weight.clone())
+    declare_split(parameter, (3, 3))
+    optimizer = Muon([{"params": [parameter], "kind": "muon"}], ns_dtype=F64, **OPTIONS)
+    parameter.grad = gradient.T
+    optimizer.step()
+    expected = muon_reference(weight, [gradient.T], [3, 3], 0.03, 0.2, 0.9)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-9)
+
+
 def test_updates_have_the_size_of_adamw() -> None:
     parameter = nn.Parameter(torch.zeros(64, 128, dtype=F64))
     found = optimise(parameter, [randn(64, 128)], split=False, lr=1.0, weight_decay=0.0)
@@ -138,14 +195,24 @@ def test_row_blocks_of_kv_b_proj_alternate_keys_and_values() -> None:
     """Row r belongs to head r // (nope + v); its first nope rows are keys, the rest values."""
     heads, nope, value = 3, 2, 4
     rows = heads * (nope + value)
-    parameter = nn.Parameter(torch.zeros(rows, 5))
-    declare_split(parameter, (nope, value) * heads)
-    update = torch.arange(float(rows)).unsqueeze(1).expand(rows, 5).contiguous()
-    (keys, key_target), (values, _) = row_blocks(update, parameter, split=True)
+    matrix = torch.arange(float(rows)).unsqueeze(1).expand(rows, 5).contiguous()
+    keys, values = block_views(matrix, (nope, value) * heads)
     assert keys[:, :, 0].tolist() == [[0, 1], [6, 7], [12, 13]]
     assert values[:, :, 0].tolist() == [[2, 3, 4, 5], [8, 9, 10, 11], [14, 15, 16, 17]]
-    key_target.fill_(1.0)  # the parameter's side is a view, not a copy
-    assert parameter[:, 0].nonzero().flatten().tolist() == [0, 1, 6, 7, 12, 13]
+    keys.fill_(-1.0)  # a view, not a copy
+    assert (matrix[:, 0] < 0).nonzero().flatten().tolist() == [0, 1, 6, 7, 12, 13]
+
+
+@pytest.mark.parametrize("heights", [(6,), (2, 2, 2), (1, 2, 1, 2), (1, 3, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("stack", [(), (3,)], ids=["matrix", "stack"])
+def test_row_blocks_cover_every_element_once_and_in_place(heights: tuple[int, ...], stack: tuple[int, ...]) -> None:
+    tensor = torch.arange(6 * 4 * math.prod(stack)).view(*stack, 6, 4)
+    expected = sorted(block.tolist() for matrix in tensor.view(-1, 6, 4) for block in matrix.split(heights))
+    views = block_views(tensor, heights)
+    assert sorted(block.tolist() for view in views for block in view) == expected
+    for view in views:
+        view.zero_()
+    assert not tensor.any()
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -235,6 +302,53 @@ def test_an_undeclared_matrix_is_an_error() -> None:
         muon_groups(model)
     declare_split(model.extra.weight, (3,))
     assert "extra.weight" in muon_groups(model)[0]["names"]
+
+
+def test_a_declaration_that_does_not_fit_is_an_error() -> None:
+    model = nano()
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.muon_split = (5, 5)
+    with pytest.raises(
+        ConfigError, match=r"mlp\.down_proj\.weight declares Muon Split blocks of 10 rows in all, but has"
+    ):
+        muon_groups(model)
+    weight.muon_split = (-1, weight.shape[0] + 1)
+    with pytest.raises(ConfigError, match="declares Muon Split blocks"):
+        muon_groups(model)
+    with pytest.raises(ConfigError, match="matrix 0 of the group declares"):
+        weight.grad = torch.zeros_like(weight)
+        Muon([{"params": [weight], "kind": "muon", "split": True}]).step()
+
+
+@pytest.mark.parametrize("name", ["q_b_proj", "kv_b_proj"])
+def test_mla_refuses_to_be_declared_whole(name: str) -> None:
+    model = nano()
+    weight = getattr(model.model.layers[1].self_attn, name).weight
+    declare_split(weight, (weight.shape[0],))
+    with pytest.raises(ConfigError, match=rf"layers\.1\.self_attn\.{name}\.weight declares 1 Muon Split block"):
+        muon_groups(model)
+    assert muon_groups(model, trainable=lambda parameter: name not in parameter)
+
+
+def test_a_required_matrix_that_is_gone_is_an_error() -> None:
+    model = nano()
+    attention = model.model.layers[0].self_attn
+    attention.q_b_proj = nn.Sequential(attention.q_b_proj)
+    with pytest.raises(ConfigError, match=r"MLA needs Muon Split on q_b_proj\.weight, which it does not have"):
+        muon_groups(model)
+
+
+def test_a_copy_loses_declarations_loudly_and_gets_them_back() -> None:
+    model = nano()
+    splits = remember_splits(model)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ConfigError, match="without declared Muon Split blocks"):
+        muon_groups(twin)
+    restore_splits(twin, splits)
+    assert remember_splits(twin) == splits
+    assert [group["names"] for group in muon_groups(twin)] == [group["names"] for group in muon_groups(model)]
+    with pytest.raises(ValueError, match="do not add up"):
+        restore_splits(twin, {"lm_head.weight": (3,)})
 
 
 def test_one_step_of_a_whole_model_moves_everything_that_has_a_gradient() -> None:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from glm5.optim.schedules import learning_rate
+from glm5.errors import ConfigError
+from glm5.optim.schedules import learning_rate, rows_at
 
 
 def rates(shape: str, steps: int = 11, warmup: int = 0) -> list[float]:
@@ -44,3 +45,48 @@ def test_short_runs_and_steps_behind_the_end() -> None:
 def test_an_unknown_shape_is_an_error() -> None:
     with pytest.raises(ValueError, match='unknown schedule "cosin"'):
         learning_rate(0, steps=2, peak=1.0, final=0.1, shape="cosin")
+
+
+def test_an_unknown_shape_is_an_error_during_warm_up_too() -> None:
+    with pytest.raises(ConfigError, match='did you mean "linear"'):
+        learning_rate(0, steps=9, peak=1.0, warmup=5, shape="linaer")
+
+
+def test_final_is_zero_by_default_and_no_matter_to_a_constant() -> None:
+    for shape in ("cosine", "linear"):
+        assert learning_rate(4, steps=5, peak=1.0, shape=shape) == pytest.approx(0.0)
+    for final in (0.0, 0.7):
+        assert learning_rate(4, steps=5, peak=1.0, final=final, shape="constant") == 1.0
+
+
+def test_batch_grows_linearly_with_what_was_seen() -> None:
+    """Against the definition, step by step: size = first + (last - first) * seen / ramp."""
+    first, last, ramp = 16, 64, 5000
+    seen, size, step = 0.0, 16.0, 0
+    while seen < ramp:
+        assert rows_at(step, first=first, last=last, ramp=ramp) == math.floor(size + 1e-6), step
+        seen += size
+        size = first + (last - first) * seen / ramp
+        step += 1
+    assert 100 < step < 200
+    assert {rows_at(s, first=first, last=last, ramp=ramp) for s in (step, step + 1, 10**9)} == {last}
+
+
+def test_batch_sizes_are_multiples_and_reach_the_last() -> None:
+    sizes = [rows_at(step, first=8, last=32, ramp=400, multiple=8) for step in range(60)]
+    assert set(sizes) == {8, 16, 24, 32} and sizes == sorted(sizes) and sizes[-1] == 32
+    assert rows_at(0, first=8, last=32, ramp=0) == 32
+    assert rows_at(1, first=8, last=16, ramp=16) == 12
+
+
+def test_the_papers_ramp_in_rows_of_4096_tokens() -> None:
+    """16M to 64M tokens over 500B: about 14,400 steps, 500B * ln(4) / 48M."""
+    first, last, ramp = (tokens // 4096 for tokens in (16 << 20, 64 << 20, 500 * 10**9))
+    reached = next(s for s in range(10_000, 20_000) if rows_at(s, first=first, last=last, ramp=ramp) == last)
+    assert reached == pytest.approx(500e9 * math.log(4) / (48 << 20), rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [{"first": 0}, {"first": 128}, {"ramp": -1}, {"multiple": 7}, {"multiple": 0}])
+def test_an_impossible_ramp_is_an_error(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a batch cannot grow from"):
+        rows_at(0, **{"first": 16, "last": 64, "ramp": 500} | wrong)

@@ -1,4 +1,4 @@
-"""A made-up run folder whose numbers behave like those of a real one."""
+"""A made-up run folder whose numbers behave like those of a real one, and a reader of pages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import math
 import random
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from glm5.report import build_report
 from glm5.stats import wilson
 
 # name, kind, solved problems of 100 (arithmetic, toolcall, bugfix, general), bits per byte, found of 40 by length
@@ -163,3 +165,60 @@ def write_run(tmp_path: Path) -> WriteRun:
         return folder
 
     return write
+
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Parses a page, fails on tags out of balance, and keeps what the tests ask for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._note(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+    def _note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = dict(attrs)
+        assert len(names) == len(attrs), f"<{tag}> repeats an attribute"
+        self.tags.append((tag, names))
+        if names.get("id"):
+            self.ids.append(str(names["id"]))
+
+    @property
+    def headings(self) -> list[str]:
+        return [str(names["id"]) for tag, names in self.tags if tag == "section"]
+
+
+@pytest.fixture
+def page_of() -> Callable[[Path], tuple[str, Page]]:
+    """page_of(folder) -> the page of a run, as text and parsed."""
+
+    def read(folder: Path) -> tuple[str, Page]:
+        path = build_report(folder)
+        assert path == folder / "report.html"
+        html = path.read_text(encoding="utf-8")
+        return html, Page(html)
+
+    return read

@@ -1,0 +1,46 @@
+"""Gradient norm and clipping over plain and sharded gradients, also where meshes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from glm5.optim.distributed import local, sum_over_ranks
+
+
+@torch.no_grad()
+def global_norm(parameters: nn.Module | Iterable[Tensor]) -> Tensor:
+    """L2 norm of all gradients, every element counted once over all ranks: a scalar that is equal on all of them.
+
+    Each element of a DTensor must exist once over the default process group, but for placements that say Replicate;
+    plain gradients are taken for equal on all ranks. With DTensors every rank must call.
+    """
+    params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    gradients = [local(p.grad) for p in params if p.grad is not None and local(p.grad).numel()]
+    norms = iter(torch._foreach_norm(gradients) if gradients else [])
+    plain = torch.zeros((), dtype=torch.float32, device=params[0].device if params else None)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for p in params:
+        held = p.grad is not None and local(p.grad).numel() > 0
+        square = next(norms).square() if held else plain
+        parts.append((p.grad if p.grad is not None else p, square))
+    if not parts:
+        return plain
+    wide = torch.promote_types(torch.float32, max((s.dtype for _, s in parts), key=lambda d: d.itemsize))
+    return sum_over_ranks([(t, square.to(wide)) for t, square in parts]).sum().sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: nn.Module | Iterable[Tensor], limit: float) -> Tensor:
+    """Scale all gradients so that their `global_norm` is at most `limit`; returns the norm before.
+
+    A norm that is not finite makes the gradients so too; the caller should not step.
+    """
+    params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    norm = global_norm(params)
+    gradients = [local(p.grad) for p in params if p.grad is not None]
+    if gradients and not float(norm) <= limit:
+        torch._foreach_mul_(gradients, float(limit / (norm + 1e-6)))
+    return norm

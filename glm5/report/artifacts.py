@@ -1,0 +1,145 @@
+"""What training leaves in a run folder besides numbers: samples by step, the optimizer's update table, the record of a
+DSA adaptation, the environment.
+
+A run that was killed may have left any of these half written, so what cannot be read is named and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+Scalar = str | int | float | bool | None
+_T = TypeVar("_T")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TrainingSample(_Record):
+    """What the model wrote after a prompt at a step of its training."""
+
+    step: int
+    prompt: str = ""
+    text: str = ""
+
+
+class Update(_Record):
+    """Parameters that the optimizer treats alike: the rule, in which blocks it orthogonalises, and how far a step moves
+    an entry (root mean square)."""
+
+    rule: str = ""
+    name: str = ""
+    block: Any = None
+    parameters: int | None = None
+    matrices: int | None = None
+    update_rms: float | None = None
+    lr: float | None = None
+
+
+class MassCurve(_Record):
+    """Share of attention on the k tokens that the indexer picks, and on the best k, by k."""
+
+    k: list[float] = []
+    indexer: list[float | None] = []
+    oracle: list[float | None] = []
+
+
+class Twin(_Record):
+    """Loss of the adapted model and of a twin that stays dense, by the tokens both were trained on."""
+
+    tokens: list[float] = []
+    dense: list[float | None] = []
+    sparse: list[float | None] = []
+
+
+class HeldOut(_Record):
+    """Loss on held-out documents of `length` tokens."""
+
+    length: int | None = None
+    dense: float | None = None
+    sparse: float | None = None
+    gap_percent: float | None = None
+
+
+class Adaptation(_Record):
+    """A record of dense attention becoming sparse (§2.1.1). `recall` is by layer, "L0" and so on, at `topk` tokens."""
+
+    topk: int | None = None
+    recall: dict[str, float | None] = {}
+    mass_curve: MassCurve = MassCurve()
+    kl: list[tuple[float, float | None]] = []
+    twin: Twin = Twin()
+    held_out: HeldOut = HeldOut()
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """By stage name; adaptations of the run as a whole are under the empty name."""
+
+    samples: dict[str, list[TrainingSample]] = field(default_factory=dict)
+    updates: dict[str, list[Update]] = field(default_factory=dict)
+    adaptations: dict[str, Adaptation] = field(default_factory=dict)
+    environment: dict[str, Scalar] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """Files that could not be read, by their place in the run folder."""
+
+
+def stage_folders(run: Path) -> dict[str, Path]:
+    """Folders `NN-STAGE` of a run by stage name, in their order."""
+    found = ((re.fullmatch(r"(\d{2,})-(.+)", path.name), path) for path in (run.iterdir() if run.is_dir() else ()))
+    numbered = sorted((int(match[1]), match[2], path) for match, path in found if match and path.is_dir())
+    return {name: path for _, name, path in numbered}
+
+
+def read_artifacts(run: Path) -> Artifacts:
+    """All that the run folder and its stages hold. Files that do not exist are no problem."""
+    problems: list[str] = []
+    found = Artifacts(
+        environment=_read(run, run / "environment.json", dict[str, Scalar], problems) or {}, problems=problems
+    )
+    for name, folder in {"": run, **stage_folders(run)}.items():
+        if (adaptation := _read(run, folder / "adaptation.json", Adaptation, problems)) is not None:
+            found.adaptations[name] = adaptation
+        if updates := _read(run, folder / "update_table.json", list[Update], problems):
+            found.updates[name] = updates
+        if samples := _samples(folder / "samples.jsonl"):
+            found.samples[name] = samples
+    return found
+
+
+def read_text(path: Path) -> str:
+    """A text file's content, empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def _read(run: Path, path: Path, shape: type[_T], problems: list[str]) -> _T | None:
+    if not path.is_file():
+        return None
+    try:
+        # NaN and Infinity are no JSON, but Python writes them; they say "no number" like null.
+        return TypeAdapter(shape).validate_python(json.loads(path.read_bytes(), parse_constant=lambda _: None))
+    except (OSError, ValueError, RecursionError, ValidationError):
+        problems.append(str(path.relative_to(run)))
+        return None
+
+
+def _samples(path: Path) -> list[TrainingSample]:
+    """The lines that are samples. A step that was repeated after a resume counts as written last."""
+    found: dict[tuple[int, str], TrainingSample] = {}
+    for line in read_text(path).splitlines():
+        try:
+            sample = TrainingSample.model_validate_json(line)
+        except ValidationError:
+            continue
+        found[sample.step, sample.prompt] = sample
+    return sorted(found.values(), key=lambda sample: sample.step)

@@ -1,0 +1,182 @@
+"""How figures are drawn: colours for light and dark, matplotlib in our style, and its SVG made fit for a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from glm5.errors import ConfigError, MissingExtraError
+from glm5.files import disk_errors
+from glm5.report.wording import safe
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 320, 196  # SVG units, which are CSS pixels when the panel has its natural width
+ALONE = (560, 340)
+
+LIGHT = {
+    "page": "#fbfbfa", "card": "#ffffff", "ink": "#1c1e21", "muted": "#64676d", "line": "#dfe0e2", "warn": "#c23b22",
+    "s0": "#0072b2", "s1": "#d55e00", "s2": "#009e73", "s3": "#b3589a", "s4": "#8a6d1f", "s5": "#6b6f76",
+    "r0": "#2b1b6b", "r1": "#31468f", "r2": "#286d97", "r3": "#1f8a8c", "r4": "#2ca476", "r5": "#6bb04a",
+    "r6": "#b3a52a", "r7": "#e0892b",
+}  # fmt: skip
+DARK = {
+    "page": "#15171a", "card": "#1c1f23", "ink": "#e7e9ec", "muted": "#9ba1a9", "line": "#34383e", "warn": "#ff8a73",
+    "s0": "#56b4e9", "s1": "#f08a3c", "s2": "#35c496", "s3": "#e08fc8", "s4": "#d0b04c", "s5": "#a5abb3",
+    "r0": "#8b7ae6", "r1": "#6f97e8", "r2": "#4fb0dd", "r3": "#3fc2c0", "r4": "#4ecb94", "r5": "#92d26a",
+    "r6": "#d9ca55", "r7": "#f7a850",
+}  # fmt: skip
+
+# Names under which matplotlib knows these colours while a figure is drawn. An SVG is drawn with stand-ins, colours that
+# nobody would pick, which are then replaced by the variables of the page.
+_NAMES = {name: f"glm5:{name}" for name in LIGHT if name not in ("page", "card")}
+_STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_NAMES, start=1)}
+INK, LINE, STRONG, WARN = (_NAMES[name] for name in ("muted", "line", "ink", "warn"))
+SERIES = [_NAMES[f"s{i}"] for i in range(6)]
+"""Colours of things of different kinds."""
+RAMP = [_NAMES[f"r{i}"] for i in range(8)]
+"""Colours of things in an order: layers, heads."""
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "glm5",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "path.simplify": False,  # our own thinning keeps spikes that this may cut
+}
+_FONT = "font-size: 10px; font-family: system-ui, 'DejaVu Sans', sans-serif; "
+TEXT_CSS = Markup("text { font: 10px system-ui, 'DejaVu Sans', sans-serif; }")
+"""Stands once where the SVG is used, instead of at every number in it."""
+Draw = Callable[["Axes"], None]
+
+
+def palette_css() -> Markup:
+    """The colours as CSS variables, for both modes."""
+    light, dark = (" ".join(f"--{name}: {value};" for name, value in mode.items()) for mode in (LIGHT, DARK))
+    return Markup(f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}")
+
+
+def draw_svg(title: str, draw: Draw) -> Markup:
+    """Draw on one pair of axes and return an SVG element for the body of an HTML page."""
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}">'
+    return Markup(head + _variables(_inner(_figure(WIDTH, HEIGHT, "svg", draw).decode("utf-8"))))
+
+
+def alone(path: Path | None, title: str, draw: Draw) -> str:
+    """Draw a figure with its own colours, write it to `path` if there is one, and return it as a data URI."""
+    suffix = path.suffix.lower() if path is not None else ".svg"
+    if suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path}: figures are written as .svg or .png; choose one of these endings.")
+    width, height = ALONE
+    if suffix == ".png":
+        data, kind = _figure(width, height, "png", draw, 10), "image/png"
+    else:
+        body = _variables(_inner(_figure(width, height, "svg", draw, 10).decode("utf-8")))
+        text = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            f'role="img" aria-label="{safe(title)}"><style>{palette_css()}\n{TEXT_CSS}</style>'
+            f'<rect width="100%" height="100%" style="fill: var(--card)"/>{body}'
+        )
+        data, kind = text.encode("utf-8"), "image/svg+xml"
+    if path is not None:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
+
+
+def _figure(width: int, height: int, form: str, draw: Draw, pad: int = 2) -> bytes:
+    """One pair of axes as the bytes of an SVG file with stand-in colours, or of a PNG file in light mode."""
+    with _matplotlib(_STAND_INS if form == "svg" else LIGHT):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor=LIGHT["card"])
+        (FigureCanvasSVG if form == "svg" else FigureCanvasAgg)(figure)
+        figure.get_layout_engine().set(w_pad=pad / 72, h_pad=pad / 72)  # type: ignore[union-attr, call-arg]
+        axes = figure.add_subplot()
+        axes.locator_params(axis="y", nbins=5)
+        draw(axes)
+        out = io.BytesIO()
+        if form == "svg":
+            figure.savefig(out, format="svg", transparent=True)
+        else:
+            figure.savefig(out, format="png", dpi=144, metadata={"Software": None})
+    return out.getvalue()
+
+
+@contextmanager
+def _matplotlib(colours: dict[str, str]) -> Iterator[None]:
+    """Matplotlib in our style whatever the user's is. Letters that its font lacks are the browser's business."""
+    try:
+        import matplotlib
+        from matplotlib.colors import get_named_colors_mapping
+    except ImportError:
+        raise MissingExtraError("matplotlib", "report") from None
+    known = get_named_colors_mapping()
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        for key, name in _NAMES.items():
+            known[name] = colours[key]  # one by one: only this makes matplotlib forget what the name meant before
+        matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
+        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing")
+        yield
+
+
+def _inner(svg: str) -> str:
+    """What a stand-alone SVG file draws: no prologue, metadata, name spaces or ids that nothing refers to."""
+    svg = svg[svg.index("<svg") :].strip()
+    for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
+        svg = re.sub(part, "", svg, flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r' d="([^"]*)"', lambda match: f' d="{_short_path(match[1])}"', svg)
+    svg = svg.replace("xlink:href", "href").replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
+    body = re.sub(r"\n\s*", "\n", svg[svg.index(">") + 1 :])
+    for part in (_FONT, ' transform="rotate\\(-0 [^)]*\\)"', "<g/>\n", "<defs>\n</defs>\n"):
+        body = re.sub(part, "", body)
+    return body.replace("://", ":&#47;&#47;")
+
+
+def _short_path(path: str) -> str:
+    """One decimal, which is a tenth of a pixel, and no spaces that say nothing."""
+    path = re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), path)
+    return re.sub(r"\s*([MLQCz])\s*", r"\1", path).strip()
+
+
+def _variables(svg: str) -> str:
+    for name, colour in _STAND_INS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg
