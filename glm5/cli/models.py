@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Checkpoint, Json, app, assignments, show
+from glm5.cli.options import Checkpoint, Json, app, assignments, model_config, show
 from glm5.errors import UsageError
 
 
@@ -21,7 +21,7 @@ def size(
     """Count parameters, cache bytes and FLOPs."""
     from glm5.config.arithmetic import size_report
 
-    report = size_report(_config(model), context)
+    report = size_report(model_config(model), context)
     if not as_json:
         for group in ("components", "layers"):
             report |= {f"{group}.{name}": count for name, count in report.pop(group).items()}
@@ -153,12 +153,6 @@ def evaluate(
     config = EvalConfig(problems=problems, max_context=context)
     trajectories = play_skill(loaded, tokenizer, family, config)
     show({suite: score(sum(t.reward == 1.0 for t in trajectories), len(trajectories))}, as_json)
-
-
-def _config(model: str) -> Any:
-    from glm5.config.model import PRESETS, GLM5Config
-
-    return GLM5Config.load(model) if model not in PRESETS and Path(model).is_dir() else GLM5Config.preset(model)
 
 
 def _memory() -> int | None:

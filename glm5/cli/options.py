@@ -24,7 +24,7 @@ app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="Override a recipe key, e.g. --set stages.sft.rows=8.")]
-Sources = Annotated[list[str], typer.Argument(help='Files, folders, or "stdlib".')]
+Sources = Annotated[list[str], typer.Argument(help='Folders, text files, JSONL, parquet, "git:PATH", or "stdlib".')]
 Out = Annotated[Path, typer.Option(help="Directory to write.")]
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, e.g. recipes/laptop.toml.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
@@ -52,3 +52,10 @@ def show(values: dict[str, Any], as_json: bool) -> None:
     for key, value in values.items():
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
         typer.echo(f"{key:<{width}}  {text}")
+
+
+def model_config(model: str) -> Any:
+    """The configuration of a preset or of a checkpoint directory."""
+    from glm5.config.model import PRESETS, GLM5Config
+
+    return GLM5Config.load(model) if model not in PRESETS and Path(model).is_dir() else GLM5Config.preset(model)

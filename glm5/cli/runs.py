@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Out, Overrides, Recipe, Sources, app, data_app, tokenizer_app
+from glm5.cli.options import Json, Out, Overrides, Recipe, Sources, app, data_app, model_config, show, tokenizer_app
 from glm5.errors import UsageError
+from glm5.obs.logs import rank
 
 
 @tokenizer_app.command("train")
@@ -33,14 +34,34 @@ def data_build(
     sources: Sources,
     tokenizer: Annotated[Path, typer.Option(help="Tokenizer or checkpoint directory.")],
     out: Out,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per core.")] = None,
+    dedup: Annotated[bool, typer.Option(help="Drop near-duplicates; needs the extra `data`.")] = True,
+    max_bad: Annotated[
+        int | None, typer.Option(min=0, help="Malformed records to skip; default: 0.1 % of them, at least 10.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Tokenise sources into shards with a held-out split by file."""
-    from glm5.chat import Tokenizer
-    from glm5.data.shards import build_shards
-    from glm5.data.sources import read_sources
+    from glm5.data.build import build
+    from glm5.data.shards import SPLITS
+    from glm5.obs.progress import QuietConsole
 
-    counts = build_shards(read_sources(sources), Tokenizer.load(tokenizer), out, sources)
+    with QuietConsole().status("starting") as status:
+
+        def report(phase: str, done: int, total: int | None) -> None:
+            if done % 100 == 0 or done == total:
+                status.update(f"{phase}: {done:,}" + (f" of {total:,}" if total else ""))
+
+        info = build(sources, tokenizer, out, workers=workers, dedup=dedup, max_bad=max_bad, progress=report)
+    if as_json:
+        show(info, True)
+        return
+    counts = {f"{split}_{n}": info[f"{split}_{n}"] for split in SPLITS for n in ("tokens", "documents", "bytes")}
+    counts |= {n: c for n, c in (info["near_duplicates"] or {}).items() if n.startswith("dropped")}
+    counts["bad_records"] = sum(source["bad"] for source in info["sources"])
     typer.echo(", ".join(f"{name} {count:,}" for name, count in counts.items()))
+    for record in info["bad_records"][:3]:
+        typer.echo(f"Skipped {record}", err=True)
 
 
 @app.command()
@@ -54,35 +75,69 @@ def adapt(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory of a dense MLA model.")],
     data: Annotated[Path, typer.Option(help="Shards made by `glm5 data build` with the model's tokenizer.")],
     out: Annotated[Path, typer.Option(help="Where the DSA checkpoint goes.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each of the two stages.")] = 50,
-    index_topk: Annotated[int, typer.Option(min=1, help="Keys per query that DSA keeps.")] = 32,
-    index_heads: Annotated[int, typer.Option(min=1, help="Indexer heads.")] = 16,
-    index_dim: Annotated[int, typer.Option(min=1, help="Width of an indexer head.")] = 32,
-    row_length: Annotated[int, typer.Option(min=2)] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the indexer's warm-up.")] = 100,
+    sparse_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the joint stage; default: as many.")] = None,
+    index_topk: Annotated[
+        int | None, typer.Option(min=1, help="Keys per query; default: by length.")
+    ] = None,
+    index_heads: Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")] = None,
+    index_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head; default: the model's.")] = None,
+    rows: Annotated[int, typer.Option(min=1)] = 8,
+    row_length: Annotated[int | None, typer.Option(min=2, help="Default: as long as the data allow.")] = None,
+    micro_rows: Annotated[int | None, typer.Option(min=1, help="Rows per forward pass.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Of the warm-up: adamw or muon.")] = "adamw",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of forward and backward.")] = "float32",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, more time.")] = False,
+    twin: Annotated[bool, typer.Option(help="Train a dense twin on the same tokens to compare with.")] = True,
+    seed: int = 0,
 ) -> None:
-    """Turn a dense MLA checkpoint into a sparse one: indexer warm-up, then joint sparse training."""
-    from glm5.config.recipe import RunRecipe
-    from glm5.launch.pipeline import run_pipeline
+    """Turn a dense MLA checkpoint into a sparse one, and report how close it comes to its dense twin (resumes)."""
+    if optimizer not in ("adamw", "muon") or dtype not in ("float32", "bfloat16"):
+        raise UsageError("--optimizer is adamw or muon, --dtype float32 or bfloat16.")
+    from glm5.launch.adapt import Options, run
 
-    common = {"rows": 8, "row_length": row_length}
-    warmup = {"steps": steps, "lr": 5e-3, "final_lr": 2e-4, "kind": "adamw", "weight_decay": 0.0}
-    sparse = {"steps": steps, "lr": 2e-3, "schedule": "constant"}
-    recipe = RunRecipe.model_validate(
-        {
-            "name": f"{out.name}-adapt",
-            "runs": str(out.parent),
-            "start": str(model),
-            "data": str(data),
-            "final": str(out),
-            "model": {"index_topk": index_topk, "index_n_heads": index_heads, "index_head_dim": index_dim},
-            "stages": [
-                {"name": "dsa-warmup", "kind": "dsa_warmup", "optim": warmup, **common},
-                {"name": "dsa-sparse", "kind": "dsa_sparse", "optim": sparse, **common},
-            ],
-        }
+    options = Options(
+        steps=steps,
+        sparse_steps=sparse_steps,
+        index_topk=index_topk,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        rows=rows,
+        row_length=row_length,
+        micro_rows=micro_rows,
+        optimizer=optimizer,
+        dtype=dtype,
+        recompute=recompute,
+        twin=twin,
+        seed=seed,
     )
-    run_pipeline(recipe)
-    typer.echo(f"Wrote {out}; metrics are in {out.parent / recipe.name}.")
+    run(model, data, out, options, echo=typer.echo)
+
+
+@app.command()
+def stages(
+    name: Annotated[str | None, typer.Argument(help="A preset, e.g. midtrain_32k; default: all.")] = None,
+    model: Annotated[str, typer.Option(help="Preset or checkpoint directory to scale to.")] = "glm5",
+    tokens: Annotated[float | None, typer.Option(help="Token budget of the stage.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of a token budget.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of a step.")] = None,
+    row_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row.")] = None,
+    pretrain_tokens: Annotated[float | None, typer.Option(help="What the model was pre-trained on.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the paper's training stages and what they become at another scale, rule by rule."""
+    from dataclasses import asdict
+
+    from glm5.config.stages import PRESETS, scale, table
+
+    config = model_config(model)
+    budget = dict(tokens=tokens, steps=steps, rows=rows, row_length=row_length, pretrain_tokens=pretrain_tokens)
+    found = [scale(stage, config, **budget) for stage in ([name] if name else PRESETS)]  # type: ignore[arg-type]
+    if as_json:
+        lines = {s.preset: [asdict(line) for line in s.explanation] for s in found}
+        show({s.preset: {"values": s.values, "model": s.model, "explanation": lines[s.preset]} for s in found}, True)
+        return
+    typer.echo("\n\n".join(table(stage) for stage in found))
 
 
 @app.command()
@@ -128,10 +183,12 @@ def _run(recipe: Path, overrides: list[str], kinds: tuple[str, ...] = (), resume
         if kinds and stage.kind not in kinds:
             raise UsageError(f'{recipe}: stage "{stage.name}" is of kind {stage.kind}; run it with `glm5 pipeline`.')
     folder = Path(loaded.runs) / loaded.name
-    if not resume and (folder / "recipe.toml").exists():
+    if not resume and rank() == 0 and (folder / "recipe.toml").exists():
         raise UsageError(f"{folder} exists already; pass --resume to go on with it, or choose another name.")
     from glm5.launch.pipeline import run_pipeline
 
     run = run_pipeline(loaded)
+    if rank() != 0:
+        raise typer.Exit()
     typer.echo(f"Results: {run / 'results.json'}")
     return run

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from glm5.config.parallel import Layout
+from glm5.config.data import DataOptions
 from glm5.config.schema import Frozen
+from glm5.config.stages import expand
 
 
 class OptimConfig(Frozen):
@@ -93,8 +96,8 @@ class PretrainStage(GradientStage):
     bias_rate: float = 1e-3
     rope_theta: float | None = None
     max_position_embeddings: int | None = None
-    needle_share: float = Field(0.0, ge=0, le=1)
-    """Share of steps whose batch holds retrieval documents instead of the corpus."""
+    corpus: DataOptions = DataOptions()
+    """How rows are made of the shards."""
 
 
 class DsaStage(GradientStage):
@@ -105,7 +108,7 @@ class DsaStage(GradientStage):
     mtp_weight: float = 0.1
     mtp_depths: int = 3
     bias_rate: float = 1e-3
-    needle_share: float = Field(0.0, ge=0, le=1)
+    corpus: DataOptions = DataOptions()
 
 
 class SftStage(GradientStage):
@@ -213,18 +216,31 @@ class RunRecipe(Frozen):
     seed: int = 0
     runs: str = "runs"
     start: str | None = None
-    data: str | None = None
-    """Shards made by `glm5 data build`, for runs whose stages do not make their own."""
+    data: str | dict[str, str] | None = None
+    """Shards made by `glm5 data build`, for runs whose stages do not make their own; several have names, by which
+    `corpus.weights` of a stage calls them."""
     tokenizer: str | None = None
     """Tokenizer directory, for runs that neither train one nor start from a checkpoint that has one."""
     preset: str = "nano"
     model: dict[str, Any] = {}
     template: str = "5.0"
     """Chat template version of a tokenizer that the run trains."""
+    sinks: list[Literal["tensorboard", "wandb"]] = []
+    """Who is told the metrics beside `metrics.jsonl`; each needs the extra of its name."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """None means offline, unless the environment's WANDB_MODE says otherwise."""
     final: str | None = None
     """Where the last checkpoint goes; default `runs/NAME/final`."""
     evaluation: EvalConfig | None = None
+    parallel: Layout = Layout()
+    """How processes that torchrun started divide the work; it may differ when a run is resumed."""
     stages: list[AnyStage]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _write_out_presets(cls, values: Any) -> Any:
+        """A stage with `preset = "midtrain_32k"` becomes that preset, scaled to this run, under the stage's own keys."""
+        return expand(values) if isinstance(values, dict) else values
 
     @field_validator("stages")
     @classmethod

@@ -6,24 +6,29 @@ import itertools
 import json
 import platform
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
-from glm5.config.recipe import DistillStage, FamilyConfig, RunRecipe, Stage, TokenizerStage
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import DistillStage, FamilyConfig, GradientStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, publish_dir, recover_dir
-from glm5.launch.stages import RunState, run_stage, units
+from glm5.launch.stages import CORPUS, RunState, run_stage, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
-from glm5.obs import MetricsWriter, PipelineProgress
+from glm5.obs import PipelineProgress, check_sinks, open_metrics
+from glm5.obs.environment import write_environment
+from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
 from glm5.rl.algos.distill import domain_teachers
 from glm5.rl.learner import Agreement
 from glm5.tasks import make_family
@@ -39,35 +44,68 @@ def run_pipeline(recipe: RunRecipe) -> Path:
     A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any
     moment and calling again ends with the same numbers. The recipe of an existing run cannot change under it.
     """
-    _check(recipe)
+    _check(recipe, world_size())
+    with ranks_from_environment(recipe.parallel) as ranks:
+        return _run(recipe, ranks)
+
+
+def _run(recipe: RunRecipe, ranks: Ranks) -> Path:
     state = _start(recipe)
     run = Path(recipe.runs) / recipe.name
-    run.mkdir(parents=True, exist_ok=True)
-    _claim(run, recipe)
+    ranks.on_main(lambda: _claim(run, recipe))
     entries: list[dict[str, Any]] = []
     folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}
     expected = {stage.name: stage.expected_seconds for stage in recipe.stages}
-    with MetricsWriter(run / "metrics.jsonl") as metrics, PipelineProgress(list(folders), expected) as progress:
+    console = None if ranks.main else Console(quiet=True)
+    ranks.on_main(lambda: write_environment(run))
+    metrics = open_metrics(
+        run / "metrics.jsonl",
+        recipe.sinks,
+        run_name=recipe.name,
+        config=recipe.model_dump(mode="json"),
+        wandb_mode=recipe.wandb_mode,
+        main=ranks.main,
+    )
+    with metrics, PipelineProgress(list(folders), expected, console) as progress:
         for stage in recipe.stages:
             folder = folders[stage.name]
-            recover_dir(folder / MODEL)
-            if (folder / DONE).exists():
+            if ranks.on_main(lambda folder=folder: _prepare(folder)):  # type: ignore[misc]
                 entries.append(_reload(state, stage.name, folder))
                 progress.skip(stage.name)
                 continue
-            folder.mkdir(parents=True, exist_ok=True)
             progress.start(stage.name, units(stage))
-            io = StageIO(stage.name, folder, metrics, lambda n, numbers: progress.advance(n, **_shown(numbers)))
+            io = StageIO(stage.name, folder, metrics, lambda n, numbers: progress.advance(n, **_shown(numbers)), ranks)
             entries.append(_run_one(state, stage, io, recipe))
             progress.finish(stage.name, _summary(entries[-1]))
-    results = _results(recipe, state, entries)
-    _publish_final(state, Path(recipe.final) if recipe.final else run / "final")
-    atomic_write(run / "results.json", json.dumps(results, indent=1) + "\n")
+
+    def publish() -> None:
+        results = _results(recipe, state, entries)
+        _publish_final(state, Path(recipe.final) if recipe.final else run / "final")
+        atomic_write(run / "results.json", json.dumps(results, indent=1) + "\n")
+
+    ranks.on_main(publish)
     return run
 
 
-def _check(recipe: RunRecipe) -> None:
+def _prepare(folder: Path) -> bool:
+    """Make a stage's folder fit for use; whether the stage is finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recover_dir(folder / MODEL)
+    return (folder / DONE).exists()
+
+
+def _check(recipe: RunRecipe, world: int = 1) -> None:
     """Raise now what would otherwise be found only when its stage begins."""
+    check_sinks(recipe.sinks)
+    if world > 1 or recipe.parallel.ep > 1:
+        model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
+        check_layout(recipe.parallel, world, model.n_routed_experts)
+    for stage in recipe.stages:
+        if world > 1 and not isinstance(stage, GradientStage | TokenizerStage):
+            raise ConfigError(
+                f"{stage.name}: stages of kind {stage.kind} run in one process, and this job has {world}; run the "
+                "stages before it with torchrun, and this one without."
+            )
     for config in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(recipe.stages)]:
         make_family(config.name, **config.options)
     for stage in recipe.stages:
@@ -82,17 +120,38 @@ def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:
 def _claim(run: Path, recipe: RunRecipe) -> None:
     """Save the resolved recipe, or check that the run was started with the same one. A run that never got to write
     anything else may start again with another."""
+    run.mkdir(parents=True, exist_ok=True)
     path = run / "recipe.toml"
     text = dump_recipe(recipe)
-    if path.exists() and path.read_text(encoding="utf-8") != text and any(run.glob("*/*")):
+    if path.exists() and _work(path.read_text(encoding="utf-8")) != _work(text) and any(run.glob("*/*")):
         raise ConfigError(
             f"{run} was started with another recipe (its {path.name} differs). Choose another `name`, or delete {run}."
         )
     atomic_write(path, text)
 
 
+def _work(text: str) -> dict[str, Any] | None:
+    """What a saved recipe does: all but how processes divide the work and who is told; None where it cannot be read."""
+    try:
+        recipe = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return None
+    for key in ("parallel", "sinks", "wandb_mode"):
+        recipe.pop(key, None)
+    return recipe
+
+
+def _corpora(recipe: RunRecipe) -> dict[str, Path]:
+    """The shard folders that the recipe names, their hashes checked once per run."""
+    named = recipe.data if isinstance(recipe.data, dict) else {CORPUS: recipe.data} if recipe.data else {}
+    folders = {name: Path(folder) for name, folder in named.items()}
+    for folder in folders.values():
+        verify_shards(folder)
+    return folders
+
+
 def _start(recipe: RunRecipe) -> RunState:
-    state = RunState(recipe, data=Path(recipe.data) if recipe.data else None)
+    state = RunState(recipe, data=_corpora(recipe))
     if recipe.start:
         state.model = GLM5ForCausalLM.from_pretrained(recipe.start)
         state.checkpoints["start"] = Path(recipe.start)
@@ -106,16 +165,20 @@ def _start(recipe: RunRecipe) -> RunState:
 
 def _run_one(state: RunState, stage: Any, io: StageIO, recipe: RunRecipe) -> dict[str, Any]:
     started = time.perf_counter()
+    ranks = io.ranks
     numbers = run_stage(state, stage, io)
+    if state.model is not None:
+        state.model = ranks.unshard(state.model)
     entry: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "numbers": numbers}
     trained = time.perf_counter()
     if not isinstance(stage, TokenizerStage):
         model, tokenizer = state.need_model(), state.need_tokenizer()
-        _save_checkpoint(model, tokenizer, io.folder / MODEL)
+        ranks.on_main(lambda: _save_checkpoint(model, tokenizer, io.folder / MODEL))
         state.checkpoints[stage.name] = io.folder / MODEL
-        if recipe.evaluation is not None:
-            held_out = state.shard("held_out") if state.data is not None else None
-            entry["evaluation"] = evaluate(model, tokenizer, recipe.evaluation, held_out, recipe.seed)
+        evaluation = recipe.evaluation
+        if evaluation is not None:
+            held_out = state.held_out()
+            entry["evaluation"] = ranks.on_main(lambda: evaluate(model, tokenizer, evaluation, held_out, recipe.seed))
     ended = time.perf_counter()
     agreement = state.agreement.get(stage.name)
     entry |= {
@@ -123,7 +186,7 @@ def _run_one(state: RunState, stage: Any, io: StageIO, recipe: RunRecipe) -> dic
         "train_seconds": trained - started,
         "evaluation_seconds": ended - trained,
     }
-    atomic_write(io.folder / DONE, json.dumps(entry, indent=1) + "\n")
+    ranks.on_main(lambda: atomic_write(io.folder / DONE, json.dumps(entry, indent=1) + "\n"))
     return entry
 
 
@@ -142,8 +205,8 @@ def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / DONE} is damaged; delete {folder} to run this stage again.") from None
     if kind == "tokenizer":
         state.tokenizer = Tokenizer.load(folder / "tokenizer")
-        state.data = folder / "data"
-        verify_shards(state.data, remedy=f"Delete {folder} to build the data again.")
+        state.data = {CORPUS: folder / "data"}
+        verify_shards(state.data[CORPUS], remedy=f"Delete {folder} to build the data again.")
     else:
         state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL)
         state.checkpoints[name] = folder / MODEL
@@ -205,7 +268,16 @@ def _notes(recipe: RunRecipe, stages: list[dict[str, Any]]) -> list[str]:
 
 def _shown(numbers: Mapping[str, float]) -> dict[str, float]:
     """The two or three numbers that fit on a progress line."""
-    wanted = ("loss", "reward", "indexer_kl", "reverse_kl", "vocab", "megabytes")
+    wanted = (
+        "loss",
+        "reward",
+        "indexer_kl",
+        "reverse_kl",
+        "held_out_bits_per_byte",
+        "tokens_per_second",
+        "vocab",
+        "megabytes",
+    )
     return {key: numbers[key] for key in wanted if key in numbers}
 
 

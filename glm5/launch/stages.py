@@ -14,6 +14,7 @@ from glm5.config.recipe import (
     AgenticStage,
     DistillStage,
     DsaStage,
+    EvalConfig,
     GeneralStage,
     PolicyStage,
     PretrainStage,
@@ -23,9 +24,11 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
+from glm5.data.sft import write_conversations
 from glm5.data.shards import Shard, build_shards, open_shard
 from glm5.data.sources import Document, read_sources
 from glm5.errors import ConfigError
+from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
@@ -40,15 +43,19 @@ from glm5.tasks.general import GeneralFamily
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 
+CORPUS = "corpus"
+"""Name of the only corpus of a run."""
+
 
 @dataclass
 class RunState:
-    """What is handed from stage to stage. `checkpoints` maps finished stages to their checkpoint directories."""
+    """What is handed from stage to stage. `data` names shard folders, `checkpoints` maps finished stages to their
+    checkpoint directories."""
 
     recipe: RunRecipe
     model: GLM5ForCausalLM | None = None
     tokenizer: Tokenizer | None = None
-    data: Path | None = None
+    data: dict[str, Path] = field(default_factory=dict)
     checkpoints: dict[str, Path] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
 
@@ -70,12 +77,18 @@ class RunState:
             self.model = GLM5ForCausalLM(GLM5Config.preset(recipe.preset, **values, **ends), seed=recipe.seed)
         return self.model
 
-    def shard(self, split: str) -> Shard:
-        if self.data is None:
+    def shards(self, split: str) -> dict[str, Shard]:
+        """One split of every corpus; their hashes were checked when the run began."""
+        if not self.data:
             raise ConfigError(
                 f'{self.recipe.name}: no token shards. Begin with a stage of kind "tokenizer", or set `data`.'
             )
-        return open_shard(self.data, split, self.tokenizer, verify=False)
+        return {name: open_shard(path, split, self.tokenizer, verify=False) for name, path in self.data.items()}
+
+    def held_out(self) -> Shard | None:
+        """The held-out text that the run is scored on: the first corpus's, where there is one."""
+        shard = next(iter(self.shards("held_out").values())) if self.data else None
+        return shard if shard is not None and len(shard) else None
 
 
 def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
@@ -87,6 +100,13 @@ def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
 
 
 def _tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str, float]:
+    numbers = io.ranks.on_main(lambda: _build_tokenizer(state, stage, io))
+    if not io.ranks.main:
+        state.tokenizer, state.data = Tokenizer.load(io.folder / "tokenizer"), {CORPUS: io.folder / "data"}
+    return numbers
+
+
+def _build_tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str, float]:
     documents = read_sources(stage.sources)
     kept = sorted((d for d in documents if not d.held_out), key=_by_hash)
     total, chosen = 0, []
@@ -101,8 +121,8 @@ def _tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str,
     state.tokenizer = Tokenizer.train(texts, stage.vocab_size, template_version=state.recipe.template)
     state.tokenizer.save(io.folder / "tokenizer")
     io.advance(1, {"vocab": float(state.tokenizer.vocab_size)})
-    state.data = io.folder / "data"
-    counts = build_shards(chosen + held_out, state.tokenizer, state.data, stage.sources)
+    state.data = {CORPUS: io.folder / "data"}
+    counts = build_shards(chosen + held_out, state.tokenizer, state.data[CORPUS], stage.sources)
     io.advance(1, {})
     return {**{k: float(v) for k, v in counts.items()}, "tokenizer_vocab": float(state.tokenizer.vocab_size)}
 
@@ -137,7 +157,13 @@ def _pretrain(state: RunState, stage: PretrainStage, io: StageIO) -> dict[str, f
         changes["max_position_embeddings"] = stage.max_position_embeddings
     if changes:
         model = state.model = model.clone(model.config.replace(**changes))
-    return pretrain.run(model, stage, state.shard("train"), state.need_tokenizer(), io, state.recipe.seed)
+    tokenizer, held_out, config = state.need_tokenizer(), state.held_out(), state.recipe.evaluation
+    probe = None
+    if held_out is not None and stage.optim.evaluate_every:
+        folder = io.folder if io.ranks.world == 1 else None
+        size = config.text_bytes if config is not None else EvalConfig().text_bytes
+        probe = Probe(held_out, tokenizer, stage.row_length, size, folder)
+    return pretrain.run(model, stage, state.shards("train"), tokenizer, io, state.recipe.seed, probe)
 
 
 def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
@@ -147,11 +173,18 @@ def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
         topk = state.recipe.model.get("index_topk") or preset.index_topk
         if not topk:
             raise ConfigError(f"{stage.name}: set model.index_topk; the preset has no sparse attention.")
-        model = state.model = dsa_adapt.add_indexer(model, state.recipe.seed, int(topk))
-    return dsa_adapt.run(model, stage, state.shard("train"), state.need_tokenizer(), io, state.recipe.seed)
+        sizes = {"heads": state.recipe.model.get("index_n_heads"), "dim": state.recipe.model.get("index_head_dim")}
+        model = state.model = dsa_adapt.add_indexer(model, state.recipe.seed, int(topk), **sizes)
+    return dsa_adapt.run(model, stage, state.shards("train"), state.need_tokenizer(), io, state.recipe.seed)
 
 
 def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
+    path = io.folder / "conversations.jsonl"
+    if io.ranks.world > 1 and stage.data is None:  # ranks must not write the file side by side
+        written = io.ranks.main and not path.exists()
+        io.ranks.on_main(
+            lambda: write_conversations(path, sft.generated_conversations(stage, state.recipe.seed)) if written else 0
+        )
     return sft.run(state.need_model(), stage, state.need_tokenizer(), io, state.recipe.seed)
 
 

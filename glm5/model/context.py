@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.ops import KEY_TILE, ROW_TILE, round_up
+from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.rope import rope_table
 
 
@@ -73,6 +74,12 @@ class AllKeys:
     start: Tensor
     end: Tensor
     scale: float
+
+    def kl(self, weight: Tensor, look: Look | None = None) -> Tensor:
+        """Sum over queries of weight [B, T] * KL(attention || indexer); `look` is shown every block of scores (see
+        `glm5.ops.indexer_kl.dense_kl`)."""
+        view = (self.index_q, self.index_k, self.index_w, self.q, self.k, self.start, self.end, self.scale)
+        return dense_kl(*view, weight, look)
 
 
 class Observer(Protocol):

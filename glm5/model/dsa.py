@@ -14,6 +14,10 @@ from glm5.ops.indexer import select_keys, selected_scores
 from glm5.ops.rope import rope
 
 
+INDEXER = ".indexer."
+"""Part of the name of every parameter that an indexer owns, and of no other."""
+
+
 @dataclass(frozen=True)
 class IndexerState:
     """Indexer projections of one batch: queries [B, T, J, d], keys of this batch [B, T, d], head weights [B, T, J]."""

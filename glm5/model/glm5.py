@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
@@ -50,6 +51,29 @@ class Block(nn.Module):
         return x + (self.mlp(normed, ctx) if isinstance(self.mlp, MoE) else self.mlp(normed)), indices
 
 
+def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
+    """`layer(x, ctx, *rest)`; with `ctx.recompute` only x and `rest` are kept, and backward computes the layer again
+    without telling statistics and observers a second time."""
+    if not (ctx.recompute and torch.is_grad_enabled()):
+        return layer(x, ctx, *rest)
+    first = iter((ctx,))
+
+    def inside(x: Tensor, *rest: Tensor | None) -> Any:
+        return layer(x, next(first, None) or _unheard(ctx), *rest)
+
+    return checkpoint(inside, x, *rest, use_reentrant=False, preserve_rng_state=False)
+
+
+def _unheard(ctx: ForwardContext) -> ForwardContext:
+    """A context for doing the same a second time without leaving a mark."""
+    return replace(
+        ctx,
+        observer=None if ctx.observer is None else ctx.observer.muted(),
+        router_stats=None if ctx.router_stats is None else [],
+        max_logits=None,
+    )
+
+
 class GLM5Model(nn.Module):
     """The trunk: embedding, layers, final norm."""
 
@@ -64,7 +88,7 @@ class GLM5Model(nn.Module):
         x = ctx.flat(self.embed_tokens(input_ids))
         indices: Tensor | None = None
         for layer in self.layers:
-            x, indices = layer(x, ctx, indices)
+            x, indices = call(layer, x, ctx, indices)
         return self.norm(x)
 
 
@@ -139,7 +163,7 @@ class GLM5ForCausalLM(nn.Module):
         """One MTP depth: next_ids [B, T] are the tokens one step ahead of `hidden` [M, D]; returns [M, D]."""
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
-        return self.mtp(ctx.flat(self.model.embed_tokens(next_ids)), hidden, ctx)
+        return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
 
     def routers(self) -> list[tuple[int, Router]]:
         """(layer index, router) of every MoE layer, the MTP layer's last."""

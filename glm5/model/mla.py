@@ -163,9 +163,7 @@ class MLA(nn.Module):
         k = torch.cat((kv[..., : self.nope], k_rope), dim=-1).transpose(1, 2)
         return q, k, kv[..., self.nope :].transpose(1, 2)
 
-    def _dense_expanded(
-        self, q: Tensor, latents: Tensor, state: IndexerState | None, ctx: ForwardContext
-    ) -> Tensor:
+    def _dense_expanded(self, q: Tensor, latents: Tensor, state: IndexerState | None, ctx: ForwardContext) -> Tensor:
         q, k, v = self._expand(q, latents, ctx)
         plain = ctx.documents is None and self.window is None
         ranges = None if plain else ctx.key_range(self.window)

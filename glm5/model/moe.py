@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -39,10 +41,15 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All routed experts as two stacks of matrices."""
+    """All routed experts as two stacks of matrices.
+
+    `dispatch`, where there is one, computes `forward` in its place: (module, x, weights, experts) -> [M, D]. It is how
+    experts that live elsewhere are reached; the stacks then hold only those of this process.
+    """
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
+        self.dispatch: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
@@ -51,6 +58,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
+        if self.dispatch is not None:
+            return self.dispatch(self, x, weights, experts)
         slot_of, source, bounds, _ = expert_layout(experts, self.gate_up_proj.shape[0])
         grouped = permute(x, slot_of, source, experts.shape[1])
         grouped = grouped_matmul(swiglu(grouped_matmul(grouped, self.gate_up_proj, bounds)), self.down_proj, bounds)
@@ -68,7 +77,8 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        native = None if ctx.exact or ctx.router_stats is not None else thin.thin(x, self.experts.down_proj)
+        local = not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None
+        native = thin.thin(x, self.experts.down_proj) if local else None
         if native is not None:
             gate, routed, shared = self.gate, self.experts, self.shared_experts
             return thin.moe(

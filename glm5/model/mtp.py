@@ -33,7 +33,7 @@ class MTPLayer(nn.Module):
         self.block = block
         self.shared_head = SharedHead(config)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, embedded: Tensor, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """embedded and hidden [M, D] flat -> next depth's hidden state [M, D], after the norm."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         x, _ = self.block(x, ctx, None)

@@ -36,11 +36,11 @@ def global_norm(parameters: nn.Module | Iterable[Tensor]) -> Tensor:
 def clip_gradients(parameters: nn.Module | Iterable[Tensor], limit: float) -> Tensor:
     """Scale all gradients so that their `global_norm` is at most `limit`; returns the norm before.
 
-    A norm that is not finite makes the gradients so too; the caller should not step.
+    Where the norm is not finite, the gradients stay as they are, so that the caller can name the culprit.
     """
     params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     norm = global_norm(params)
     gradients = [local(p.grad) for p in params if p.grad is not None]
-    if gradients and not float(norm) <= limit:
+    if gradients and limit < float(norm) < float("inf"):
         torch._foreach_mul_(gradients, float(limit / (norm + 1e-6)))
     return norm

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from glm5.config.parallel import Layout
+from glm5.errors import ConfigError, Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a tensor that one rank holds: `offsets` and `sizes` within the whole tensor's `shape`."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.sizes
 
 
 class Ranks:
@@ -32,6 +50,19 @@ class Ranks:
         """Spread the model's parameters over the ranks, in place; forward then computes in `dtype`."""
         return model
 
+    def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+        """A plain model with the weights of a sharded one, on every rank; a plain model as it is."""
+        return model
+
+    def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
+        """`function(model, *args)`, inside of which a sharded model's weights can be used like a plain one's. What is
+        differentiated later must be part of the result."""
+        return function(model, *args)
+
+    def box(self, tensor: Tensor) -> Box:
+        """Which part of a parameter or buffer of a sharded model this rank holds."""
+        return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in their order."""
         return [value]
@@ -43,3 +74,69 @@ class Ranks:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         return tensor
+
+    def together(self, act: Callable[[], T], *, patient: bool = False) -> T:
+        """What `act` returns on this rank. Where it fails on one, all ranks raise, so that none waits for a rank that
+        left. `patient` allows one rank to take as long as it likes."""
+        error: Exception | None = None
+        try:
+            result = act()
+        except Exception as caught:
+            error = caught
+        if patient:
+            self.wait()
+        said = self.gather(None if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise Glm5Error(f"Rank {rank} failed: {text}")
+        return result
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0, the only one to call it; the others wait, however long it takes."""
+        return self.gather(self.together(lambda: act() if self.main else None, patient=True))[0]  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        """Return when all ranks have come here, however long rank 0 works alone."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def world_size() -> int:
+    """Number of processes of the job that this process belongs to, as torchrun tells it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
+def check_layout(layout: Layout, world: int, experts: int | None = None) -> None:
+    """ConfigError where `world` processes, or the experts of a layer, cannot be divided as the layout says."""
+    if world % layout.ep:
+        raise ConfigError(
+            f"parallel.ep = {layout.ep} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
+            "choose a divisor, or start another number with torchrun --nproc-per-node."
+        )
+    if experts is not None and experts % layout.ep:
+        raise ConfigError(
+            f"parallel.ep = {layout.ep} does not divide the {experts} experts of a layer; choose a divisor."
+        )
+
+
+def ranks_from_environment(layout: Layout | None = None) -> Ranks:
+    """Join the job that torchrun started; a process of its own is a world of one. Close it at the end."""
+    layout = layout or Layout()
+    check_layout(layout, world_size())
+    if world_size() == 1:
+        return Ranks()
+    from glm5.parallel.mesh import TorchRanks  # torch.distributed takes seconds to load
+
+    return TorchRanks(layout)

@@ -1,60 +1,243 @@
-"""Training state on disk: model, optimizer and step, published atomically; no pickle."""
+"""Training state on disk: model, optimizer and step, written by all ranks, published atomically; no pickle.
+
+`state/step-00000050/` holds one file per rank and an index (see `boxes`). The newest two are kept, so that damage to
+one costs some steps and not the stage. A state can be read by any number of ranks in any layout.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from glm5.errors import CheckpointError
-from glm5.files import publish_dir, recover_dir, verify_manifest
+from glm5.files import disk_errors, publish_dir, recover_dir, verify_manifest
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.tensor_files import read_json
+from glm5.obs.logs import get_logger
+from glm5.optim.distributed import local
+from glm5.parallel.ranks import Box, Ranks
+from glm5.train.boxes import StoredTensor, check_files, index_of, parse_index, read_pieces, write_pieces
+
+INDEX = "state.json"
+KEPT = 2
+"""States of one stage that are kept."""
+
+_FORMAT = 1
+_INDEX_LIMIT = 1 << 30
+_STEP = re.compile(r"step-(\d{8,12})")
+
+_log = get_logger(__name__)
 
 
 def save_state(
-    path: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, step: int, extra: dict[str, Any] | None = None
+    path: Path,
+    model: GLM5ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    extra: dict[str, Any] | None = None,
+    *,
+    ranks: Ranks | None = None,
 ) -> None:
-    """Write everything that the next step depends on. `step` is the number of finished steps; `extra` must be JSON."""
-    tensors = {f"model/{name}": t.detach().contiguous() for name, t in model.state_dict().items()}
-    for name, parameter in _named(optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optim/{name}/{key}"] = value.contiguous()
-    with publish_dir(path) as folder:
-        save_file(tensors, str(folder / "state.safetensors"))
-        (folder / "state.json").write_text(json.dumps({"step": step, "extra": extra or {}}), encoding="utf-8")
+    """Write everything that the next step depends on to `path/step-NNNNNNNN`; all ranks call. `step` is the number of
+    finished steps; `extra` must be JSON.
+
+    Beside the new state the newest earlier one stays. Nothing changes on disk where a rank fails, and all ranks raise
+    CheckpointError then, as they do when another process is saving to `path`.
+    """
+    ranks = ranks or Ranks()
+    target = path / f"step-{step:08}"
+    with ExitStack() as open_folder:
+
+        def begin() -> Path:
+            open_folder.enter_context(_alone(path))
+            # The name is ours, also where a damaged state of this step has lost its manifest.
+            return open_folder.enter_context(publish_dir(target, foreign=True))
+
+        folder = ranks.on_main(begin)
+
+        def write() -> dict[str, tuple[str, Box]]:
+            if not folder.is_dir():
+                raise CheckpointError(f"{folder} is not visible to rank {ranks.rank}; all ranks need the same storage.")
+            with disk_errors(target):
+                return write_pieces(folder, ranks.rank, _pieces(model, optimizer, ranks))
+
+        written = ranks.gather(ranks.together(write))
+
+        def finish() -> None:
+            index = {"format": _FORMAT, "step": step, "extra": extra or {}, "tensors": index_of(written)}
+            parse_index(index["tensors"], folder / INDEX)  # what could not be read back is not published
+            (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+            open_folder.close()
+            _remove_others(path, step)
+
+        ranks.on_main(finish)
 
 
 def load_state(
-    path: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer
+    path: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, *, ranks: Ranks | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """Restore model and optimizer in place; (finished steps, extra), or None when there is nothing to resume from."""
-    recover_dir(path)
-    if not path.exists():
-        return None
-    verify_manifest(path)
+    """Restore model and optimizer in place from the newest valid state; all ranks call. Returns (finished steps,
+    extra), or None when there is nothing to resume from.
+
+    A damaged state is passed over with a warning where an earlier one is sound; CheckpointError where none is, and for
+    the state of another model.
+    """
+    ranks = ranks or Ranks()
+    folder = ranks.on_main(lambda: _newest_valid(path))
+    return None if folder is None else ranks.together(lambda: _restore(folder, model, optimizer, ranks))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from saving to `path` meanwhile, and clear away what a crash left of earlier saves."""
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
     try:
-        info = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        tensors = load_file(str(path / "state.safetensors"))
-        step, extra = int(info["step"]), dict(info["extra"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete it to start this stage again.") from None
-    own = model.state_dict()
-    saved = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
-    if own.keys() != saved.keys() or any(own[name].shape != saved[name].shape for name in own):
-        raise CheckpointError(f"{path} belongs to another model; delete it to start this stage again.")
-    for name, tensor in saved.items():
-        own[name].copy_(tensor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"Another process is saving to {path}; two runs cannot share it. Stop one of them, or give this run "
+                "another name."
+            ) from None
+        except OSError:  # a file system without locks
+            _log.warning("%s cannot be locked; take care that no other run saves there.", path)
+        for left in [*path.glob(".step-*.writing"), *path.glob(".step-*.old")]:
+            recover_dir(path / left.name[1:].rpartition(".")[0])
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _states(path: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every state, the newest first."""
+    found = [(int(match[1]), p) for p in path.iterdir() if (match := _STEP.fullmatch(p.name))]
+    return sorted(found, reverse=True)
+
+
+def _remove_others(path: Path, step: int) -> None:
+    """Keep the state of `step` and those just before it. Later ones were passed over as damaged."""
+    states = _states(path)
+    kept = [folder for number, folder in states if number <= step][:KEPT]
+    for _, folder in states:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _newest_valid(path: Path) -> Path | None:
+    if not path.is_dir():
+        return None
+    with _alone(path):
+        states = _states(path)
+        first: CheckpointError | None = None
+        for step, folder in states:
+            try:
+                _verify(folder, path)
+            except CheckpointError as error:
+                first = first or error
+                continue
+            if first is not None:
+                _log.warning("%s Going on with the state of step %d.", first, step)
+            return folder
+    if first is not None:
+        raise first
+    return None
+
+
+def _verify(folder: Path, path: Path) -> None:
+    remedy = f"Delete {path} to start this stage again."
+    if not verify_manifest(folder, kind="state", remedy=remedy):
+        raise CheckpointError(f"{folder / 'manifest.json'} is missing, so the state is damaged. {remedy}")
+    try:
+        check_files(folder, _read_index(folder)[2])
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {remedy}") from None
+
+
+def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTensor]]:
+    """Step, extra and tensors of a state."""
+    raw = read_json(folder / INDEX, _INDEX_LIMIT, "the index of a state")
+    step, extra = raw.get("step"), raw.get("extra")
+    if raw.get("format") != _FORMAT or type(step) is not int or not isinstance(extra, dict):
+        raise CheckpointError(f"{folder / INDEX} is damaged, or of another version of glm5.")
+    return step, extra, parse_index(raw.get("tensors"), folder / INDEX)
+
+
+def _pieces(model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, tuple[Tensor, Box]]:
+    found = {f"model/{name}": (local(t.detach()), ranks.box(t)) for name, t in _tensors(model).items()}
     for name, parameter in _named(optimizer):
-        prefix = f"optim/{name}/"
-        state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
-        if state:
-            optimizer.state[parameter] = state
+        for key, value in optimizer.state.get(parameter, {}).items():
+            box = ranks.box(parameter if value.shape == parameter.shape else value)
+            found[f"optim/{name}/{key}"] = (local(value), box)
+    return found
+
+
+def _tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:
+    """Parameters and buffers themselves, which know more than the copies in `state_dict`."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: own[name] for name in model.state_dict()}
+
+
+def _restore(
+    folder: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> tuple[int, dict[str, Any]]:
+    step, extra, stored = _read_index(folder)
+    own = _tensors(model)
+    saved = {name.removeprefix("model/"): t.shape for name, t in stored.items() if name.startswith("model/")}
+    if saved != {name: ranks.box(t).shape for name, t in own.items()}:
+        raise CheckpointError(f"{folder} belongs to another model; delete {folder.parent} to start this stage again.")
+    states, targets = _optimizer_targets(folder, stored, optimizer, ranks)
+    for name, tensor in own.items():
+        targets.append((f"model/{name}", local(tensor.detach()), ranks.box(tensor)))
+    read_pieces(folder, stored, targets)
+    for parameter, state in states:
+        optimizer.state[parameter] = state
     return step, extra
 
 
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+def _optimizer_targets(
+    folder: Path, stored: dict[str, StoredTensor], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], list[tuple[str, Tensor, Box]]]:
+    """Fresh state of every parameter that has one on disk, and where to read it into."""
+    keys: dict[str, list[str]] = {}
+    for full in stored:
+        if full.startswith("optim/"):
+            name, _, key = full.removeprefix("optim/").rpartition("/")
+            keys.setdefault(name, []).append(key)
+    states: list[tuple[Tensor, dict[str, Tensor]]] = []
+    targets: list[tuple[str, Tensor, Box]] = []
+    for name, parameter in _named(optimizer):
+        state: dict[str, Tensor] = {}
+        for key in keys.pop(name, []):
+            full, box = f"optim/{name}/{key}", ranks.box(parameter)
+            dtype = getattr(torch, stored[full].dtype, None)
+            if stored[full].shape not in (box.shape, ()) or not isinstance(dtype, torch.dtype):
+                raise CheckpointError(f"{folder} is damaged: {full!r:.120} has neither its parameter's shape nor none.")
+            if stored[full].shape == ():
+                state[key] = torch.zeros((), dtype=dtype, device=local(parameter).device)
+                box = ranks.box(state[key])
+            else:
+                state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            targets.append((full, local(state[key]), box))
+        states.append((parameter, state))
+    if keys:
+        raise CheckpointError(
+            f"{folder} belongs to a stage that trains other parameters ({next(iter(keys))!r:.80}); delete "
+            f"{folder.parent} to start this stage again."
+        )
+    return [(parameter, state) for parameter, state in states if state], targets
+
+
+def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     return [pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)]

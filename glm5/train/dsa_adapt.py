@@ -1,35 +1,60 @@
-"""DSA adaptation: from dense MLA to sparse attention in two stages (§2.1.1)."""
+"""DSA adaptation: from dense MLA to sparse attention in two stages, and how close the result comes (§2.1.1)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
 from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.recipe import DsaStage
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
-from glm5.model.context import ForwardContext
+from glm5.errors import ConfigError, DataError
+from glm5.model.context import ForwardContext, packed_context
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.train.loop import StageIO, train
-from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.loop import Evaluate, LossOf, StageIO, train
+from glm5.train.losses import IndexerLoss, language_loss, target_logprobs
 from glm5.train.pretrain import batches
 from glm5.train.tally import Tally
 
-INDEXER = ".indexer."
+SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Numbers of keys at which attention mass is measured, in multiples of index_topk."""
+FEW_TOKENS = 16_384
+"""Tokens of a forward pass that measures."""
 
 
-def add_indexer(model: GLM5ForCausalLM, seed: int, index_topk: int) -> GLM5ForCausalLM:
-    """A DSA model with the weights of a dense one and freshly initialised indexers."""
-    return model.clone(model.config.replace(use_dsa=True, index_topk=index_topk), seed=seed)
+def add_indexer(
+    model: GLM5ForCausalLM, seed: int, index_topk: int, *, heads: int | None = None, dim: int | None = None
+) -> GLM5ForCausalLM:
+    """A DSA model with the weights of a dense one and freshly initialised indexers of `heads` heads of width `dim`
+    (None: what the configuration says). ConfigError where the model is no dense MLA model."""
+    config = model.config
+    if config.attention_type != "mla" or config.attention_pattern:
+        raise ConfigError("Only MLA in every layer can become sparse (DSA); this model has another attention.")
+    if config.use_dsa:
+        raise ConfigError("This model has sparse attention (DSA) already; there is nothing to adapt.")
+    sizes = {"index_n_heads": heads or config.index_n_heads, "index_head_dim": dim or config.index_head_dim}
+    if sizes["index_head_dim"] < config.qk_rope_head_dim:
+        raise ConfigError(
+            f"index_dim is {sizes['index_head_dim']}, but its first {config.qk_rope_head_dim} dimensions are rotary in "
+            f"this model; take at least {config.qk_rope_head_dim}."
+        )
+    return model.clone(config.replace(use_dsa=True, index_topk=index_topk, **sizes), seed=seed)
 
 
-def run(
-    model: GLM5ForCausalLM, stage: DsaStage, shard: Shard, tokenizer: Tokenizer, io: StageIO, seed: int
-) -> dict[str, float]:
-    """`dsa_warmup`: dense attention, only indexers learn, from their KL. `dsa_sparse`: attention over the selected
+def indexer_only(name: str) -> bool:
+    """What learns in the warm-up, by parameter name."""
+    return INDEXER in name
+
+
+def adaptation_loss(stage: DsaStage, topk: int) -> LossOf:
+    """`dsa_warmup`: the indexers' KL under dense attention, nothing else. `dsa_sparse`: attention over the selected
     keys; the backbone learns from the language loss alone, the indexers from their KL alone (their inputs are
     detached)."""
-    topk = model.config.index_topk or 0
     warmup = stage.kind == "dsa_warmup"
 
     def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
@@ -44,12 +69,140 @@ def run(
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
         return loss + stage.indexer_weight * watch.total(), numbers.merge([tally])
 
+    return loss_of
+
+
+def run_stage(
+    model: GLM5ForCausalLM,
+    stage: DsaStage,
+    batch_at: Callable[[int], Batch],
+    io: StageIO,
+    evaluate: Evaluate | None = None,
+) -> dict[str, float]:
+    """One of the two stages over any data; the model must have indexers."""
+    warmup = stage.kind == "dsa_warmup"
     return train(
         model,
         stage,
         io,
-        batches(shard, tokenizer, stage, seed),
-        loss_of,
-        trainable=lambda name: not warmup or INDEXER in name,
+        batch_at,
+        adaptation_loss(stage, model.config.index_topk or 0),
+        trainable=indexer_only if warmup else lambda name: True,
         bias_rate=0.0 if warmup else stage.bias_rate,
+        evaluate=evaluate,
     )
+
+
+def run_twin(
+    model: GLM5ForCausalLM,
+    stage: DsaStage,
+    batch_at: Callable[[int], Batch],
+    io: StageIO,
+    evaluate: Evaluate | None = None,
+) -> dict[str, float]:
+    """The dense twin of a sparse stage: the same rows, rates and losses of the backbone, attention stays dense."""
+
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+        return language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
+
+    return train(model, stage, io, batch_at, loss_of, bias_rate=stage.bias_rate, evaluate=evaluate)
+
+
+def run(
+    model: GLM5ForCausalLM,
+    stage: DsaStage,
+    shards: Shard | Mapping[str, Shard],
+    tokenizer: Tokenizer,
+    io: StageIO,
+    seed: int,
+    evaluate: Evaluate | None = None,
+) -> dict[str, float]:
+    """A stage of a recipe, over the rows that every stage with such data gets."""
+    return run_stage(model, stage, batches(shards, tokenizer, stage, seed), io, evaluate)
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows of equal length, each one document of its own: ids [n, length]. `documents` = how many files they come from;
+    0 where no file is that long and rows are cut from all of them in a line."""
+
+    ids: Tensor
+    documents: int
+
+    def batches(self) -> Iterator[Batch]:
+        """A few rows at a time."""
+        size = max(1, FEW_TOKENS // self.ids.shape[1])
+        for ids in self.ids.split(size):
+            yield Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+
+
+def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
+    """Up to `tokens` tokens in rows of `length`, round robin over the documents that are long enough: first the first
+    window of each, then the second. DataError where all documents together do not fill one row."""
+    lengths = [len(shard.document(i)) for i in range(len(shard))]
+    if max(lengths, default=0) >= length:
+        windows = sorted((at, i) for i, n in enumerate(lengths) for at in range(0, n - length + 1, length))
+        chosen = windows[: max(1, tokens // length)]
+        rows = [shard.document(i)[at : at + length].astype("int64") for at, i in chosen]
+        return HeldOut(torch.stack([torch.from_numpy(row) for row in rows]), len({i for _, i in chosen}))
+    if len(shard.tokens) < length:
+        raise DataError(f"The held-out split has {len(shard.tokens)} tokens, fewer than one row of {length}.")
+    count = max(1, min(tokens, len(shard.tokens)) // length)
+    line = torch.from_numpy(shard.tokens[: count * length].astype("int64"))
+    return HeldOut(line.view(count, length), 0)
+
+
+@torch.no_grad()
+def position_losses(model: GLM5ForCausalLM, rows: HeldOut) -> Tensor:
+    """Loss in nats of every target: [n, length - 1], entry t being that of token t + 1 after t + 1 tokens."""
+    found = []
+    for batch in rows.batches():
+        hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
+        targets, wanted = batch.targets()
+        logprobs = target_logprobs(model, hidden, targets, wanted)[0]
+        found.append(-logprobs.double().view(batch.ids.shape[0], -1))
+    return torch.cat(found)
+
+
+@dataclass
+class MassCurve(IndexerLoss):
+    """Measures, besides recall, the attention mass on the `ks` best scores and on the `ks` most attended keys."""
+
+    ks: tuple[int, ...] = field(default=())
+
+    def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
+        """See `IndexerLoss`."""
+        super().measure(layer, scores, target, valid, crowded)
+        scores, target, valid = scores[crowded], target[crowded], valid[crowded]
+        for kind, by in (("indexer", scores), ("oracle", target)):
+            # A stable sort has the tie rule of `topk_mask`: higher score first, then lower position.
+            order = by.nan_to_num(-torch.inf).masked_fill(~valid, -torch.inf).sort(dim=-1, descending=True, stable=True)
+            kept = target.masked_fill(~valid, 0.0).gather(-1, order.indices).cumsum(-1) / target.sum(-1, keepdim=True)
+            for k in self.ks:
+                share = kept[:, min(k, kept.shape[1]) - 1]
+                self.tally.mean(f"{kind}/{k}", share.sum(), share.numel())
+
+
+@torch.no_grad()
+def attention_mass(model: GLM5ForCausalLM, rows: HeldOut) -> dict[str, float]:
+    """Under dense attention, over the queries that have more than index_topk keys: `indexer_recall` and
+    `indexer_recall/L{layer}` = share of attention mass on the indexer's index_topk keys, `indexer/{k}` and `oracle/{k}`
+    = mass on the k best by index score and by attention itself (mean over layers, the MTP layer included), and
+    `indexer_kl`."""
+    topk = model.config.index_topk or 0
+    ks = tuple(sorted({max(1, round(topk * share)) for share in SHARES} - {0}))
+    tally = Tally()
+    tokens = int(rows.ids.numel())
+    for batch in rows.batches():
+        ctx = packed_context(batch.documents, exact=False)
+        counts = replace(batch.counts(), tokens=tokens)
+        watch = MassCurve(replace(batch, step=counts), topk, tally, ks=tuple(k for k in ks if k < batch.ids.shape[1]))
+        ctx.observer, ctx.attend_dense = watch, True
+        hidden = model.model(batch.ids, ctx)
+        if model.mtp is not None:
+            model.mtp_hidden(batch.targets()[0], hidden, ctx)
+        watch.total()
+    return tally.numbers()

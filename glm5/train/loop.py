@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,30 +15,48 @@ from torch import Tensor, nn
 from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch, StepCounts
 from glm5.errors import DataError
+from glm5.files import atomic_write
 from glm5.model.context import ForwardContext, packed_context
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.obs.metrics import MetricsWriter
+from glm5.obs.logs import get_logger
+from glm5.obs.metrics import MetricsLog
 from glm5.optim import Muon, muon_groups
+from glm5.optim.clip import clip_gradients
 from glm5.optim.schedules import learning_rate
+from glm5.optim.table import table
 from glm5.parallel.ranks import Ranks
 from glm5.train.checkpoint import load_state, save_state
+from glm5.train.guard import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.losses import expert_loads, update_router_bias
 from glm5.train.precision import Twin
+from glm5.train.stop import StopSignals
 from glm5.train.tally import Tally
+from glm5.train.watchdog import Watchdog
+
+__all__ = ["MAX_SKIPPED", "TIMES", "StageIO", "Trainer", "build_optimizer", "clip_gradients", "train"]
 
 MAX_SKIPPED = 10
 
+TIMES = ("step_seconds", "optimizer_seconds", "tokens_per_second", "stage_seconds")
+"""The numbers of a step that differ between two runs of one recipe."""
+
+_log = get_logger(__name__)
+
 Trainable = Callable[[str], bool]
+Evaluate = Callable[[GLM5ForCausalLM, int], Mapping[str, float]]
+"""Model and number of finished steps -> numbers for the metrics."""
+
 LossOf = Callable[[GLM5ForCausalLM, Batch, ForwardContext], tuple[Tensor, Tally]]
 
 
 @dataclass(frozen=True)
 class StageIO:
-    """Where a stage reads and writes: its name, its folder, the run's metrics, a callback for progress, its processes."""
+    """Where a stage reads and writes: its name, its folder, the run's metrics, a callback for progress, its ranks."""
 
     name: str
     folder: Path
-    metrics: MetricsWriter
+    metrics: MetricsLog
     advance: Callable[[int, dict[str, float]], None]
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -63,28 +82,42 @@ def train(
     *,
     trainable: Trainable = lambda name: True,
     bias_rate: float = 0.0,
-    evaluate: Callable[[GLM5ForCausalLM], Mapping[str, float]] | None = None,
+    evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
     """Run the stage's optimizer steps over `batch_at(step)`, resuming from the stage's own state if there is one.
 
     `batch_at` returns a step's whole batch; every rank takes its rows. After every update the router biases move by
     `bias_rate` against the load they saw (loss-free balance). A step with a non-finite loss or gradient is skipped and
-    counted; too many end the stage with DataError. Parameters that are not `trainable` are frozen meanwhile. `evaluate`
-    scores held-out text every `optim.evaluate_every` steps. Returns the last step's numbers.
+    counted; too many end the stage with DataError, and so does a non-finite weight. Parameters that are not `trainable`
+    are frozen meanwhile. `evaluate` scores held-out text every `optim.evaluate_every` steps. Returns the numbers of the
+    last step that was not skipped.
+
+    SIGTERM and Ctrl-C on any rank raise KeyboardInterrupt on all of them after the step, once its state is saved. A
+    step, an evaluation or a save that takes longer than `optim.stall_seconds` ends the process (see `Watchdog`).
     """
-    config = stage.optim
+    config, ranks = stage.optim, io.ranks
     trainer = Trainer(model, stage, io, loss_of, trainable, bias_rate)
     done = trainer.resume()
     io.metrics.rewind(io.name, done)
     io.advance(done, {})
-    for step in range(done, config.steps):
-        numbers = trainer.step(step, batch_at(step))
-        if evaluate is not None and config.evaluate_every and (step + 1) % config.evaluate_every == 0:
-            numbers |= evaluate(trainer.model)
-        io.metrics.write(io.name, step + 1, numbers)
-        io.advance(1, numbers)
-        if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
-            trainer.save(step + 1)
+    stall = io.folder / (f"stall-rank{ranks.rank}.txt" if ranks.world > 1 else "stall.txt")
+    with StopSignals(io.name, ranks.main) as signals, Watchdog(stall, config.stall_seconds, io.name) as watchdog:
+        for step in range(done, config.steps):
+            watchdog.begin(f"step {step + 1}")
+            numbers = trainer.step(step, batch_at(step))
+            if evaluate is not None and config.evaluate_every and (step + 1) % config.evaluate_every == 0:
+                watchdog.begin(f"the evaluation after step {step + 1}")
+                numbers |= trainer.evaluate(evaluate, step + 1)
+            io.metrics.write(io.name, step + 1, numbers)
+            io.advance(1, numbers)
+            stopping = ranks.any(signals.asked)
+            due = bool(config.save_every) and (step + 1) % config.save_every == 0 and step + 1 < config.steps
+            if stopping or due:
+                watchdog.begin(f"saving the state after step {step + 1}")
+                trainer.save(step + 1)
+            if stopping:
+                raise KeyboardInterrupt
+    trainer.check_weights(config.steps)
     model.requires_grad_(True)
     return trainer.last
 
@@ -107,7 +140,9 @@ class Trainer:
         self.model = self.ranks.shard(model, dtype, trainable)
         self.optimizer = build_optimizer(self.model, self.config, trainable)
         self.twin = Twin(self.model, dtype) if self.ranks.world == 1 and dtype != model.dtype else None
-        self.skipped = 0
+        self.optimizer.watch_updates = True
+        self.skipped, self.tokens_seen, self.seconds = 0, 0, 0.0
+        self._began = time.perf_counter()
         self.last: dict[str, float] = {}
 
     @property
@@ -117,13 +152,32 @@ class Trainer:
 
     def resume(self) -> int:
         """Restore the stage's own state, if there is one; returns the number of finished steps."""
-        done, extra = load_state(self.state, self.model, self.optimizer) or (0, {})
+        done, extra = load_state(self.state, self.model, self.optimizer, ranks=self.ranks) or (0, {})
         self.skipped, self.last = int(extra.get("skipped", 0)), dict(extra.get("numbers", {}))
+        self.tokens_seen, self.seconds = int(extra.get("tokens_seen", 0)), float(extra.get("seconds", 0.0))
+        self.optimizer.watch_updates = done == 0
         return done
 
     def save(self, step: int) -> None:
-        """Write everything that the steps after `step` depend on."""
-        save_state(self.state, self.model, self.optimizer, step, {"skipped": self.skipped, "numbers": self.last})
+        """Write everything that the steps after `step` depend on, and what reports count. Broken weights are not worth
+        keeping, so DataError where there are some."""
+        self.check_weights(step)
+        extra = {
+            "skipped": self.skipped,
+            "numbers": self.last,
+            "tokens_seen": self.tokens_seen,
+            "seconds": self._elapsed(),
+        }
+        save_state(self.state, self.model, self.optimizer, step, extra, ranks=self.ranks)
+
+    def check_weights(self, step: int) -> None:
+        """DataError on all ranks where a weight is not finite after `step` steps: skipping steps does not help it."""
+        name = bad_weight(self.model) or (bad_weight(self.twin.model) if self.twin else None)
+        if (name := first_name(self.ranks, name)) is not None:
+            raise DataError(
+                f"{self.io.name}: the weight {name} is not finite after the update of step {step}; the last saved "
+                "state is from before. Lower optim.lr."
+            )
 
     def step(self, step: int, batch: Batch) -> dict[str, float]:
         """One optimizer step; returns its numbers, which are the same on all ranks but for times."""
@@ -136,66 +190,124 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         monitored = bool(config.monitor_every) and step % config.monitor_every == 0
-        loss, tally, loads = self._accumulate(batch, monitored)
-        norm = float(clip_gradients(self.model, config.clip))
+        counts = batch.counts()
+        parts = self._parts(batch, counts)
+        losses, tally, loads = self._accumulate(parts, monitored)
+        norms = self._clip()
         computed = time.perf_counter()
-        tally.plain().merge(other for i, other in enumerate(self.ranks.gather(tally)) if i != self.ranks.rank)
-        numbers = tally.numbers()
-        if self.ranks.any(not (math.isfinite(loss) and math.isfinite(norm))):
-            self._skip(step)
+        numbers = Tally().merge(self.ranks.gather(tally.plain())).numbers()
+        numbers |= _load_numbers(loads, monitored) | {"lr": rate} | norms
+        self.tokens_seen += counts.tokens
+        bad = not all(map(math.isfinite, losses)), not all(map(math.isfinite, norms.values()))
+        bad_losses, bad_norms = zip(*self.ranks.gather(bad))
+        skipping = any(bad_losses) or any(bad_norms)
+        if skipping:
+            numbers |= self._skip(step, *self._culprit(step, parts, losses, any(bad_losses)))
         else:
+            watched = self.optimizer.watch_updates
             self.optimizer.step()
             update_router_bias(self.model, loads, self.bias_rate)
+            if watched:
+                self._show_updates()
+        counters = {"skipped": float(self.skipped), "tokens_seen": float(self.tokens_seen)}
+        numbers |= counters
+        self.last = self.last | counters if skipping else numbers
         ended = time.perf_counter()
-        numbers |= _load_numbers(loads, monitored)
-        numbers |= {"lr": rate, "grad_norm": norm, "skipped": float(self.skipped)}
-        self.last = numbers
-        tokens = numbers.get("tokens", 0.0)
-        times = {"step_seconds": ended - began, "optimizer_seconds": ended - computed}
-        return numbers | times | {"tokens_per_second": tokens / (ended - began)}
+        times = {"step_seconds": ended - began, "optimizer_seconds": ended - computed, "stage_seconds": self._elapsed()}
+        return numbers | times | {"tokens_per_second": counts.tokens / (ended - began)}
 
-    def _accumulate(self, batch: Batch, monitored: bool) -> tuple[float, Tally, dict[int, Tensor]]:
-        """Forward and backward over this rank's micro-batches: loss of the step's part, numbers, expert loads (all
-        ranks')."""
-        total, tally = 0.0, Tally()
+    @torch.no_grad()
+    def evaluate(self, score: Evaluate, step: int) -> Mapping[str, float]:
+        """Scores of held-out text, which belong to the numbers of the last step."""
+        scores = self.ranks.run(score, self.model, step)
+        self.last = self.last | dict(scores)
+        return scores
+
+    def _clip(self) -> dict[str, float]:
+        """Bound the gradients of the backbone and those of the indexers each by itself: in one common norm, the
+        indexers' loss would scale the backbone's update (§2.1.1 isolates the two)."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        parts = {
+            "grad_norm": [p for name, p in named if INDEXER not in name],
+            "indexer_grad_norm": [p for name, p in named if INDEXER in name],
+        }
+        return {name: float(clip_gradients(part, self.config.clip)) for name, part in parts.items() if part}
+
+    def _elapsed(self) -> float:
+        """Seconds that this stage has taken so far, in all processes that worked on it."""
+        return self.seconds + time.perf_counter() - self._began
+
+    def _accumulate(self, parts: Sequence[Batch], monitored: bool) -> tuple[list[float], Tally, dict[int, Tensor]]:
+        """Forward and backward over this rank's micro-batches: their losses, numbers, expert loads (all ranks')."""
+        losses, tally = [], Tally()
         loads: dict[int, Tensor] = {}
-        model = self.model
         if self.twin is not None:
             self.twin.follow()
-            model = self.twin.model
-        for index, part in enumerate(self._parts(batch)):
-            ctx = packed_context(part.documents, exact=self.stage.dtype == "float32")
-            ctx.router_stats, ctx.recompute = [], self.stage.recompute
-            ctx.max_logits = {} if monitored and index == 0 else None
-            loss, numbers = self.loss_of(model, part, ctx)
+        for part in parts:
+            loss, numbers, ctx = self._forward(part, monitored)
             loss.backward()
-            total += float(loss.detach())
+            losses.append(float(loss.detach()))
             tally.merge([numbers])
             for layer, maxima in (ctx.max_logits or {}).items():
                 for head, value in enumerate(maxima.tolist()):
                     tally.peak(f"max_logit/L{layer}/H{head}", value)
                 tally.peak("max_logit", maxima.max())
-            for layer, load in expert_loads(ctx.router_stats, part.documents, model.config.n_routed_experts).items():
+            experts = self.model.config.n_routed_experts
+            for layer, load in expert_loads(ctx.router_stats or [], part.documents, experts).items():
                 loads[layer] = loads[layer] + load if layer in loads else load
         for layer in sorted(loads):
             self.ranks.sum(loads[layer])
-        return total, tally, loads
+        return losses, tally, loads
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
+    def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, Tally, ForwardContext]:
+        ctx = packed_context(part.documents, exact=self.stage.dtype == "float32")
+        ctx.router_stats, ctx.recompute = [], self.stage.recompute
+        ctx.max_logits = {} if monitored else None
+        return *self.ranks.run(self.loss_of, self._computing, part, ctx), ctx
+
+    @property
+    def _computing(self) -> GLM5ForCausalLM:
+        """The model that forward and backward run on."""
+        return self.model if self.twin is None else self.twin.model
+
+    def _parts(self, batch: Batch, counts: StepCounts) -> list[Batch]:
         """This rank's micro-batches, each of which knows the counts of the whole step."""
-        counts: StepCounts = batch.counts()
         start, stop = self.ranks.share(batch.ids.shape[0])
         size = self.stage.micro_rows or stop - start
-        for first in range(start, stop, size):
-            yield replace(batch.rows(first, min(first + size, stop)), step=counts)
+        return [replace(batch.rows(first, min(first + size, stop)), step=counts) for first in range(start, stop, size)]
 
-    def _skip(self, step: int) -> None:
+    def _culprit(self, step: int, parts: Sequence[Batch], losses: Sequence[float], in_forward: bool) -> tuple[str, str]:
+        """Name of what made the step non-finite, and the same in words, found by computing it again. All ranks take
+        part, since a sharded model computes on all or on none. DataError where a weight is broken."""
+        self.check_weights(step)
+        if in_forward:
+            part = next((p for p, loss in zip(parts, losses) if not math.isfinite(loss)), parts[0])
+            name = first_name(self.ranks, bad_module(self._computing, lambda: self._forward(part)))
+            return (name, f"the output of {name}") if name else ("loss", "the loss, but no module's output")
+        self.optimizer.zero_grad(set_to_none=True)
+        self._accumulate(parts, False)
+        name = first_name(self.ranks, bad_gradient(self.model))
+        return (name, f"the gradient of {name}") if name else ("gradient", "a gradient, but not when computed again")
+
+    def _skip(self, step: int, name: str, culprit: str) -> dict[str, float]:
+        """Count the step; its numbers carry the culprit's name."""
         self.skipped += 1
         if self.skipped > MAX_SKIPPED:
             raise DataError(
-                f"{self.io.name}: {self.skipped} steps had a non-finite loss or gradient (last: step {step}); lower "
-                "optim.lr."
+                f"{self.io.name}: {self.skipped} steps had a non-finite loss or gradient (last: step {step + 1}, "
+                f"{culprit}); lower optim.lr."
             )
+        if self.ranks.main:
+            _log.warning("%s: step %d is skipped, for something is not finite: %s.", self.io.name, step + 1, culprit)
+        return {f"non_finite/{name}": 1.0}
+
+    def _show_updates(self) -> None:
+        """What trains every kind of parameter and how far the first update moved it: to the log and to a file."""
+        rows = self.optimizer.update_table()
+        if self.ranks.main:
+            _log.info("%s: updates of the first step\n%s", self.io.name, table(rows))
+            text = json.dumps([asdict(row) for row in rows], indent=1)
+            atomic_write(self.io.folder / "update_table.json", text + "\n")
 
 
 def _load_numbers(loads: Mapping[int, Tensor], monitored: bool) -> dict[str, float]:
@@ -205,9 +317,3 @@ def _load_numbers(loads: Mapping[int, Tensor], monitored: bool) -> dict[str, flo
     for layer, share in shares.items() if monitored else ():
         numbers |= {f"load_max/L{layer}": float(share.max()), f"load_min/L{layer}": float(share.min())}
     return numbers
-
-
-def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scale all gradients so that their total norm is at most `limit`; returns the norm before."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    return torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)

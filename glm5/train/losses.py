@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from glm5.data.packing import Batch
-from glm5.model.context import ForwardContext, RouterStats
+from glm5.model.context import AllKeys, ForwardContext, RouterStats
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import CHUNK_ROWS, token_logprobs
+from glm5.ops.indexer import topk_mask
+from glm5.ops.indexer_kl import selected_kl
 from glm5.train.tally import Tally
 
 
@@ -122,18 +124,6 @@ def update_router_bias(model: GLM5ForCausalLM, loads: Mapping[int, Tensor], rate
             router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
 
 
-def indexer_kl(scores: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """KL(p || softmax(I)) per query in nats, p = target normalised to 1 over the valid keys: [B, T, S] each -> [B, T].
-
-    A query without a valid key, and one without attention mass, has KL 0.
-    """
-    mass = torch.where(valid, target, torch.zeros_like(target)).to(scores.dtype)
-    p = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
-    logq = torch.log_softmax(scores.masked_fill(~valid, torch.finfo(scores.dtype).min), dim=-1)
-    safe = torch.where(p > 0, p, torch.ones_like(p)).log()
-    return torch.where(p > 0, p * (safe - logq), torch.zeros_like(p)).sum(-1)
-
-
 @dataclass
 class IndexerLoss:
     """Observer that sums the indexer's KL over layers and measures how much attention mass its top k would keep.
@@ -147,16 +137,30 @@ class IndexerLoss:
     tally: Tally = field(default_factory=Tally)
     losses: list[Tensor] = field(default_factory=list)
 
-    def indexer(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def dense(self, layer: int, keys: AllKeys) -> None:
+        """See `Observer`. Measures the recall of `topk` too, over the real queries that have more keys than that."""
         real = self.batch.documents >= 0
-        self.losses.append(indexer_kl(scores, target, valid)[real].sum() / self.batch.counts().tokens)
-        with torch.no_grad():
-            if scores.shape[-1] > self.topk:
-                kept = scores.masked_fill(~valid, float("-inf")).topk(self.topk, dim=-1).indices
-                share = target.gather(-1, kept).sum(-1) / target.sum(-1).clamp_min(1e-20)
-                crowded = real & (valid.sum(-1) > self.topk)
-                for name in ("indexer_recall", f"indexer_recall/L{layer}"):
-                    self.tally.mean(name, share[crowded].sum(), crowded.sum())
+
+        def look(part: slice, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+            crowded = real[:, part] & (valid.sum(-1) > self.topk)
+            if crowded.any():
+                self.measure(layer, scores, target, valid, crowded)
+
+        self.losses.append(keys.kl(self._weight(), look))
+
+    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+        """See `Observer`. Attention over the selected keys says nothing about the others: no recall."""
+        self.losses.append(selected_kl(scores, target, valid, self._weight()))
+
+    def muted(self) -> Muted:
+        """See `Observer`."""
+        return Muted()
+
+    def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
+        """Tell the tally which share of the attention mass the best `topk` scores keep: a mean over crowded queries."""
+        share = kept_mass(scores, target, valid, self.topk)
+        for name in ("indexer_recall", f"indexer_recall/L{layer}"):
+            self.tally.mean(name, share[crowded].sum(), crowded.sum())
 
     def total(self) -> Tensor:
         """Mean over layers, also told to the tally: `indexer_kl`, and `indexer_recall` = share of attention mass inside
@@ -166,3 +170,26 @@ class IndexerLoss:
         total = torch.stack(self.losses).mean()
         self.tally.add("indexer_kl", total)
         return total
+
+    def _weight(self) -> Tensor:
+        real = self.batch.documents >= 0
+        return real.double() / max(1, self.batch.counts().tokens)
+
+
+class Muted:
+    """An observer that ignores what it is told."""
+
+    def dense(self, layer: int, keys: AllKeys) -> None:
+        pass
+
+    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+        pass
+
+    def muted(self) -> Muted:
+        return self
+
+
+def kept_mass(scores: Tensor, target: Tensor, valid: Tensor, k: int) -> Tensor:
+    """Share of each query's attention mass that lies on its k best scores: [B, T, S] each -> [B, T]."""
+    kept = target.masked_fill(~topk_mask(scores, valid, k), 0.0).sum(-1)
+    return kept / target.sum(-1).clamp_min(1e-20)

@@ -27,7 +27,8 @@ class Tally:
     def peak(self, name: str, value: float | Tensor) -> None:
         """One of several values whose maximum is reported."""
         new, old = _detached(value), self._peaks.get(name)
-        self._peaks[name] = new if old is None else max(old, new)
+        # A nan stays, whichever comes first.
+        self._peaks[name] = new if old is None or new > old or new != new else old
 
     def plain(self) -> Tally:
         """The same with Python numbers only, ready to travel between processes."""

@@ -90,16 +90,28 @@ def test_damage_to_a_finished_stage_is_found(
     assert again["stages"] == expected["stages"]
 
 
-@pytest.mark.parametrize("file", ["state.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "state.json", "manifest.json"])
 def test_damage_to_a_state_is_found(
     shell: Any, recipe: Callable[..., Path], tmp_path: Path, interrupt_at: Callable[..., Any], file: str
 ) -> None:
-    path, state = recipe(), tmp_path / "short" / "00-one" / "state"
-    with interrupt_at(MetricsWriter, "write", lambda writer, stage, step, *_: step == 2):
+    """The state before takes its place; where there is none, the stage does not begin again by itself."""
+    assert shell.invoke("train", recipe(steps=4, name="whole")).code == 0
+    path, states = recipe(steps=4), tmp_path / "short" / "00-one" / "state"
+    with interrupt_at(MetricsWriter, "write", lambda writer, stage, step, *_: step == 4):
         assert shell.invoke("train", path).code == 1
-    cut_in_half(state / file)
-    shell.fails(1, [str(state / file), "damaged"], "train", path, "--resume")
-    shutil.rmtree(state)
+    newest, before = states / "step-00000003", states / "step-00000002"
+    cut_in_half(newest / file)
+    shutil.copytree(tmp_path / "short", tmp_path / "kept")
+    resumed = shell.invoke("train", path, "--resume")
+    assert resumed.code == 0 and (newest / file).exists()
+    whole, short = (json.loads((tmp_path / name / "results.json").read_text("utf-8")) for name in ("whole", "short"))
+    assert short["stages"] == whole["stages"]
+
+    shutil.rmtree(tmp_path / "short")
+    (tmp_path / "kept").rename(tmp_path / "short")
+    cut_in_half(before / file)
+    shell.fails(1, [str(newest / file), "damaged", f"Delete {states}"], "train", path, "--resume")
+    shutil.rmtree(states)
     assert shell.invoke("train", path, "--resume").code == 0
 
 

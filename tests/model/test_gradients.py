@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
-from glm5.model.context import ForwardContext, packed_context
+from glm5.model.context import AllKeys, ForwardContext, packed_context
 from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import declare_split
@@ -28,7 +28,18 @@ class Recorder:
         self.layers: list[int] = []
         self.loss = torch.zeros(())
 
-    def indexer(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
+    def dense(self, layer: int, keys: AllKeys) -> None:
+        slots = torch.arange(keys.k.shape[2])
+        valid = (slots >= keys.start.unsqueeze(-1)) & (slots < keys.end.unsqueeze(-1))
+        dots = torch.einsum("btjd,bsd->btjs", keys.index_q, keys.index_k) * keys.index_q.shape[-1] ** -0.5
+        logits = torch.matmul(keys.q, keys.k.transpose(-1, -2)) * keys.scale
+        target = logits.masked_fill(~valid.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+        self.selected(layer, torch.einsum("btj,btjs->bts", keys.index_w, dots.relu()), target, valid)
+
+    def muted(self) -> Recorder:
+        return Recorder()
+
+    def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
         assert not target.requires_grad
         assert (scores.shape == target.shape) and bool((target[~valid] == 0).all())
         # Every head's probabilities add up to one, so the head sums add up to the number of heads.

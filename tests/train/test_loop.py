@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import resource
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import glm5.train.checkpoint as checkpoint
 from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
-from glm5.errors import CheckpointError, DataError
+from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
-from glm5.train.checkpoint import load_state, save_state
-from glm5.train.loop import MAX_SKIPPED, build_optimizer, clip_gradients, train
+from glm5.train.loop import MAX_SKIPPED, TIMES, clip_gradients, train
 from glm5.train.losses import language_loss
 
-NOT_NUMBERS = ("time", "step_seconds", "optimizer_seconds", "tokens_per_second")
+NOT_NUMBERS = ("time", *TIMES)
 
 
 def batch_at(step: int) -> Batch:
@@ -32,11 +29,11 @@ def batch_at(step: int) -> Batch:
 
 
 def loss_for(bad_steps: tuple[int, ...] = (), bad: str = "loss") -> Callable[..., Any]:
-    calls = itertools.count()
+    bad_ids = [batch_at(step).ids for step in bad_steps]
 
     def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
         loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
-        if next(calls) in bad_steps:
+        if any(torch.equal(batch.ids, ids) for ids in bad_ids):
             if bad == "loss":
                 return loss * float("nan"), tally
             # A finite loss whose gradient is not: sqrt at 0.
@@ -118,7 +115,9 @@ def test_what_is_not_trainable_stands_still_and_is_free_again(small: Any, stage_
 
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_a_non_finite_step_is_skipped_and_counted(small: Any, stage_io: Any, bad: str) -> None:
+def test_a_non_finite_step_is_skipped_and_counted(
+    small: Any, stage_io: Any, bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, io = small(), stage_io()
     states: list[dict[str, torch.Tensor]] = []
 
@@ -135,6 +134,26 @@ def test_a_non_finite_step_is_skipped_and_counted(small: Any, stage_io: Any, bad
     rows = read_metrics(io.metrics.path)
     assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 2, 2]
     assert rows[2]["grad_norm"] is None and rows[3]["grad_norm"] > 0
+    name = "loss" if bad == "loss" else "lm_head.weight"
+    assert [row.get(f"non_finite/{name}") for row in rows] == [None, None, 1, None, 1, None]
+    assert f"stage: step 3 is skipped, for something is not finite: the {bad}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_bad_step_leaves_the_optimizer_alone(small: Any, stage_io: Any, kind: str) -> None:
+    """Six steps of which one is skipped end like the five others, at the rates they had."""
+    skipped, plain, others = small(), small(), [0, 1, 2, 4, 5]
+    options = dict(kind=kind, schedule="constant")
+    train(skipped, config(steps=6, **options), stage_io("six"), batch_at, loss_for((3,)), bias_rate=0.01)
+    io = stage_io("five")
+    train(plain, config(steps=5, **options), io, lambda step: batch_at(others[step]), loss_for(), bias_rate=0.01)
+    assert_same(skipped, plain)
+
+
+def test_the_last_numbers_are_those_of_a_sound_step(small: Any, stage_io: Any) -> None:
+    last = train(small(), config(steps=4), stage_io(), batch_at, loss_for((3,)))
+    assert all(map(math.isfinite, last.values()))
+    assert last["skipped"] == 1 and last["tokens_seen"] == 4 * 24
 
 
 def test_too_many_bad_steps_end_the_stage(small: Any, stage_io: Any) -> None:
@@ -148,6 +167,66 @@ def test_too_many_bad_steps_end_the_stage(small: Any, stage_io: Any) -> None:
     assert len(read_metrics(io.metrics.path)) == MAX_SKIPPED + 1
 
 
+def test_counters_go_on_over_resumes(small: Any, stage_io: Any) -> None:
+    padded = replace(batch_at(0), documents=torch.tensor([[0] * 7 + [-1] * 5, [0] * 12]))
+    for stop in (3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), config(), stage_io(stop_after=stop), lambda step: padded, loss_for())
+    io = stage_io()
+    last = train(small(), config(), io, lambda step: padded, loss_for())
+    rows = read_metrics(io.metrics.path)
+    assert [row["tokens_seen"] for row in rows] == [19 * step for step in range(1, 8)]
+    assert last["tokens_seen"] == 19 * 7
+    # The seconds of steps 3 to 7 stand on those of the state after step 2, which an earlier process had spent.
+    seconds = [row["stage_seconds"] for row in rows]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > seconds[1] > sum(row["step_seconds"] for row in rows[:2])
+
+
+def test_evaluation_belongs_to_its_step_also_after_resuming(small: Any, stage_io: Any) -> None:
+    def score(model: Any, step: int) -> dict[str, float]:
+        assert not torch.is_grad_enabled()
+        return {"held_out": score_of(model), "asked_at": step}
+
+    options = dict(steps=6, evaluate_every=2, save_every=3)
+    whole, io = small(seed=1), stage_io("whole")
+    last = train(whole, config(**options), io, batch_at, loss_for(), evaluate=score)
+    expected = numbers_of(io.metrics.path)
+    assert [row["step"] for row in expected if "held_out" in row] == [2, 4, 6]
+    assert last["held_out"] == score_of(whole) == expected[-1]["held_out"]
+    assert expected[1]["held_out"] != expected[3]["held_out"]
+    for stop in (2, 4, 5):
+        with pytest.raises(KeyboardInterrupt):
+            train(small(seed=1), config(**options), stage_io("cut", stop), batch_at, loss_for(), evaluate=score)
+    io = stage_io("cut")
+    assert train(small(seed=1), config(**options), io, batch_at, loss_for(), evaluate=score) == last
+    assert numbers_of(io.metrics.path) == expected
+    # Looking does not change what is looked at.
+    unwatched = small(seed=1)
+    train(unwatched, config(steps=6), stage_io("unwatched"), batch_at, loss_for())
+    assert_same(whole, unwatched)
+
+
+def score_of(model: Any) -> float:
+    return float(model.lm_head.weight.detach().double().sum())
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_first_update_is_measured_once(small: Any, stage_io: Any, kind: str) -> None:
+    io = stage_io()
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), config(kind=kind, save_every=2), stage_io(stop_after=3), batch_at, loss_for())
+    path = io.folder / "update_table.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert {row["rule"] for row in rows} == ({"muon split", "muon", "adamw"} if kind == "muon" else {"adamw"})
+    rms = {row["kind"]: row["update_rms"] for row in rows}
+    assert rms["lm_head.weight"] == pytest.approx(1.0, abs=0.05)  # AdamW's first update is the gradient's sign
+    assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in small().parameters())
+    path.unlink()
+    train(small(), config(kind=kind), stage_io(), batch_at, loss_for())
+    assert not path.exists()
+
+
 def test_clipping_bounds_the_norm(small: Any) -> None:
     model = small()
     batch = batch_at(0)
@@ -158,121 +237,3 @@ def test_clipping_bounds_the_norm(small: Any) -> None:
     assert float(clip_gradients(model, 0.25)) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.25
     assert sum(float(g.double().pow(2).sum()) for g in gradients) ** 0.5 == pytest.approx(0.25, rel=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------- state on disk
-
-
-@pytest.fixture
-def saved(small: Any, tmp_path: Path) -> tuple[Path, Any, Any]:
-    model = small(seed=4)
-    optimizer = build_optimizer(model, optim())
-    for step in range(2):
-        batch = batch_at(step)
-        model.zero_grad(set_to_none=True)
-        language_loss(model, batch, model.context(batch.ids))[0].backward()
-        optimizer.step()
-    save_state(tmp_path / "state", model, optimizer, 2, {"numbers": {"loss": 1.5}})
-    return tmp_path / "state", model, optimizer
-
-
-def test_state_round_trip(saved: Any, small: Any) -> None:
-    path, model, optimizer = saved
-    other = small(seed=5)
-    fresh = build_optimizer(other, optim())
-    assert load_state(path, other, fresh) == (2, {"numbers": {"loss": 1.5}})
-    assert_same(model, other)
-    for mine, theirs in zip(optimizer.param_groups, fresh.param_groups, strict=True):
-        for p, q in zip(mine["params"], theirs["params"], strict=True):
-            assert optimizer.state[p].keys() == fresh.state[q].keys()
-            assert all(torch.equal(value, fresh.state[q][key]) for key, value in optimizer.state[p].items())
-    assert load_state(path.with_name("absent"), other, fresh) is None
-
-
-@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_state_is_refused(saved: Any, small: Any, name: str, damage: str) -> None:
-    path, model, optimizer = saved
-    file = path / name
-    raw = bytearray(file.read_bytes())
-    if damage == "flip":
-        raw[len(raw) // 2] ^= 0x11
-        file.write_bytes(raw)
-    elif damage == "cut":
-        file.write_bytes(raw[: len(raw) // 2])
-    elif name != "manifest.json":
-        file.unlink()
-    else:  # without its manifest the content itself must be sound
-        file.unlink()
-        (path / "state.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(CheckpointError):
-        load_state(path, model, optimizer)
-
-
-def test_the_state_of_another_model_is_refused(saved: Any, small: Any) -> None:
-    path, _, _ = saved
-    for other in (small(hidden_size=16), small(num_hidden_layers=3)):
-        with pytest.raises(CheckpointError, match="belongs to another model"):
-            load_state(path, other, build_optimizer(other, optim()))
-
-
-def fail_on_save(error: Exception) -> Callable[..., None]:
-    def save_file(tensors: Any, path: str) -> None:
-        Path(path).write_bytes(b"half of it")
-        raise error
-
-    return save_file
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), Exception("Error: I/O error: No space left (os error 28)")],
-)
-def test_a_full_disk_keeps_the_earlier_state(
-    saved: Any, small: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    path, model, optimizer = saved
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        model.lm_head.weight += 1
-    monkeypatch.setattr(checkpoint, "save_file", fail_on_save(error))
-    with pytest.raises(CheckpointError, match=r"No space left .* what was saved before is intact"):
-        save_state(path, model, optimizer, 3)
-    assert load_state(path, model, optimizer) == (2, {"numbers": {"loss": 1.5}})
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items())
-    assert [entry.name for entry in path.parent.iterdir()] == ["state"]
-
-
-def test_a_real_limit_on_file_size_is_a_clear_error(saved: Any) -> None:
-    path, model, optimizer = saved
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_state(path, model, optimizer, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert load_state(path, model, optimizer) == (2, {"numbers": {"loss": 1.5}})
-
-
-def test_a_run_whose_disk_filled_up_resumes_with_the_same_numbers(
-    small: Any, stage_io: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = small(seed=1)
-    train(whole, config(), stage_io("whole"), batch_at, loss_for())
-    broken, real = small(seed=1), checkpoint.save_file
-    calls = itertools.count()
-
-    def second_fails(tensors: Any, path: str) -> None:
-        if next(calls) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", second_fails)
-    with pytest.raises(CheckpointError):
-        train(broken, config(), stage_io("broken"), batch_at, loss_for())
-    state = json.loads((stage_io("broken").folder / "state" / "state.json").read_text())
-    assert state["step"] == 2
-    resumed = small(seed=50)
-    train(resumed, config(), stage_io("broken"), batch_at, loss_for())
-    assert_same(whole, resumed)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.data.packing import Batch, pack_batch
-from glm5.model.context import RouterStats, packed_context
+from glm5.model.context import AllKeys, RouterStats, packed_context
+from glm5.ops.indexer_kl import selected_kl
 from glm5.train.losses import (
     IndexerLoss,
     balance_loss,
     expert_loads,
-    indexer_kl,
     language_loss,
     target_logprobs,
     update_router_bias,
@@ -209,59 +209,35 @@ def test_router_bias_evens_out_a_skewed_router(small: Any) -> None:
     assert shares[0] > 1.5 and shares[-1] < 1.15
 
 
-def indexer_case() -> tuple[Tensor, Tensor, Tensor]:
-    scores, target = random(2, 5, 9, seed=1, grad=True), random(2, 5, 9, seed=2).abs()
-    valid = torch.rand(2, 5, 9, generator=torch.Generator().manual_seed(3)) < 0.6
-    valid[..., 0] = True
-    valid[0, 0] = False  # a padding query without any key
-    target[1, 1] = 0.0  # a query whose attention mass was not recorded
-    target[1, 2, 4:] = 0.0  # keys that attention does not look at
-    return scores, target, valid
-
-
-def test_indexer_kl_equals_torch() -> None:
-    scores, target, valid = indexer_case()
-    found = indexer_kl(scores, target, valid)
-    for b in range(2):
-        for t in range(5):
-            keys = valid[b, t]
-            if not keys.any() or target[b, t][keys].sum() == 0:
-                assert float(found[b, t].detach()) == 0.0
-                continue
-            p = target[b, t][keys] / target[b, t][keys].sum()
-            expected = F.kl_div(torch.log_softmax(scores[b, t][keys], -1), p, reduction="sum")
-            assert float(found[b, t].detach()) == pytest.approx(float(expected.detach()), abs=1e-13)
-    assert torch.autograd.gradcheck(lambda s: indexer_kl(s, target, valid), (scores,), eps=1e-6, atol=1e-8)
-    (gradient,) = torch.autograd.grad(found.sum(), scores)
-    assert gradient.isfinite().all() and not gradient[~valid].any()
-
-
-def test_indexer_kl_is_zero_exactly_where_the_scores_reproduce_attention() -> None:
-    target = torch.softmax(random(1, 3, 6, seed=4), -1)
-    valid = torch.ones(1, 3, 6, dtype=torch.bool)
-    assert float(indexer_kl(target.log() + 2.5, 4 * target, valid).abs().max()) < 1e-14
-    assert float(indexer_kl(random(1, 3, 6, seed=5), target, valid).min()) > 0.01
-
-
 def test_indexer_recall_by_hand() -> None:
     watch = IndexerLoss(rows_of(torch.tensor([[0, 0, 0, -1]])), topk=2)
-    valid = torch.tensor([[[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]], dtype=torch.bool)
-    target = torch.tensor([[[4.0, 0, 0, 0], [1.0, 2, 1, 0], [0.5, 0.5, 1, 2], [1.0, 1, 1, 1]]])
-    scores = torch.tensor([[[0.0, 9, 9, 9], [3.0, 1, 2, 9], [4.0, 3, 2, 1], [1.0, 2, 3, 4]]], requires_grad=True)
-    watch.indexer(0, scores, target, valid)
-    # Only queries 1 and 2 are real and have more than two keys. Query 1 keeps keys 0 and 2: (1 + 1) / 4. Query 2 keeps
-    # keys 0 and 1: (0.5 + 0.5) / 4. Their mean is 0.375.
-    assert watch.tally.numbers()["indexer_recall"] == pytest.approx(0.375)
-    kl = indexer_kl(scores, target, valid)[0, :3].mean()
-    assert float(watch.total().detach()) == pytest.approx(float(kl.detach()))
-    watch.indexer(1, scores * 0, target, valid)
-    assert float(watch.total().detach()) == pytest.approx(
-        float(((kl + indexer_kl(scores * 0, target, valid)[0, :3].mean()) / 2).detach())
-    )
+    # One attention head whose logits are the logarithms of the target, one index head whose dots are the scores.
+    target = torch.tensor([[4.0, 1, 1, 1], [1.0, 2, 1, 1], [0.5, 0.5, 3, 2], [1.0, 1, 1, 1]], dtype=F64)
+    scores = torch.tensor([[0.0, 9, 9, 9], [3.0, 1, 2, 9], [4.0, 3, 2, 1], [1.0, 2, 3, 4]], dtype=F64)
+    keys, ones = torch.eye(4, dtype=F64).unsqueeze(0), torch.ones(1, 4, 1, dtype=F64)
+    start, end = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 2, 3, 4]])
+    view = AllKeys(2 * scores.view(1, 4, 1, 4), keys, ones, target.log().unsqueeze(0).unsqueeze(0), keys.unsqueeze(1),
+                   start, end, 1.0)  # fmt: skip
+    watch.dense(0, view)
+    # Only query 2 is real and has more than two keys; it keeps keys 0 and 1: (0.5 + 0.5) / 4.
+    assert watch.tally.numbers()["indexer_recall"] == pytest.approx(0.25)
+    assert watch.tally.numbers()["indexer_recall/L0"] == pytest.approx(0.25)
+    causal = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    weight = torch.tensor([[1.0, 1, 1, 0]], dtype=F64) / 3  # the mean over the real tokens
+    kl = selected_kl(scores.unsqueeze(0), target.unsqueeze(0), causal, weight)
+    assert float(watch.total()) == pytest.approx(float(kl), abs=1e-14)
+    watch.selected(1, scores.unsqueeze(0) * 0, target.unsqueeze(0), causal)
+    other = selected_kl(scores.unsqueeze(0) * 0, target.unsqueeze(0), causal, weight)
+    assert float(watch.total()) == pytest.approx(float(kl + other) / 2, abs=1e-14)
     # In the sparse stage the axis runs over the selected keys: there is nothing to recall.
     sparse = IndexerLoss(rows_of(torch.tensor([[0]])), topk=2)
-    sparse.indexer(0, torch.zeros(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2, dtype=torch.bool))
+    sparse.selected(0, torch.zeros(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2, dtype=torch.bool))
     assert "indexer_recall" not in sparse.tally.numbers()
     assert math.isclose(float(sparse.total()), 0.0, abs_tol=1e-7)
     with pytest.raises(ValueError, match="no indexer was observed"):
         IndexerLoss(rows_of(torch.tensor([[0]])), topk=2).total()
+    quiet, before = watch.muted(), watch.tally.numbers()
+    for observer in (quiet, quiet.muted()):
+        observer.dense(0, view)
+        observer.selected(1, scores.unsqueeze(0), target.unsqueeze(0), causal)
+    assert len(watch.losses) == 2 and watch.tally.numbers() == before

@@ -26,7 +26,7 @@ def pretrain_stage(**options: Any) -> PretrainStage:
 
 
 def test_needle_steps_take_their_share_and_cost_no_corpus(tokenizer: Any, shard: Any) -> None:
-    stage = pretrain_stage(needle_share=0.4)
+    stage = pretrain_stage(corpus={"needle_share": 0.4})
     batch_of = pretrain.batches(shard, tokenizer, stage, seed=3)
     corpus = StreamLoader(shard, rows=3, row_length=64, seed=derive_seed(3, "corpus", "pre"))
     needles, served = [], 0
@@ -44,7 +44,7 @@ def test_needle_steps_take_their_share_and_cost_no_corpus(tokenizer: Any, shard:
 
 
 def test_needle_rows_ask_only_for_what_the_document_has_said(tokenizer: Any, shard: Any) -> None:
-    batch = pretrain.batches(shard, tokenizer, pretrain_stage(needle_share=1.0), seed=0)(0)
+    batch = pretrain.batches(shard, tokenizer, pretrain_stage(corpus={"needle_share": 1.0}), seed=0)(0)
     assert (batch.documents >= 0).all()
     found = 0
     for row in range(batch.ids.shape[0]):

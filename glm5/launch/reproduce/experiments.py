@@ -1,0 +1,8 @@
+"""The experiments by name."""
+
+from __future__ import annotations
+
+from glm5.launch.reproduce import dsa, mtp, muon_split
+from glm5.launch.reproduce.plan import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in (muon_split, mtp, dsa)}

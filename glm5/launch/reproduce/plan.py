@@ -1,0 +1,156 @@
+"""What an experiment is made of: arms, questions with the answer the paper gives, figures; and one run's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from glm5.chat import Tokenizer
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import GradientStage
+from glm5.data.shards import Shard, open_shard
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter, read_metrics
+from glm5.train.loop import StageIO
+
+METRICS = "metrics.jsonl"
+CURVE_POINTS = 60
+
+Sizes = dict[str, Any]
+"""All numbers that decide what a run computes, as JSON. `steps` is the one that the time budget scales."""
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train. `after` names the arm whose model, of the same seed, it continues."""
+
+    name: str
+    title: str
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A statement about `left - right` of a metric, the two arms paired by seed.
+
+    `left_base` and `right_base` are subtracted first, so that two gaps can be compared. "equal" means within `margin`
+    times the mean of `right`. `chance` names a metric that `right` must exceed for the question to have an answer. The
+    verdict on the whole experiment rests on the `main` questions.
+    """
+
+    text: str
+    metric: str
+    left: str
+    right: str
+    expect: Literal["lower", "higher", "equal"]
+    margin: float = 0.0
+    main: bool = False
+    left_base: str | None = None
+    right_base: str | None = None
+    chance: str | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot with one band per arm: a curve over training steps, or the metrics `{metric}@{x}` over their x."""
+
+    file: str
+    title: str
+    y: str
+    curve: str = ""
+    metric: str = ""
+    x: str = "step"
+    logx: bool = False
+
+
+@dataclass
+class Outcome:
+    """What one run measured. Everything here is the same when the run is repeated; times are kept elsewhere."""
+
+    metrics: dict[str, float]
+    tokens: int
+    curves: dict[str, Points] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run: an arm, a seed, its own folder, the corpus, and the checkpoint that it continues, if any."""
+
+    sizes: Sizes
+    arm: str
+    seed: int
+    folder: Path
+    corpus: Path
+    start: Path | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.corpus / "tokenizer")
+
+    def shard(self, split: str) -> Shard:
+        return open_shard(self.corpus / "data", split, self.tokenizer, verify=False)
+
+    def config(self, **changes: Any) -> GLM5Config:
+        """The experiment's model with this arm's changes."""
+        tokenizer = self.tokenizer
+        values = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_token_id, **self.sizes["model"]}
+        return GLM5Config.preset("nano", **values | changes)
+
+    def model(self) -> GLM5ForCausalLM:
+        """The model that this run continues."""
+        if self.start is None:
+            raise ValueError(f"{self.arm} continues no other arm")
+        return GLM5ForCausalLM.from_pretrained(self.start)
+
+    def train(self, runner: Callable[..., Any], model: GLM5ForCausalLM, stage: GradientStage) -> Points:
+        """Run a stage (`pretrain.run` or `dsa_adapt.run`), which goes on from its own state; saves the model and
+        returns the curve of its loss."""
+        with MetricsWriter(self.folder / METRICS) as metrics:
+            io = StageIO(stage.name, self.folder, metrics, lambda steps, numbers: None)
+            runner(model, stage, self.shard("train"), self.tokenizer, io, self.seed)
+        model.eval()
+        model.save_pretrained(self.folder / "model")
+        return self.curve("loss")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics lines of this run."""
+        return read_metrics(self.folder / METRICS)
+
+    def curve(self, name: str) -> Points:
+        """A metric over steps, thinned."""
+        return thinned([(float(row["step"]), row[name]) for row in self.rows() if row.get(name) is not None])
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim of the paper, and how it is put to the test.
+
+    `sizes(quick, steps)` gives the numbers of all runs (None: the default length), `run` is one run. `labels` names
+    the metrics that the card shows, in order; `limits` are sentences about what the experiment does not show.
+    """
+
+    name: str
+    title: str
+    section: str
+    claim: str
+    arms: tuple[Arm, ...]
+    sizes: Callable[[bool, int | None], Sizes]
+    run: Callable[[Work], Outcome]
+    questions: tuple[Question, ...]
+    figures: tuple[Figure, ...]
+    labels: Mapping[str, str]
+    limits: tuple[str, ...]
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+def thinned(points: Points, most: int = CURVE_POINTS) -> Points:
+    """At most `most` points: means over neighbours."""
+    size = max(1, -(-len(points) // most))
+    blocks = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(p[0] for p in b) / len(b), sum(p[1] for p in b) / len(b)) for b in blocks]

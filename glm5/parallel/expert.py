@@ -1,0 +1,106 @@
+"""Expert parallelism: the experts of a layer live on several ranks, and tokens travel to them and back (§2.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from glm5.errors import ConfigError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.moe import Experts
+from glm5.ops.elementwise import swiglu
+from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute, unpermute
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows [M, D] to their ranks: `leave[r]` rows go to rank r, `arrive[r]` come from it. Gradients travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.leave, ctx.arrive, ctx.group = leave, arrive, group
+        return _exchange(rows, leave, arrive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.arrive, ctx.leave, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(arrive), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), arrive, leave, group=group)
+    return out
+
+
+@dataclass(frozen=True)
+class ExpertExchange:
+    """The `dispatch` of a layer whose routed experts are divided evenly over the ranks of `group`, in their order.
+
+    Each rank sends a token once per chosen expert, computes what it received for its own experts, and sends the results
+    back, where they are weighted and added. Numbers of tokens travel first; a rank that receives none computes nothing,
+    but takes part in every exchange, forward and backward.
+    """
+
+    group: dist.ProcessGroup
+
+    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """x [M, D], weights and experts [M, K] (numbers of all experts) -> [M, D]."""
+        ranks, own, top_k = self.group.size(), module.gate_up_proj.shape[0], experts.shape[1]
+        slot_of, source, counts = _by_expert(experts, ranks * own)
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=self.group)
+        leave, arrive = counts.view(ranks, own).sum(1).tolist(), incoming.view(ranks, own).sum(1).tolist()
+        rows = _AllToAll.apply(permute(x, slot_of, source, top_k), leave, arrive, self.group)
+        # Rows arrive by rank and, within a rank, by expert.
+        numbers = torch.arange(own, device=x.device).repeat(ranks).repeat_interleave(incoming).unsqueeze(1)
+        local_slot, local_source, bounds, _ = expert_layout(numbers, own)
+        grouped = permute(rows, local_slot, local_source, 1)
+        grouped = swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds))
+        results = unpermute(grouped_matmul(grouped, module.down_proj, bounds), local_slot)
+        return combine(_AllToAll.apply(results, arrive, leave, self.group), slot_of, weights)
+
+
+def _by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """experts [M, K] -> (place of each choice when all M * K are sorted by expert, the token at each place, choices per
+    expert)."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    slot_of = torch.empty_like(order)
+    slot_of[order] = torch.arange(order.numel(), device=order.device)
+    return slot_of, order // experts.shape[1], torch.bincount(flat, minlength=count)
+
+
+def expert_modules(model: nn.Module) -> list[Experts]:
+    """The routed experts of every MoE layer."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def divide_experts(model: GLM5ForCausalLM, group: dist.ProcessGroup) -> None:
+    """Keep only this rank's experts of every layer, and send tokens where they belong from now on.
+
+    Parameters remember what they are a part of: `expert_part` = (first expert, number of all experts).
+    """
+    ranks, rank, exchange = group.size(), group.rank(), ExpertExchange(group)
+    total = model.config.n_routed_experts
+    if total % ranks:
+        raise ConfigError(f"parallel.ep = {ranks} does not divide the {total} experts of a layer; choose a divisor.")
+    own = total // ranks
+    for module in expert_modules(model):
+        for name, stack in list(module.named_parameters(recurse=False)):
+            part = nn.Parameter(stack.detach()[rank * own : (rank + 1) * own].clone(), stack.requires_grad)
+            part.__dict__.update(stack.__dict__)
+            part.expert_part = (rank * own, total)  # type: ignore[attr-defined]
+            setattr(module, name, part)
+        module.dispatch = exchange
+
+
+def whole_stack(part: Tensor, group: dist.ProcessGroup, restore: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
+    """All experts of a layer from every rank's part [E / ranks, ...]."""
+    own = restore(part).contiguous()
+    out = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
+    dist.all_gather_into_tensor(out, own, group=group)
+    return out

@@ -1,0 +1,130 @@
+"""Parameters sharded over ranks with FSDP2, gathered block by block while they are needed, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from glm5.model.context import ForwardContext
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.parallel.expert import expert_modules, whole_stack
+from glm5.parallel.ranks import Box
+
+RUN = "run_unsharded"
+"""Method of a sharded model that calls a function inside of the model's own forward, as FSDP sees it."""
+
+
+def shard_model(
+    model: GLM5ForCausalLM,
+    everyone: DeviceMesh,
+    same_experts: DeviceMesh | None,
+    dtype: torch.dtype,
+    trainable: Callable[[str], bool],
+) -> None:
+    """Shard every parameter's rows over `everyone`; expert stacks over `same_experts`, the ranks with equal experts,
+    where experts are divided (None: they are not).
+
+    Every block is gathered on its own and freed after use. Embedding, final norm and output head stay gathered from a
+    forward to the end of its backward, since the loss uses them outside of their own modules. Gradients are summed in
+    fp32, not averaged: losses are already divided by the counts of the whole step.
+    """
+    declared = {name: dict(p.__dict__) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable(name))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Where the embedding is frozen (indexer warm-up), gradients reach no block's output, whose arrival would have FSDP
+    # gather the block again: it has to stay gathered.
+    free = trainable("model.embed_tokens.weight")
+    for experts in expert_modules(model) if same_experts is not None else ():
+        fully_shard(experts, mesh=same_experts, mp_policy=policy, reshard_after_forward=free)
+    for block in [*model.model.layers, *([model.mtp] if model.mtp is not None else [])]:
+        fully_shard(block, mesh=everyone, mp_policy=policy, reshard_after_forward=free)
+        block.register_forward_pre_hook(_seal, prepend=True)
+        block.register_forward_pre_hook(_unseal)
+    if model.mtp is not None:
+        # FSDP hooks the output's gradient, which it does not trust on a view.
+        model.mtp.register_forward_hook(lambda module, args, out: out.clone(), prepend=True)
+    fully_shard(model, mesh=everyone, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    setattr(model, RUN, MethodType(_run, model))
+    register_fsdp_forward_method(model, RUN)
+    for name, parameter in model.named_parameters():
+        for key, value in declared[name].items():
+            setattr(parameter, key, value)
+
+
+class _Sealed:
+    """Carries a context past FSDP, which copies dataclasses together with the lists inside that layers report to."""
+
+    def __init__(self, ctx: ForwardContext) -> None:
+        self.ctx = ctx
+
+
+def _seal(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_Sealed(arg) if isinstance(arg, ForwardContext) else arg for arg in args)
+
+
+def _unseal(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.ctx if isinstance(arg, _Sealed) else arg for arg in args)
+
+
+def _run(model: GLM5ForCausalLM, function: Callable[[GLM5ForCausalLM], Any]) -> Any:
+    return function(model)
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Modules that are units of FSDP, the model itself first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Where this rank's part of a parameter lies in the whole; plain tensors are whole."""
+    if not isinstance(tensor, DTensor):
+        sizes = tuple(tensor.shape)
+        return Box(sizes, (0,) * len(sizes), sizes)
+    (placement,) = tensor.placements
+    if not isinstance(placement, Shard) or placement.dim != 0:
+        raise ValueError(f"parameters are sharded by rows, not as {placement}")
+    rows, rank, size = tensor.shape[0], tensor.device_mesh.get_local_rank(), tensor.device_mesh.size()
+    each = -(-rows // size)
+    start = min(rank * each, rows)
+    sizes = (min(start + each, rows) - start, *tensor.shape[1:])
+    first, total = getattr(tensor, "expert_part", (0, rows))
+    return Box((total, *tensor.shape[1:]), (first + start, *(0 for _ in sizes[1:])), sizes)
+
+
+@torch.no_grad()
+def unshard_model(model: GLM5ForCausalLM, experts: torch.distributed.ProcessGroup | None) -> GLM5ForCausalLM:
+    """A plain model with the weights of a sharded one, gathered parameter by parameter; all ranks must call."""
+    for module in fsdp_modules(model):
+        module.reshard()
+    with torch.device("meta"):
+        plain = GLM5ForCausalLM(model.config)
+    plain.census = dict(model.census)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for module, key, name in _slots(plain):
+        tensor = own[name]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+        if hasattr(tensor, "expert_part") and experts is not None:
+            whole = whole_stack(whole, experts)
+        if isinstance(tensor, nn.Parameter):
+            whole = nn.Parameter(whole)
+            whole.__dict__.update(getattr(module, key).__dict__)
+        setattr(module, key, whole)
+    return plain
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """(module, attribute, full name) of every parameter and buffer."""
+    for prefix, module in model.named_modules():
+        for key, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            yield module, key, f"{prefix}.{key}" if prefix else key

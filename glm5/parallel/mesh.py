@@ -1,0 +1,84 @@
+"""The process group that torchrun starts, as the `Ranks` of a training loop: data parallel x expert parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from glm5.config.parallel import Layout
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.parallel.expert import divide_experts
+from glm5.parallel.fsdp import RUN, local_box, shard_model, unshard_model
+from glm5.parallel.ranks import Box, Ranks, check_layout
+
+T = TypeVar("T")
+
+
+class TorchRanks(Ranks):
+    """Ranks numbered as dp x ep: neighbours share out the experts of a layer, rank r holds part r % ep of them.
+
+    Other parameters are sharded over all ranks. Three groups keep their own time: tensors within a step, small objects,
+    and waits while rank 0 works alone. Between stages every rank holds the plain model (see `unshard`), so that what
+    changes models there is the same code in one process and in many.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        timeout = timedelta(seconds=layout.timeout_seconds)
+        if layout.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self._joined = not dist.is_initialized()
+        if self._joined:
+            dist.init_process_group("nccl" if layout.device == "cuda" else "gloo", timeout=timeout)
+        self.rank, self.world, self.layout = dist.get_rank(), dist.get_world_size(), layout
+        check_layout(layout, self.world)
+        self._objects = dist.new_group(backend="gloo", timeout=timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
+        numbers = torch.arange(self.world).view(-1, layout.ep)
+        self._everyone = DeviceMesh(layout.device, torch.arange(self.world), mesh_dim_names=("all",))
+        self._grid = DeviceMesh(layout.device, numbers, mesh_dim_names=("dp", "ep"))
+
+    @property
+    def _experts(self) -> dist.ProcessGroup | None:
+        return self._grid.get_group("ep") if self.layout.ep > 1 else None
+
+    def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
+        model.to(self.layout.device)
+        if self._experts is not None:
+            divide_experts(model, self._experts)
+        shard_model(model, self._everyone, self._grid["dp"] if self._experts is not None else None, dtype, trainable)
+        return model
+
+    def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+        return unshard_model(model, self._experts) if hasattr(model, RUN) else model
+
+    def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
+        result: T = getattr(model, RUN)(lambda sharded: function(sharded, *args))
+        if not torch.is_grad_enabled():  # no backward will come and free what is gathered
+            model.reshard()  # type: ignore[operator]
+        return result
+
+    def box(self, tensor: Tensor) -> Box:
+        return local_box(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._objects)
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=None if tensor.is_cuda else self._objects)
+        return tensor
+
+    def wait(self) -> None:
+        dist.barrier(group=self._patient)
+
+    def close(self) -> None:
+        if self._joined:
+            dist.destroy_process_group()

@@ -1,0 +1,195 @@
+"""Tensors on disk in parts: which box of which tensor lies in which file, and reading any other box back.
+
+Every rank writes what it holds; a reader takes the rows that overlap with what it needs, so that
+writing and reading jobs may differ in size and layout. What an index claims is compared with the files and with the
+reader's own tensors before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from glm5.errors import CheckpointError
+from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, save_file
+from glm5.parallel.ranks import Box
+
+_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 48
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a stored tensor, and the file that holds it under the tensor's name."""
+
+    file: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on disk: its dtype by torch's name, its shape, and parts that cover it without overlap."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+
+
+Pieces = Mapping[str, tuple[Tensor, Box]]
+"""What a rank holds, by name: its part of the tensor, and where that lies in the whole."""
+
+
+def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, Box]]:
+    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, box) of what was written. Parts of no
+    elements are left out, and so are whole tensors on all ranks but the first."""
+    kept = {n: (t, b) for n, (t, b) in pieces.items() if not b.empty and (rank == 0 or b.sizes != b.shape)}
+    save_file({name: tensor for name, (tensor, _) in kept.items()}, str(folder / file_name(rank)), {"format": "pt"})
+    return {name: (_dtype_name(tensor), box) for name, (tensor, box) in kept.items()}
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
+def index_of(written: Sequence[Mapping[str, tuple[str, Box]]]) -> dict[str, Any]:
+    """JSON of all ranks' parts, in the order of ranks."""
+    tensors: dict[str, Any] = {}
+    for rank, names in enumerate(written):
+        for name, (dtype, box) in names.items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": list(box.shape), "boxes": []})
+            entry["boxes"].append({"file": file_name(rank), "offsets": list(box.offsets), "shape": list(box.sizes)})
+    return tensors
+
+
+def parse_index(raw: Any, where: Path) -> dict[str, StoredTensor]:
+    """Undo `index_of`. CheckpointError where it is malformed, names other files than a rank's, or holds parts that
+    overlap or leave a gap."""
+    found: dict[str, StoredTensor] = {}
+    try:
+        for name, entry in raw.items():
+            stored = StoredTensor(str(entry["dtype"]), _sizes(entry["shape"]))
+            for box in entry["boxes"]:
+                file = str(box["file"])
+                if not _FILE.fullmatch(file):
+                    raise ValueError(f"{file!r:.60} is not the file of a rank")
+                stored.parts.append(Part(file, Box(stored.shape, _sizes(box["offsets"]), _sizes(box["shape"]))))
+            _check_cover(name, stored)
+            found[name] = stored
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error!s:.160}).") from None
+    return found
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    good = isinstance(values, list) and len(values) <= _MAX_DIMS
+    if not good or any(type(v) is not int or not 0 <= v < _MAX_SIZE for v in values):
+        raise ValueError(f"{values!r:.60} is no shape")
+    return tuple(values)
+
+
+def _check_cover(name: str, stored: StoredTensor) -> None:
+    """Parts lie inside, do not overlap, and add up to the whole."""
+    boxes = [part.box for part in stored.parts]
+    for box in boxes:
+        inside = len(box.offsets) == len(box.sizes) == len(stored.shape) and all(
+            low + size <= whole for low, size, whole in zip(box.offsets, box.sizes, stored.shape, strict=True)
+        )
+        if not inside or box.empty:
+            raise ValueError(f"a part of {name!r:.80} does not lie inside it")
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets):
+        first = box.offsets[0] if box.offsets else 0
+        active = [b for b in active if b.offsets and b.offsets[0] + b.sizes[0] > first]
+        if any(_overlap(box, other) is not None for other in active) or (not box.offsets and len(boxes) > 1):
+            raise ValueError(f"parts of {name!r:.80} overlap")
+        active.append(box)
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(stored.shape):
+        raise ValueError(f"the parts of {name!r:.80} leave a gap")
+
+
+def _overlap(a: Box, b: Box) -> tuple[slice, ...] | None:
+    """Where two boxes of one tensor meet, in the whole tensor's coordinates."""
+    slices = tuple(
+        slice(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    return slices if all(s.start < s.stop for s in slices) else None
+
+
+def check_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """CheckpointError where the files' headers do not bear out what the index says of them."""
+    files = _Files(folder)
+    for name, stored in tensors.items():
+        for part in stored.parts:
+            files.stored(name, stored, part)
+
+
+class _Files:
+    """The headers of a state's files, each read once, and the files themselves, each opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._headers: dict[str, dict[str, Stored]] = {}
+        self._handles: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+
+    def stored(self, name: str, tensor: StoredTensor, part: Part) -> Stored:
+        """Where a part lies in its file. CheckpointError where the file holds something else."""
+        if part.file not in self._headers:
+            self._headers[part.file] = read_header(self.folder / part.file)
+        found = self._headers[part.file].get(name)
+        if found is None or found.shape != part.box.sizes or str(found.dtype) != f"torch.{tensor.dtype}":
+            raise CheckpointError(
+                f"{self.folder / part.file} is damaged: it does not hold the part of {name!r:.80} that the index tells "
+                "of."
+            )
+        return found
+
+    def handle(self, stored: Stored) -> BinaryIO:
+        name = stored.file.name
+        if name not in self._handles:
+            self._handles[name] = self._open.enter_context(open_tensors(stored.file, stored.stamp))
+        return self._handles[name]
+
+    def close(self) -> None:
+        self._open.close()
+
+
+@torch.no_grad()
+def read_pieces(folder: Path, tensors: Mapping[str, StoredTensor], targets: Iterable[tuple[str, Tensor, Box]]) -> None:
+    """Fill every target (name, this rank's part, its box) with what the files hold, reading only the rows it needs."""
+    with closing(_Files(folder)) as files:
+        for name, target, box in targets:
+            for part in tensors[name].parts if not box.empty else ():
+                where = _overlap(box, part.box)
+                if where is not None:
+                    stored = files.stored(name, tensors[name], part)
+                    _copy(files.handle(stored), stored, _within(where, part.box), target[_within(where, box)])
+
+
+def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Tensor) -> None:
+    """Read a region of a stored part; straight into the target where the region is a run of whole rows."""
+    if not where:
+        target.copy_(read_tensor(handle, stored))
+        return
+    rows, row = where[0].stop - where[0].start, stored.size // stored.shape[0]
+    run = replace(stored, shape=(rows, *stored.shape[1:]), begin=stored.begin + where[0].start * row, size=rows * row)
+    straight = target.shape == run.shape
+    value = read_tensor(handle, run, target if straight else None)
+    if value is not target:
+        target.copy_(value[(slice(None), *where[1:])])
+
+
+def _within(where: tuple[slice, ...], box: Box) -> tuple[slice, ...]:
+    return tuple(slice(s.start - low, s.stop - low) for s, low in zip(where, box.offsets, strict=True))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

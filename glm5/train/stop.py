@@ -1,0 +1,55 @@
+"""SIGTERM and Ctrl-C as a wish: the step is finished and its state saved before the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+ECHO_SECONDS = 1.0
+"""A second Ctrl-C this soon is the same one: a launcher passes on what the terminal sent to its workers already."""
+
+
+class StopSignals:
+    """Context manager; `asked` says that someone wants the process to end. A second Ctrl-C ends it at once.
+
+    Outside the main thread, where Python takes no handlers, and for signals that the process ignores, nothing changes.
+    """
+
+    def __init__(self, label: str, speaks: bool = True) -> None:
+        self.asked = False
+        self._label, self._speaks = label, speaks
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self.asked and kind is None:  # it came after the last look at `asked`
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked:
+            if number == signal.SIGINT and now - self._since > ECHO_SECONDS:
+                raise KeyboardInterrupt
+            return
+        self.asked, self._since = True, now
+        if self._speaks:
+            # Not through a logger or a file object: the signal may have interrupted one of them while it was writing.
+            text = f"[{self._label}] stopping: the step is finished and saved first; Ctrl-C (again) stops at once\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())

@@ -1,0 +1,115 @@
+"""Trains a small model in processes that a test may kill: `python train_driver.py`.
+
+For every line `FOLDER DTYPE` on stdin it forks a process (torch is loaded once, which takes longer than the training)
+that trains in that folder, or goes on with what an earlier one left there. On stdout come the process's id, a word for
+everything that it is about to do, and at the end `exit CODE` (negative: the signal that ended it).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # every first optimizer of a process imports it, for two seconds
+from safetensors.torch import save_file
+
+import glm5.train.loop as loop
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.data.packing import Batch
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter
+from glm5.train.losses import balance_loss, language_loss
+
+STEPS = 30
+SMALL = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    n_routed_experts=4, index_n_heads=4, index_head_dim=8, index_topk=4, initializer_range=0.1,
+)  # fmt: skip
+
+
+def say(word: str) -> None:
+    os.write(1, f"{word}\n".encode())
+
+
+def announced(word: str, function: Callable[..., Any], pause: float = 0.0) -> Callable[..., Any]:
+    """The function, announced; the pause gives a signal time to arrive before it. A number follows the word where the
+    only argument is one."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        say(f"{word} {args[0]}" if isinstance(args[0] if args else None, int) else word)
+        time.sleep(pause)
+        return function(*args, **options)
+
+    return call
+
+
+def batch_at(step: int) -> Batch:
+    ids = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(1000 + step % 7))
+    documents = torch.tensor([[0] * 7 + [1] * 5, [0] * 12, [0] * 9 + [-1] * 3])
+    return Batch(ids, documents, documents >= 0)
+
+
+def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
+    loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
+    return loss + 1e-3 * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts), tally
+
+
+def evaluate(model: GLM5ForCausalLM, step: int) -> dict[str, float]:
+    batch = batch_at(99)
+    return {"held_out_loss": float(language_loss(model, batch, model.context(batch.ids))[0])}
+
+
+def run(folder: Path, dtype: str) -> None:
+    """Five micro-steps of every kind happen between two states: batches, losses, evaluations, saves, renames."""
+    torch.set_num_threads(1)
+    os.fsync = announced("sync", os.fsync)  # type: ignore[assignment]
+    os.rename = announced("rename", os.rename, 0.002)  # type: ignore[assignment]
+    os.replace = announced("rename", os.replace, 0.002)  # type: ignore[assignment]
+    loop.save_state = announced("save", loop.save_state)  # type: ignore[assignment]
+    optim = OptimConfig(steps=STEPS, lr=1e-2, save_every=2, evaluate_every=3, warmup=3, monitor_every=5)
+    stage = GradientStage(name="stage", optim=optim, micro_rows=1, dtype=dtype)  # type: ignore[arg-type]
+    model = GLM5ForCausalLM(GLM5Config.preset("nano", **SMALL), seed=1)
+    build = loop.build_optimizer
+
+    def build_announced(*args: Any) -> Any:
+        optimizer = build(*args)
+        optimizer.step = announced("update", optimizer.step)  # type: ignore[method-assign]
+        return optimizer
+
+    loop.build_optimizer = build_announced
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        io = loop.StageIO("stage", folder / "stage", metrics, lambda steps, numbers: None)
+        loop.train(
+            model, stage, io, announced("batch", batch_at), announced("loss", loss_of), bias_rate=1e-2,
+            evaluate=announced("evaluation", evaluate),
+        )  # fmt: skip
+    save_file(dict(model.state_dict()), str(folder / "final.safetensors"))
+
+
+def main() -> None:
+    say("ready")
+    for line in sys.stdin:
+        folder, dtype = line.split()
+        child = os.fork()
+        if child == 0:
+            code = 3
+            try:
+                run(Path(folder), dtype)
+                code = 0
+            except KeyboardInterrupt:
+                code = 1
+            finally:
+                os._exit(code)
+        say(f"started {child}")
+        say(f"exit {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+
+
+if __name__ == "__main__":
+    main()

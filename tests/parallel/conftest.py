@@ -1,0 +1,98 @@
+"""Jobs of several ranks on this machine, connected by gloo over the loopback."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.parallel.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "worker.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **more}
+
+
+class Job:
+    """Runs tasks of `worker.py` in a world of some size; a world of one is this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.count = 0
+        spec = importlib.util.spec_from_file_location("parallel_worker", WORKER)
+        assert spec is not None and spec.loader is not None
+        self.module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+
+    def _place(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Give a task places for its result and its files."""
+        self.count += 1
+        task["result"] = str(self.folder / f"result-{self.count}.json")
+        task.setdefault("out", str(self.folder / f"out-{self.count}"))
+        return task
+
+    def start(self, world: int, tasks: list[dict[str, Any]]) -> list[subprocess.Popen[str]]:
+        tasks = [self._place(task) for task in tasks]
+        path = self.folder / f"tasks-{self.count}.json"
+        path.write_text(json.dumps(tasks), encoding="utf-8")
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        command = [sys.executable, "-W", "error::UserWarning", str(WORKER), str(path)]
+        return [
+            subprocess.Popen(
+                command, env=environment(RANK=str(r), LOCAL_RANK=str(r), **shared), stderr=subprocess.PIPE, text=True
+            )
+            for r in range(world)
+        ]
+
+    def __call__(self, world: int, *tasks: dict[str, Any], timeout: float = 240) -> list[Any]:
+        """Results of the tasks, as rank 0 wrote them. Every rank must end well and say nothing."""
+        if world == 1:
+            return [json.loads(self.module.work(self._place(task), Ranks())) for task in tasks]
+        processes = self.start(world, list(tasks))
+        deadline = time.monotonic() + timeout
+        try:
+            said = [p.communicate(timeout=max(1, deadline - time.monotonic()))[1] for p in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [p.returncode for p in processes] == [0] * world, "\n".join(said)
+        assert not any("Traceback" in text for text in said), said
+        return [json.loads(Path(task["result"]).read_text(encoding="utf-8")) for task in tasks]
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="session")
+def start(small: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose six experts divide unevenly over the ranks that share them."""
+    path = tmp_path_factory.mktemp("start") / "model"
+    small(seed=1, n_routed_experts=6).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def worker_environment() -> dict[str, str]:
+    """For processes that start ranks themselves."""
+    return environment()

@@ -1,0 +1,182 @@
+"""Several ranks compute what one does: losses, gradients, states on disk that fit any layout, and a common end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.model.glm5 import GLM5ForCausalLM
+
+pytestmark = pytest.mark.dist
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All tasks of this file by name, in three jobs: loading torch takes longer than the work."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def task(kind: str, **more: Any) -> dict[str, Any]:
+        return {"kind": kind, "start": start, **more}
+
+    def resumed(name: str, **more: Any) -> dict[str, Any]:
+        return task("run", copy=str(folder / "four"), out=str(folder / name), **more)
+
+    one = {
+        "follow": task("follow", export=str(folder / "one")),
+        "warmup": task("follow", warmup=True, steps=4),
+        "bf16": task("gradients", options={"dtype": "bfloat16"}),
+        "gradients": task("gradients"),
+        "kl gradients": task("gradients", warmup=True),
+    }
+    four = {
+        "whole": task("run", ep=2, out=str(folder / "whole")),
+        "cut": task("run", ep=2, stop=13, out=str(folder / "four")),
+        "same": resumed("same", ep=2),
+        "follow 4": task("follow", ep=2, export=str(folder / "four-model")),
+        "gradients 4": task("gradients", ep=2, options={"recompute": True, "micro_rows": 1}),
+        "gradients 4 dense": task("gradients", ep=1),
+        "kl gradients 4": task("gradients", ep=2, warmup=True, options={"recompute": True}),
+    }
+    found = dict(zip(one, job(1, *one.values()), strict=True))
+    found |= zip(four, job(4, *four.values()), strict=True)
+    two = {
+        "two": resumed("two", ep=1),
+        "follow 2": task("follow", options={"micro_rows": 1}),
+        "follow 2 ep": task("follow", ep=2),
+        "warmup 2": task("follow", warmup=True, steps=4, ep=2, options={"recompute": True}),
+        "bf16 2": task("gradients", ep=2, options={"dtype": "bfloat16", "recompute": True}),
+        "gradients 2": task("gradients", options={"micro_rows": 2}),
+        "refuse": task("refuse", ep=2),
+    }
+    found |= zip(two, job(2, *two.values()), strict=True)
+    found["single"] = job(1, resumed("single"))[0]
+    return found | {"folder": folder}
+
+
+def losses(result: Any) -> list[float]:
+    return [numbers["loss"] for numbers in result["numbers"]]
+
+
+def flips(one: Any, other: Any, world: int) -> int:
+    """Tokens, over all layers and steps, that chose other experts on several ranks than on one."""
+    count = 0
+    passes = len(other["routes"][0]) // STEPS  # micro-batches of a step
+    for step in range(STEPS):
+        reference = [torch.tensor(layer) for layer in one["routes"][0][step]]
+        for layer, expected in enumerate(reference):
+            rows = [
+                torch.tensor(other["routes"][rank][step * passes + part][layer])
+                for rank in range(world)
+                for part in range(passes)
+            ]
+            count += int((torch.cat(rows)[: expected.shape[0]] != expected).any(-1).sum())
+    return count
+
+
+@pytest.mark.parametrize(("name", "world"), [("follow 4", 4), ("follow 2", 2), ("follow 2 ep", 2)])
+def test_ranks_follow_one_process(results: dict[str, Any], name: str, world: int) -> None:
+    one, other = results["follow"], results[name]
+    flipped = flips(one, other, world)
+    assert losses(other) == pytest.approx(losses(one), abs=1e-4), f"{flipped} tokens chose other experts"
+    assert losses(one)[0] - losses(one)[-1] > 0.2  # something was learnt
+    assert flipped == 0
+    for key in ("grad_norm", "load_max", "mtp1_loss", "mtp2_loss", "indexer_kl", "tokens"):
+        values = [[numbers[key] for numbers in result["numbers"]] for result in (one, other)]
+        assert values[1] == pytest.approx(values[0], rel=1e-3), key
+    assert other["scores"]["held_out"] == pytest.approx(one["scores"]["held_out"], abs=1e-4)
+
+
+def test_indexer_warm_up_follows_one_process(results: dict[str, Any]) -> None:
+    values = [[n["indexer_kl"] for n in results[name]["numbers"]] for name in ("warmup", "warmup 2")]
+    assert values[1] == pytest.approx(values[0], abs=1e-6)
+    assert values[0][-1] < values[0][0]
+
+
+def test_bf16_computes_like_the_twin(results: dict[str, Any]) -> None:
+    """Both compute in bf16 and add up in fp32, on batches of other shapes."""
+    twin, ranks, exact = (flat(results[name]) for name in ("bf16", "bf16 2", "gradients"))
+    assert results["bf16 2"]["loss"] == pytest.approx(results["bf16"]["loss"], abs=5e-3)
+    assert float((ranks - twin).norm() / twin.norm()) < 0.1
+    assert 1e-3 < float((twin - exact).norm() / exact.norm()) < 0.3
+
+
+def flat(result: Any) -> torch.Tensor:
+    return torch.cat([torch.tensor(values).flatten() for values in result["gradients"].values()])
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("gradients 4", "gradients"),
+        ("gradients 4 dense", "gradients"),
+        ("gradients 2", "gradients"),
+        ("kl gradients 4", "kl gradients"),
+    ],
+)
+def test_gradients_are_those_of_the_whole_batch(results: dict[str, Any], name: str, reference: str) -> None:
+    expected, found = results[reference], results[name]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["loads"] == expected["loads"]
+    assert found["gradients"].keys() == expected["gradients"].keys() and len(expected["gradients"]) > 5
+    for parameter, values in expected["gradients"].items():
+        wanted, got = torch.tensor(values), torch.tensor(found["gradients"][parameter])
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
+
+
+def test_a_state_of_four_ranks_resumes_on_four_two_and_one(results: dict[str, Any]) -> None:
+    whole = results["whole"]["losses"]
+    assert len(whole) == STEPS and results["cut"]["losses"] == whole[:13]
+    assert results["same"]["losses"] == whole[10:]  # the last state before step 13 is that of step 10
+    assert results["same"]["export"] == results["whole"]["export"]
+    for name in ("two", "single"):
+        assert results[name]["losses"] == pytest.approx(whole[10:], abs=1e-5), name
+        for tensor, numbers in results["whole"]["export"].items():
+            assert results[name]["export"][tensor] == pytest.approx(numbers, rel=1e-4, abs=1e-3), tensor
+    folders = {name: sorted(p.name for p in (results["folder"] / name / "state").iterdir()) for name in ("two", "same")}
+    assert folders["two"] == folders["same"] == ["step-00000010", "step-00000015"]
+    files = sorted(p.name for p in (results["folder"] / "two" / "state" / "step-00000015").glob("rank-*"))
+    assert files == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+def test_the_export_is_that_of_one_process(results: dict[str, Any]) -> None:
+    one, four = (GLM5ForCausalLM.from_pretrained(results["folder"] / name) for name in ("one", "four-model"))
+    theirs = four.state_dict()
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-5, msg=name)
+    declared = [(n, p.muon_split) for n, p in one.named_parameters() if hasattr(p, "muon_split")]
+    assert declared and all(four.get_parameter(n).muon_split == split for n, split in declared)
+
+
+def test_a_rank_that_cannot_save_stops_all_and_changes_nothing(results: dict[str, Any]) -> None:
+    refused = results["refuse"]
+    assert all("No space left" in text for text in refused["said"]), refused["said"]
+    assert refused["said"][0].startswith("Glm5Error: Rank 1 failed")
+    assert refused["left"] == ["step-00000001"] and refused["resumed"] == 1
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_one_rank_ends_all(job: Any, start: str, how: str) -> None:
+    began = time.monotonic()
+    processes = job.start(2, [{"kind": "fail", "how": how, "start": start, "ep": 2, "timeout": 4}])
+    try:
+        said = processes[0].communicate(timeout=60)[1]
+        assert processes[0].returncode not in (0, None), said
+        if how == "raise":
+            assert "this rank breaks" in processes[1].communicate(timeout=30)[1] and processes[1].returncode != 0
+        assert time.monotonic() - began < 60
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_expert_sets_that_differ_are_counted(results: dict[str, Any]) -> None:
+    one = results["follow"]
+    changed = [[[list(map(list, layer)) for layer in step] for step in one["routes"][0]]]
+    changed[0][3][0][2][5] = [0, 0]
+    assert flips(one, {"routes": changed}, 1) == 1

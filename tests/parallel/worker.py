@@ -1,0 +1,216 @@
+"""One rank of a job, started by `conftest.Job`: works off a list of tasks and leaves what tests compare.
+
+The same tasks run in a world of one, which is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.config.parallel import Layout
+from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.data.packing import Batch
+from glm5.model.context import ForwardContext
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import NullMetrics
+from glm5.optim.distributed import local
+from glm5.parallel.mesh import TorchRanks
+from glm5.parallel.ranks import Ranks, ranks_from_environment
+from glm5.train.loop import StageIO, Trainer, train
+from glm5.train.losses import IndexerLoss, balance_loss, language_loss
+from glm5.train.tally import Tally
+
+STEPS = 20
+ROWS, LENGTH = 5, 24
+
+
+def batch_at(step: int) -> Batch:
+    """Rows that no number of ranks above 1 divides, of two documents or of one with padding behind it."""
+    ids = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
+    documents = torch.tensor([[0] * 14 + [1] * 10] * 3 + [[0] * 20 + [-1] * 4] * 2)
+    return Batch(ids, documents, documents >= 0)
+
+
+@dataclass
+class Watch:
+    """Loss with every part that stages use; keeps which experts each token of this rank chose."""
+
+    warmup: bool = False
+    routes: list[list[Tensor]] = field(default_factory=list)
+
+    def __call__(self, model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+        tally = Tally()
+        watch = IndexerLoss(batch, 4, tally)
+        ctx.observer, ctx.attend_dense = watch, self.warmup
+        if self.warmup:
+            hidden = model.model(batch.ids, ctx)
+            model.mtp_hidden(batch.targets()[0], hidden, ctx)
+            return watch.total(), tally
+        loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
+        stats = ctx.router_stats or []
+        self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
+        balance = balance_loss(stats, batch, model.config.n_routed_experts)
+        return loss + watch.total() + 0.01 * balance, numbers.merge([tally])
+
+
+def stage(steps: int = STEPS, **options: Any) -> GradientStage:
+    kept = {"steps": steps, "lr": 1e-2, "warmup": 2, "save_every": options.pop("save_every", 0)}
+    return GradientStage(name="stage", optim=OptimConfig(**kept), **options)
+
+
+def trainable(task: dict[str, Any]) -> Callable[[str], bool]:
+    return (lambda name: ".indexer." in name) if task.get("warmup") else (lambda name: True)
+
+
+def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Numbers of every step, chosen experts of every token, and the exported checkpoint."""
+    watch = Watch(task.get("warmup", False))
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    config = stage(task.get("steps", STEPS), **task.get("options", {}))
+    trainer = Trainer(model, config, io, watch, trainable(task), 0.01)
+    numbers = [trainer.step(step, batch_at(step)) for step in range(config.optim.steps)]
+    held_out = batch_at(99)
+
+    def score(model: GLM5ForCausalLM, step: int) -> dict[str, float]:
+        return {"held_out": float(language_loss(model, held_out, model.context(held_out.ids))[0])}
+
+    scores = trainer.evaluate(score, STEPS)
+    routes = ranks.gather([[layer.tolist() for layer in step] for step in watch.routes])
+    plain = ranks.unshard(trainer.model)
+    assert type(plain.model.layers[1]).__name__ == "Block"
+    if ranks.main and "export" in task:
+        plain.save_pretrained(task["export"])
+    return {"numbers": numbers, "scores": scores, "routes": routes}
+
+
+def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Every gradient of one step as a whole tensor, in float64 numbers."""
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    watch = Watch(task.get("warmup", False))
+    trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
+    batch = batch_at(0)
+    losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    whole: dict[str, Any] = {}
+    for name, parameter in trainer.model.named_parameters():
+        box = ranks.box(parameter)
+        assert tuple(local(parameter).shape) == box.sizes
+        held = None if parameter.grad is None else (box, local(parameter.grad).tolist())
+        parts = ranks.gather(held)
+        if parts[0] is None:
+            assert parts == [None] * ranks.world
+            continue
+        full = torch.full(box.shape, float("nan"), dtype=torch.float64)
+        for part in parts:
+            assert part is not None
+            where = tuple(slice(o, o + s) for o, s in zip(part[0].offsets, part[0].sizes, strict=True))
+            full[where] = torch.tensor(part[1], dtype=torch.float64).view(part[0].sizes)
+        whole[name] = full.tolist()
+    loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
+    return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}
+
+
+def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """`train` with states on disk; stops after `stop` steps as Ctrl-C does, or goes on from the state that is there."""
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    losses: list[float] = []
+
+    def advance(n: int, numbers: dict[str, float]) -> None:
+        losses.extend([numbers["loss"]] if numbers else [])
+        if len(losses) == task.get("stop"):
+            raise KeyboardInterrupt
+
+    folder = Path(task["out"])
+    folder.mkdir(parents=True, exist_ok=True)
+    io = StageIO("stage", folder, NullMetrics(), advance, ranks)
+    config = stage(save_every=5, **task.get("options", {}))
+    try:
+        train(model, config, io, batch_at, Watch(), bias_rate=0.01)
+    except KeyboardInterrupt:
+        ranks.wait()
+        return {"losses": losses}
+    return {"losses": losses, "export": digest(ranks.unshard(model))}
+
+
+def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
+    """A few exact numbers of every tensor."""
+    return {name: [float(t.double().sum()), float(t.double().square().sum())] for name, t in model.state_dict().items()}
+
+
+def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The last rank raises, or never comes back, in the middle of a step."""
+
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+        if ranks.rank == ranks.world - 1 and task["how"] == "hang":
+            time.sleep(600)
+        if ranks.rank == ranks.world - 1 and task["how"] == "raise":
+            raise ValueError("this rank breaks")
+        return language_loss(model, batch, ctx)
+
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    Trainer(model, stage(), io, loss_of, lambda name: True, 0.0).step(0, batch_at(0))
+    return {}
+
+
+def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What every rank says when one of them cannot save, and what is on disk then."""
+    from glm5.errors import Glm5Error
+    from glm5.train import checkpoint
+
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    trainer = Trainer(model, stage(), io, Watch(), lambda name: True, 0.0)
+    trainer.save(1)
+    real = checkpoint.write_pieces
+    if ranks.rank == ranks.world - 1:
+
+        def broken(folder: Path, rank: int, pieces: Any) -> Any:
+            real(folder, rank, dict(list(pieces.items())[:2]))
+            raise OSError(28, "No space left on device")
+
+        checkpoint.write_pieces = broken
+    said = ""
+    try:
+        trainer.save(2)
+    except Glm5Error as error:
+        said = f"{type(error).__name__}: {error}"
+    checkpoint.write_pieces = real
+    left = sorted(p.name for p in trainer.state.iterdir())
+    return {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
+
+
+TASKS = {"follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse}
+
+
+def work(task: dict[str, Any], ranks: Ranks) -> str:
+    """Do one task; its result as JSON."""
+    if "copy" in task and ranks.main:
+        shutil.copytree(task["copy"], task["out"])
+    ranks.wait()
+    return json.dumps(TASKS[task["kind"]](task, ranks))
+
+
+def main(path: Path) -> None:
+    tasks = json.loads(path.read_text(encoding="utf-8"))
+    layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
+    with ranks_from_environment(layout) as job:
+        for task in tasks:
+            result = work(task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1)})))
+            if job.main:
+                Path(task["result"]).write_text(result, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""Short stages that get stuck in a phase of their third step: `python stuck_stage.py FOLDER PHASE...`.
+
+Every phase has a process and a folder of its own, where its stderr and its exit code end up. They are forks of one that
+has loaded torch, which takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # every first optimizer of a process imports it, for two seconds
+
+import glm5.train.loop as loop
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.data.packing import Batch
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter
+from glm5.train.losses import language_loss
+
+LIMIT = 2.0
+
+
+def stuck_loss() -> None:
+    time.sleep(60)
+
+
+def stuck_data() -> None:
+    time.sleep(60)
+
+
+def stuck_evaluation() -> None:
+    time.sleep(60)
+
+
+def stuck_save() -> None:
+    time.sleep(60)
+
+
+def stuck_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock that every Python thread needs
+
+
+def another_thread() -> None:
+    time.sleep(60)
+
+
+def run(folder: Path, phase: str) -> None:
+    threading.Thread(target=another_thread, daemon=True).start()
+    torch.set_num_threads(1)
+    step = 0
+
+    def batch_at(index: int) -> Batch:
+        nonlocal step
+        step = index + 1
+        if phase == "data" and step == 3:
+            stuck_data()
+        ids = torch.arange(16).view(2, 8)
+        return Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+
+    def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
+        if phase in ("loss", "interpreter") and step == 3:
+            stuck_loss() if phase == "loss" else stuck_interpreter()
+        return language_loss(model, batch, ctx)
+
+    def evaluate(model: Any, step_number: int) -> dict[str, float]:
+        if phase == "evaluation" and step == 3:
+            stuck_evaluation()
+        return {}
+
+    def save_state(*args: Any, **options: Any) -> None:
+        if phase == "save" and step == 3:
+            stuck_save()
+
+    small = dict(vocab_size=40, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2)
+
+    def stage(name: str, **options: Any) -> None:
+        model = GLM5ForCausalLM(GLM5Config.preset("nano", **small))
+        config = GradientStage(name=name, optim=OptimConfig(lr=1e-3, evaluate_every=1, **options))
+        with MetricsWriter(folder / "metrics.jsonl") as metrics:
+            io = loop.StageIO(name, folder / name, metrics, lambda steps, numbers: None)
+            loop.train(model, config, io, batch_at, loss_of, evaluate=evaluate)
+
+    loop.save_state = save_state  # type: ignore[assignment]
+    stage("warmup", steps=1)  # so that no first call of anything counts
+    stage("stage", steps=4, save_every=1, stall_seconds=LIMIT)
+
+
+def main(folder: Path, phases: list[str]) -> None:
+    children = {}
+    for phase in phases:
+        (folder / phase).mkdir()
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(folder / phase / "stderr.txt", os.O_WRONLY | os.O_CREAT), 2)
+            run(folder / phase, phase)
+            os._exit(0)
+        children[child] = phase
+    for child, phase in children.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        (folder / phase / "code.txt").write_text(str(code), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

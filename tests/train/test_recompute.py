@@ -1,0 +1,118 @@
+"""Layers that are computed again in the backward pass: the same numbers in every place, and less memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.data.packing import Batch
+from glm5.model.context import packed_context
+from glm5.train.losses import IndexerLoss, balance_loss, language_loss
+
+IDS = torch.randint(0, 40, (3, 24), generator=torch.Generator().manual_seed(5))
+DOCUMENTS = torch.tensor([[0] * 14 + [1] * 10, [0] * 24, [0] * 20 + [-1] * 4])
+
+
+def everything(model: Any, recompute: bool, exact: bool, warmup: bool) -> dict[str, Any]:
+    """Loss, gradients and all that a step leaves with its context."""
+    batch = Batch(IDS, DOCUMENTS, DOCUMENTS >= 0)
+    ctx = packed_context(DOCUMENTS, exact=exact)
+    ctx.router_stats, ctx.max_logits, ctx.recompute = [], {}, recompute
+    watch = None
+    if model.config.use_dsa:
+        ctx.observer = watch = IndexerLoss(batch, 4)
+        ctx.attend_dense = warmup
+    model.zero_grad(set_to_none=True)
+    loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=3)
+    loss = loss + 0.01 * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
+    if watch is not None:
+        loss = loss + watch.total()
+    loss.backward()
+    stats = [t.detach() for layer in ctx.router_stats for t in (layer.scores, layer.experts)]
+    numbers = tally.numbers() | (watch.tally.numbers() if watch else {})
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), "numbers": numbers, "stats": stats, "max": ctx.max_logits, "gradients": gradients}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "warmup"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"use_dsa": False, "index_topk": None}, False),
+        ({"num_hidden_layers": 4, "index_topk_freq": 2}, False),
+    ],
+    ids=["sparse", "warm-up", "dense", "shared indices"],
+)
+def test_the_same_loss_gradients_and_statistics(
+    small: Callable[..., Any], changes: dict[str, Any], warmup: bool, exact: bool
+) -> None:
+    kept, again = (everything(small(seed=2, **changes), recompute, exact, warmup) for recompute in (False, True))
+    assert torch.equal(kept["loss"], again["loss"])
+    assert kept["numbers"] == again["numbers"]
+    assert len(kept["stats"]) == len(again["stats"]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(kept["stats"], again["stats"], strict=True))
+    assert kept["max"].keys() == again["max"].keys() and len(kept["max"]) > 2
+    assert all(torch.equal(value, again["max"][layer]) for layer, value in kept["max"].items())
+    assert sum(g is not None for g in kept["gradients"].values()) > 20
+    for name, gradient in kept["gradients"].items():
+        other = again["gradients"][name]
+        assert (gradient is None and other is None) or torch.equal(gradient, other), name
+
+
+def test_without_gradients_nothing_is_kept_or_repeated(small: Callable[..., Any]) -> None:
+    model = small(seed=2)
+    ctx = packed_context(DOCUMENTS)
+    ctx.recompute = True
+    plain = model.model(IDS, packed_context(DOCUMENTS))
+    with torch.no_grad():
+        assert torch.equal(model.model(IDS, ctx), plain)
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from glm5.config.model import GLM5Config
+from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
+
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
+
+ids = torch.zeros(8, 128, dtype=torch.long)
+
+def run(layers):
+    model = GLM5ForCausalLM(
+        GLM5Config.preset("nano", num_hidden_layers=layers, num_nextn_predict_layers=0, index_topk=8)
+    )
+    ctx = packed_context(torch.zeros_like(ids))
+    ctx.recompute = sys.argv[1] == "recompute"
+    model.model(ids, ctx).sum().backward()
+    return 8 * sum(p.numel() for p in model.parameters())
+
+run(2)  # what one layer needs for itself stays with the process
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+grown = run(20)  # bytes of weights and gradients
+print(memory("VmHWM") - before, grown)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured through /proc")
+def test_peak_memory_is_lower() -> None:
+    peaks = {}
+    for mode in ("keep", "recompute"):
+        done = subprocess.run([sys.executable, "-c", PEAK, mode], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        peak, weights = map(int, done.stdout.split())
+        peaks[mode] = peak - weights
+    assert peaks["keep"] > 50e6
+    assert peaks["recompute"] < peaks["keep"] / 2, peaks
