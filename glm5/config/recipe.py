@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from glm5.config.parallel import Layout
 from glm5.config.data import DataOptions
+from glm5.config.parallel import Layout
 from glm5.config.schema import Frozen
 from glm5.config.stages import expand
 

@@ -13,7 +13,6 @@ from glm5.model.layers import linear
 from glm5.ops.indexer import select_keys, selected_scores
 from glm5.ops.rope import rope
 
-
 INDEXER = ".indexer."
 """Part of the name of every parameter that an indexer owns, and of no other."""
 

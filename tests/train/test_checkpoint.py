@@ -27,7 +27,7 @@ from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
 from glm5.errors import CheckpointError
 from glm5.files import write_manifest
-from glm5.parallel.ranks import Box
+from glm5.parallel.ranks import Box, Ranks
 from glm5.train import boxes
 from glm5.train.boxes import check_files, index_of, parse_index, read_pieces, write_pieces
 from glm5.train.checkpoint import load_state, save_state
@@ -169,6 +169,20 @@ def test_the_state_of_a_stage_with_other_parameters_is_refused(saved: Any, small
     model = small()
     with pytest.raises(CheckpointError, match="trains other parameters"):
         load_state(path, model, build_optimizer(model, optim(), lambda name: "lm_head" not in name))
+
+
+def test_a_state_with_a_gap_is_not_published(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model, optimizer = saved
+
+    def part(ranks: Ranks, tensor: Tensor) -> Box:
+        return Box((99, *tensor.shape), (0,) * (tensor.ndim + 1), (1, *tensor.shape))
+
+    monkeypatch.setattr(Ranks, "box", part)
+    with pytest.raises(CheckpointError, match="leave a gap"):
+        save_state(path, model, optimizer, 3)
+    monkeypatch.undo()
+    assert [entry.name for entry in path.iterdir()] == ["step-00000002"]
+    assert load_state(path, model, optimizer) == (2, EXTRA)
 
 
 def test_two_processes_cannot_save_to_one_folder(saved: Any) -> None:

@@ -196,8 +196,9 @@ def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int
     shutil.rmtree(trial)
     if left < TRIAL_STEPS * per_step:
         raise UsageError(
-            f"{seconds / 60:g} minutes are too few for {seeds} seeds of {experiment.name}: measuring alone takes "
-            f"{fixed * seeds / max(1, workers) / 60:.0f}. Give more --minutes or fewer --seeds."
+            f"{seconds / 60:g} minutes are too few for {seeds} seeds of {experiment.name}: after the trial and with "
+            f"{fixed * seeds / max(1, workers) / 60:.1f} minutes of measuring, fewer than {TRIAL_STEPS} steps fit. "
+            "Give more --minutes or fewer --seeds."
         )
     return int(left / per_step)
 
