@@ -77,9 +77,7 @@ def adapt(
     out: Annotated[Path, typer.Option(help="Where the DSA checkpoint goes.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps of the indexer's warm-up.")] = 100,
     sparse_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the joint stage; default: as many.")] = None,
-    index_topk: Annotated[
-        int | None, typer.Option(min=1, help="Keys per query; default: by length.")
-    ] = None,
+    index_topk: Annotated[int | None, typer.Option(min=1, help="Keys per query; default: by length.")] = None,
     index_heads: Annotated[int | None, typer.Option(min=1, help="Indexer heads; default: the model's.")] = None,
     index_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head; default: the model's.")] = None,
     rows: Annotated[int, typer.Option(min=1)] = 8,
@@ -164,6 +162,34 @@ def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     Console().print(summary_table(json.loads((run / "results.json").read_text(encoding="utf-8"))))
     typer.echo(f"Report: {page}")
     typer.echo(f"Chat with the result: glm5 serve {run / 'final'}")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="muon-split, mtp or dsa.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every arm; default 3.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time budget, from which the steps follow.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; default 2.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where runs are kept; finished ones are not repeated.")] = Path(
+        "runs/reproduce"
+    ),
+    publish: Annotated[Path | None, typer.Option(help="Copy result, card and plots to a folder there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put one of the paper's claims to the test at small scale (resumes)."""
+    from glm5.launch.reproduce import reproduce as run
+    from glm5.launch.reproduce import summary
+
+    result = run(
+        name, quick=quick, seeds=seeds, minutes=minutes, steps=steps, workers=workers, runs=runs, publish=publish
+    )
+    if as_json:
+        show(result, True)
+        return
+    typer.echo(summary(result))
+    typer.echo(f"Card: {runs / (f'{name}-quick' if quick else name) / 'card.md'}")
 
 
 @app.command()

@@ -19,7 +19,7 @@ class Layout(Frozen):
     ep: int = Field(1, ge=1)
     """Processes among which the experts of a layer are divided; it must divide their number."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where a job of several processes computes: gloo connects CPUs, NCCL connects GPUs."""
+    """Where training computes; of several processes, gloo connects CPUs and NCCL connects GPUs."""
     timeout_seconds: float = Field(600.0, gt=0)
     """A process that waits longer than this for another within a step ends with an error, and the job with it."""
     patience_seconds: float = Field(86_400.0, gt=0)

@@ -68,6 +68,8 @@ class TokenizerStage(Stage):
     kind: Literal["tokenizer"]
     vocab_size: int
     sources: list[str] = ["stdlib"]
+    dedup: bool = False
+    """Drop near-duplicates, so that nothing in training resembles a held-out document; needs the extra `data`."""
     max_bytes: int = 1 << 62
     """Use files in order of their path's hash until this many bytes of training text are reached."""
 
@@ -239,7 +241,7 @@ class RunRecipe(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _write_out_presets(cls, values: Any) -> Any:
-        """A stage with `preset = "midtrain_32k"` becomes that preset, scaled to this run, under the stage's own keys."""
+        """A stage with `preset = "midtrain_32k"` becomes that preset, scaled to this run; its own keys win."""
         return expand(values) if isinstance(values, dict) else values
 
     @field_validator("stages")

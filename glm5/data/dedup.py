@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from glm5.data.documents import Document
 from glm5.errors import ConfigError
 
 THRESHOLD = 0.8
@@ -254,3 +255,12 @@ def select(groups: np.ndarray, held_out: Sequence[bool] | np.ndarray) -> Selecti
         dropped_train=int((~keep & ~near).sum()),
         dropped_held_out=int((~keep & held).sum()),
     )
+
+
+def distinct(documents: Sequence[Document], threshold: float = THRESHOLD) -> list[Document]:
+    """What stays of documents in memory, in their order (see `select`)."""
+    sketch = sketcher()
+    sketches = [sketch(document.text) for document in documents]
+    groups = group(np.stack([s.signature for s in sketches]), lambda i: sketches[i].shingles, threshold)
+    keep = select(groups, [document.held_out for document in documents]).keep
+    return [document for document, kept in zip(documents, keep, strict=True) if kept]

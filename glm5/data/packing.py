@@ -58,6 +58,11 @@ class Batch:
         targets = tuple(int(self.targets(n)[1].sum()) if n < length else 0 for n in range(1, MAX_AHEAD + 1))
         return StepCounts(self.ids.shape[0], int((self.documents >= 0).sum()), targets)
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("ids", "documents", "loss_mask")}
+        return replace(self, **moved)
+
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1; behind the last one lies padding, so that every rank gets a batch of one shape."""
         missing = stop - max(start, min(stop, self.ids.shape[0]))

@@ -24,6 +24,7 @@ from glm5.config.recipe import (
     Stage,
     TokenizerStage,
 )
+from glm5.data.dedup import distinct
 from glm5.data.sft import write_conversations
 from glm5.data.shards import Shard, build_shards, open_shard
 from glm5.data.sources import Document, read_sources
@@ -108,6 +109,8 @@ def _tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str,
 
 def _build_tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str, float]:
     documents = read_sources(stage.sources)
+    if stage.dedup:
+        documents = distinct(documents)
     kept = sorted((d for d in documents if not d.held_out), key=_by_hash)
     total, chosen = 0, []
     for document in kept:

@@ -36,7 +36,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         hidden, weight, targets, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=normaliser.dtype)  # chunks add up in fp32
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks add up in fp32
         for rows, logits in _chunks(hidden, weight):
             grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), ctx.scale)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])

@@ -37,6 +37,9 @@ class Ranks:
     rank = 0
     world = 1
 
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
     @property
     def main(self) -> bool:
         return self.rank == 0
@@ -48,11 +51,11 @@ class Ranks:
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
         """Spread the model's parameters over the ranks, in place; forward then computes in `dtype`."""
-        return model
+        return model.to(self.device)
 
     def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        """A plain model with the weights of a sharded one, on every rank; a plain model as it is."""
-        return model
+        """A plain model on the CPU with the weights of a sharded one, on every rank."""
+        return model.cpu()
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         """`function(model, *args)`, inside of which a sharded model's weights can be used like a plain one's. What is
@@ -136,7 +139,7 @@ def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     layout = layout or Layout()
     check_layout(layout, world_size())
     if world_size() == 1:
-        return Ranks()
+        return Ranks(layout.device)
     from glm5.parallel.mesh import TorchRanks  # torch.distributed takes seconds to load
 
     return TorchRanks(layout)

@@ -274,7 +274,9 @@ class Trainer:
         """This rank's micro-batches, each of which knows the counts of the whole step."""
         start, stop = self.ranks.share(batch.ids.shape[0])
         size = self.stage.micro_rows or stop - start
-        return [replace(batch.rows(first, min(first + size, stop)), step=counts) for first in range(start, stop, size)]
+        device = next(self.model.parameters()).device
+        parts = [batch.rows(first, min(first + size, stop)) for first in range(start, stop, size)]
+        return [replace(part, step=counts).to(device) for part in parts]
 
     def _culprit(self, step: int, parts: Sequence[Batch], losses: Sequence[float], in_forward: bool) -> tuple[str, str]:
         """Name of what made the step non-finite, and the same in words, found by computing it again. All ranks take

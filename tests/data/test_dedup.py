@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.data import dedup
-from glm5.data.dedup import bands, group, select, shingle_hashes, similarity, sketcher
+from glm5.data.dedup import bands, distinct, group, select, shingle_hashes, similarity, sketcher
+from glm5.data.documents import Document
 from glm5.errors import ConfigError
 
 pytest.importorskip("datasketch")
@@ -182,3 +183,18 @@ def test_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ConfigError, match=r"pip install 'glm5\[data\]'"):
         sketcher()
+
+
+def test_distinct_documents_keep_their_order_and_drop_the_near_ones() -> None:
+    words = [f"word{i}" for i in range(400)]
+    held = next(f"h{i}.py" for i in range(1000) if Document(f"h{i}.py", "").held_out)
+    other = " ".join(reversed(words))
+    documents = [
+        Document("near-held.py", " ".join(words[:-1])),
+        Document("first.py", other),
+        Document(held, " ".join(words)),
+        Document("again.py", other + " end"),
+        Document("alone.py", " ".join(f"other{i}" for i in range(400))),
+    ]
+    assert not any(d.held_out for d in documents if d.path != held)
+    assert [d.path for d in distinct(documents)] == ["first.py", held, "alone.py"]

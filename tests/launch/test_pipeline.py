@@ -83,6 +83,7 @@ def test_run_folder(tiny: Any) -> None:
     folders = [f"{i:02d}-{name}" for i, name in enumerate(STAGES)]
     assert sorted(p.name for p in tiny.run.iterdir() if p.is_dir()) == [*folders, "final"]
     assert {p.name for p in tiny.run.iterdir() if p.is_file()} == {
+        "environment.json",
         "metrics.jsonl",
         "recipe.toml",
         "report.html",
