@@ -213,7 +213,7 @@ def _run(recipe: Path, overrides: list[str], kinds: tuple[str, ...] = (), resume
         raise UsageError(f"{folder} exists already; pass --resume to go on with it, or choose another name.")
     from glm5.launch.pipeline import run_pipeline
 
-    run = run_pipeline(loaded)
+    run = run_pipeline(loaded, verbose="pretrain" in kinds)
     if rank() != 0:
         raise typer.Exit()
     typer.echo(f"Results: {run / 'results.json'}")

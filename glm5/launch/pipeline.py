@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import platform
 import time
 import tomllib
@@ -26,7 +27,7 @@ from glm5.files import atomic_write, publish_dir, recover_dir
 from glm5.launch.stages import CORPUS, RunState, run_stage, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
-from glm5.obs import PipelineProgress, check_sinks, open_metrics
+from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
 from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
 from glm5.rl.algos.distill import domain_teachers
@@ -38,18 +39,19 @@ DONE = "stage.json"
 MODEL = "model"
 
 
-def run_pipeline(recipe: RunRecipe) -> Path:
+def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
     """Run all stages that are not finished; returns the run folder, whose `results.json` holds everything measured.
 
     A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any
-    moment and calling again ends with the same numbers. The recipe of an existing run cannot change under it.
+    moment and calling again ends with the same numbers. The recipe of an existing run cannot change under it. The log
+    goes to `log.txt`; stderr hears warnings, and with `verbose` all of it.
     """
     _check(recipe, world_size())
     with ranks_from_environment(recipe.parallel) as ranks:
-        return _run(recipe, ranks)
+        return _run(recipe, ranks, logging.INFO if verbose else logging.WARNING)
 
 
-def _run(recipe: RunRecipe, ranks: Ranks) -> Path:
+def _run(recipe: RunRecipe, ranks: Ranks, heard: int) -> Path:
     state = _start(recipe)
     run = Path(recipe.runs) / recipe.name
     ranks.on_main(lambda: _claim(run, recipe))
@@ -66,7 +68,7 @@ def _run(recipe: RunRecipe, ranks: Ranks) -> Path:
         wandb_mode=recipe.wandb_mode,
         main=ranks.main,
     )
-    with metrics, PipelineProgress(list(folders), expected, console) as progress:
+    with logged(run / "log.txt", heard), metrics, PipelineProgress(list(folders), expected, console) as progress:
         for stage in recipe.stages:
             folder = folders[stage.name]
             if ranks.on_main(lambda folder=folder: _prepare(folder)):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """What a run tells: logs (`logs`), numbers (`metrics`, `sinks`) and where it stands (`progress`). Free of torch."""
 
-from glm5.obs.logs import get_logger, setup_logging
+from glm5.obs.logs import get_logger, logged, setup_logging
 from glm5.obs.metrics import Metrics, MetricsLog, MetricsWriter, NullMetrics, open_metrics, read_metrics
 from glm5.obs.progress import PipelineProgress
 from glm5.obs.sinks import check_sinks
@@ -13,6 +13,7 @@ __all__ = [
     "PipelineProgress",
     "check_sinks",
     "get_logger",
+    "logged",
     "open_metrics",
     "read_metrics",
     "setup_logging",

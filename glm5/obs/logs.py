@@ -6,9 +6,11 @@ because `--json` owns stdout, and to the run's `log.txt` when `setup_logging` is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -28,24 +30,45 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
     return logging.getLogger(name if name == _ROOT or name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
 
 
-def setup_logging(level: int = logging.INFO, file: Path | None = None) -> None:
+def setup_logging(level: int = logging.INFO, file: Path | None = None, stderr: int | None = None) -> None:
     """Send logs to stderr and, on rank 0, to `file` (appended, folder made). A second call replaces the first.
 
-    Other ranks are heard from WARNING on, with their rank in front.
+    stderr hears from level `stderr` on (None: like the file). Other ranks are heard from WARNING on, with their rank in
+    front.
     """
     logger = logging.getLogger(_ROOT)
-    for handler in [h for h in logger.handlers if hasattr(h, _OURS)]:
-        logger.removeHandler(handler)
-        handler.close()
+    _remove(logger)
     main = rank() == 0
     logger.setLevel(level if main else max(level, logging.WARNING))
     logger.propagate = False
     mark = "" if main else f"[rank {rank()}] "
-    _install(logger, _StderrHandler(), f"{mark}%(message)s")
+    speaker = _StderrHandler()
+    speaker.setLevel(level if stderr is None else stderr)
+    _install(logger, speaker, f"{mark}%(message)s")
     if file is not None and main:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
         _install(logger, handler, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+@contextlib.contextmanager
+def logged(file: Path, stderr: int = logging.WARNING) -> Iterator[None]:
+    """Logs go to `file`, and from level `stderr` on to stderr, for as long as a run takes."""
+    logger = logging.getLogger(_ROOT)
+    level, propagate = logger.level, logger.propagate
+    setup_logging(file=file, stderr=stderr)
+    try:
+        yield
+    finally:
+        _remove(logger)
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+def _remove(logger: logging.Logger) -> None:
+    for handler in [h for h in logger.handlers if hasattr(h, _OURS)]:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def _install(logger: logging.Logger, handler: logging.Handler, form: str) -> None:

@@ -84,6 +84,7 @@ def test_run_folder(tiny: Any) -> None:
     assert sorted(p.name for p in tiny.run.iterdir() if p.is_dir()) == [*folders, "final"]
     assert {p.name for p in tiny.run.iterdir() if p.is_file()} == {
         "environment.json",
+        "log.txt",
         "metrics.jsonl",
         "recipe.toml",
         "report.html",

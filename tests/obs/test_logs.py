@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5.obs.logs import get_logger, rank, setup_logging
+from glm5.obs.logs import get_logger, logged, rank, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,24 @@ def test_other_ranks_only_warn_and_say_who_they_are(
     assert not (tmp_path / "log.txt").exists()
     monkeypatch.setenv("RANK", "many")
     assert rank() == 0
+
+
+def test_a_run_logs_into_its_file_and_leaves_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    logger = get_logger()
+    before = logger.handlers[:], logger.level, logger.propagate
+    with pytest.raises(KeyboardInterrupt), logged(tmp_path / "log.txt"):
+        get_logger("x").info("detail")
+        get_logger("x").warning("trouble")
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "trouble\n"
+    assert [line.split(": ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["detail", "trouble"]
+    assert (logger.handlers, logger.level, logger.propagate) == before
+    with logged(tmp_path / "log.txt", logging.INFO):
+        get_logger("x").info("said")
+    assert capsys.readouterr().err == "said\n"
 
 
 def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
