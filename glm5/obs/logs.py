@@ -30,33 +30,37 @@ def get_logger(name: str = _ROOT) -> logging.Logger:
     return logging.getLogger(name if name == _ROOT or name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
 
 
-def setup_logging(level: int = logging.INFO, file: Path | None = None, stderr: int | None = None) -> None:
+def setup_logging(
+    level: int = logging.INFO, file: Path | None = None, stderr: int | None = None, mark: str = ""
+) -> None:
     """Send logs to stderr and, on rank 0, to `file` (appended, folder made). A second call replaces the first.
 
-    stderr hears from level `stderr` on (None: like the file). Other ranks are heard from WARNING on, with their rank in
-    front.
+    stderr hears from level `stderr` on (None: like the file), with `mark` before every line. Other ranks are heard from
+    WARNING on, with their rank in front.
     """
     logger = logging.getLogger(_ROOT)
     _remove(logger)
     main = rank() == 0
     logger.setLevel(level if main else max(level, logging.WARNING))
     logger.propagate = False
-    mark = "" if main else f"[rank {rank()}] "
     speaker = _StderrHandler()
     speaker.setLevel(level if stderr is None else stderr)
-    _install(logger, speaker, f"{mark}%(message)s")
+    _install(logger, speaker, _Marked(mark if main else f"[rank {rank()}] "))
     if file is not None and main:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
-        _install(logger, handler, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+        handler = _FileHandler(file, encoding="utf-8", errors="backslashreplace")
+        _install(logger, handler, logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 
 @contextlib.contextmanager
 def logged(file: Path, stderr: int = logging.WARNING) -> Iterator[None]:
-    """Logs go to `file`, and from level `stderr` on to stderr, for as long as a run takes."""
+    """Logs go to `file`, and from level `stderr` on to stderr, for as long as a run takes.
+
+    Lines on stderr begin with a bracket, like those of the progress display, which tells them from errors.
+    """
     logger = logging.getLogger(_ROOT)
     level, propagate = logger.level, logger.propagate
-    setup_logging(file=file, stderr=stderr)
+    setup_logging(file=file, stderr=stderr, mark="[log] ")
     try:
         yield
     finally:
@@ -71,10 +75,21 @@ def _remove(logger: logging.Logger) -> None:
         handler.close()
 
 
-def _install(logger: logging.Logger, handler: logging.Handler, form: str) -> None:
+def _install(logger: logging.Logger, handler: logging.Handler, form: logging.Formatter) -> None:
     setattr(handler, _OURS, True)
-    handler.setFormatter(logging.Formatter(form))
+    handler.setFormatter(form)
     logger.addHandler(handler)
+
+
+class _Marked(logging.Formatter):
+    """The bare message, every line of it behind a mark."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__("%(message)s")
+        self._mark = mark
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(self._mark + line for line in super().format(record).split("\n"))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -96,3 +111,14 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         """A stderr that nobody reads any more is no reason to stop a run; a mistake in our own message is reported."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Neither is a disk without room for the log: what matters more will fail in its own words."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still to be written finds no room either
+            super().close()

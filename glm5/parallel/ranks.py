@@ -36,6 +36,7 @@ class Ranks:
 
     rank = 0
     world = 1
+    device = "cpu"
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device

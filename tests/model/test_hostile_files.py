@@ -312,8 +312,8 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
+GLM5ForCausalLM.from_pretrained(sys.argv[1])  # what a first load imports
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-GLM5ForCausalLM.from_pretrained(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20),) * 2)
 for folder in sys.argv[2:]:
     try:

@@ -60,12 +60,12 @@ def test_a_run_logs_into_its_file_and_leaves_no_trace(
         get_logger("x").info("detail")
         get_logger("x").warning("trouble")
         raise KeyboardInterrupt
-    assert capsys.readouterr().err == "trouble\n"
+    assert capsys.readouterr().err == "[log] trouble\n"
     assert [line.split(": ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["detail", "trouble"]
     assert (logger.handlers, logger.level, logger.propagate) == before
     with logged(tmp_path / "log.txt", logging.INFO):
-        get_logger("x").info("said")
-    assert capsys.readouterr().err == "said\n"
+        get_logger("x").info("said\nmore")
+    assert capsys.readouterr().err == "[log] said\n[log] more\n"
 
 
 def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,10 @@ def test_a_cut_step_is_the_whole_step(small: Any, stage_io: Any, micro_rows: int
     for layer, maxima in ctx.max_logits.items():
         shown = [numbers[f"max_logit/L{layer}/H{head}"] for head in range(len(maxima))]
         assert shown == pytest.approx(maxima.tolist(), rel=1e-12)
-    norm = sum(float(p.grad.square().sum()) for p in whole.parameters() if p.grad is not None) ** 0.5
-    assert numbers["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    for key, indexers in (("grad_norm", False), ("indexer_grad_norm", True)):
+        named = [p for name, p in whole.named_parameters() if (".indexer." in name) == indexers]
+        norm = sum(float(p.grad.square().sum()) for p in named if p.grad is not None) ** 0.5
+        assert numbers[key] == pytest.approx(norm, rel=1e-12)
     assert numbers["tokens_seen"] == 9 + 7 + 16 + 5 + 16
 
     for (name, mine), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
