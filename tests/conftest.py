@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,6 +82,12 @@ def stage_io(tmp_path: Path) -> Iterator[Callable[..., StageIO]]:
 
     with stack:
         yield make
+
+
+def pytest_configure() -> None:
+    """A job in the background starts with Ctrl-C ignored, and so would every process that a test starts and stops."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
