@@ -11,6 +11,7 @@ from torch import Tensor
 from glm5.config.model import GLM5Config
 from glm5.ops import KEY_TILE, ROW_TILE, round_up
 from glm5.ops.indexer_kl import Look, dense_kl
+from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
 
 
@@ -18,35 +19,58 @@ class RecurrentState:
     """What recurrent layers carry from token to token, whatever the length: `memory` [layers, rows, heads, head_dim,
     head_dim] in fp32 at least, `inputs` [layers, rows, taps - 1, channels] of the short convolutions."""
 
-    def __init__(self, config: GLM5Config, rows: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: GLM5Config, rows: int, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> None:
         layers = [layer for layer in range(config.num_hidden_layers) if config.is_recurrent(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(layers)}
         heads, dim = config.num_attention_heads, config.head_dim
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide)
+        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide, device=device)
         channels = (heads + 2 * config.num_key_value_heads) * dim if config.efficient_attention == "gdn" else 0
-        self.inputs = torch.zeros(len(layers), rows, config.gdn_conv_kernel - 1, channels, dtype=dtype)
+        taps = config.gdn_conv_kernel - 1
+        self.inputs = torch.zeros(len(layers), rows, taps, channels, dtype=dtype, device=device)
 
 
 class LatentCache:
     """Latents and indexer keys of every layer (the MTP layer last): the two always live and die together.
 
     `latents` [layers, rows, capacity, cache_values_per_token] (keys and values side by side where attention is GQA),
-    `index_keys` [layers, rows, capacity, index_head_dim]. Layers with a state have it in `recurrent`
-    instead. Slot number = position in the row's sequence, so a query at position p sees slots 0..p and whatever lies
-    behind (padding, rejected drafts) is never read before it is overwritten.
+    `index_keys` [layers, rows, capacity, index_head_dim]. A row is a whole sequence for `cache_context`, and a page of
+    one for `paged_context`. Layers with a state have it in `recurrent` instead, one for each of `states` sequences.
+    A query at position p sees positions 0..p of its sequence, and whatever lies behind (padding, rejected drafts) is
+    never read before it is overwritten.
     """
 
-    def __init__(self, config: GLM5Config, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: GLM5Config,
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        states: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
         keeping = [layer for layer in layers if not config.is_recurrent(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(keeping)}
         self.rows, self.capacity = rows, round_up(capacity, KEY_TILE)
         width = config.cache_values_per_token
-        self.latents = torch.zeros(len(keeping), rows, self.capacity, width, dtype=dtype)
+        self.latents = torch.zeros(len(keeping), rows, self.capacity, width, dtype=dtype, device=device)
         index_width = config.index_head_dim if config.use_dsa else 0
-        self.index_keys = torch.zeros(len(keeping), rows, self.capacity, index_width, dtype=dtype)
-        self.recurrent = RecurrentState(config, rows, dtype)
+        self.index_keys = torch.zeros(len(keeping), rows, self.capacity, index_width, dtype=dtype, device=device)
+        self.recurrent = RecurrentState(config, rows if states is None else states, dtype, device)
+
+    def grow(self, rows: int) -> None:
+        """Add rows up to `rows`; what is there keeps its place."""
+        more = rows - self.rows
+        if more > 0:
+            for name in ("latents", "index_keys"):
+                old = getattr(self, name)
+                fresh = old.new_zeros(old.shape[0], more, *old.shape[2:])
+                setattr(self, name, torch.cat((old, fresh), dim=1))
+            self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -107,7 +131,9 @@ class Observer(Protocol):
 class ForwardContext:
     """Per-forward state, built by `packed_context`, `cache_context` or the model itself. Layers keep no state.
 
-    positions [B, T]: RoPE position of every token. documents [B, T]: tokens attend only within equal non-negative
+    positions [B, T]: RoPE position of every token. With a cache, `pages` says where each token's sequence lies,
+    `places` [M] where in the flat pool its own latent goes, `state_rows` [B] which recurrent state is its sequence's,
+    and queries see their sequence from `first_key` on. documents [B, T]: tokens attend only within equal non-negative
     numbers; None = one document per row; a document is a run of neighbouring tokens. `exact` pads token counts and
     selected slots so that a token's bits do not depend on its batch or on the length of its row. `attend_dense` keeps
     attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many tokens of each row are
@@ -119,7 +145,10 @@ class ForwardContext:
     positions: Tensor
     documents: Tensor | None = None
     cache: LatentCache | None = None
-    cache_rows: Tensor | None = None
+    pages: Pages | None = None
+    places: Tensor | None = None
+    state_rows: Tensor | None = None
+    first_key: int = 0
     lengths: Tensor | None = None
     key_length: int = 0
     exact: bool = True
@@ -154,21 +183,30 @@ class ForwardContext:
         return x.view(batch, length, *x.shape[1:])
 
     def store(self, layer: int, latents: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Write this batch's rows into the cache, if there is one, and return where its queries read: [R, S, ...],
-        where batch entry b owns row cache_rows[b] (without a cache, row b). Nothing is copied out of the cache."""
-        if self.cache is None or self.cache_rows is None:
+        """Write what this batch's tokens [B, T, ...] leave behind into the cache, if there is one, and return where
+        their queries read: the pool [R, S, ...] that `pages` refers to. Nothing is copied out of the cache."""
+        if self.cache is None or self.places is None:
             return latents, index_keys
-        at = (self.cache_rows.unsqueeze(1), self.positions)
         slot = self.cache.slots[layer]
-        self.cache.latents[slot][at] = latents
+        pool = self.cache.latents[slot]
+        pool.view(-1, pool.shape[-1]).index_copy_(0, self.places, latents.flatten(0, 1))
         if index_keys is None:
-            return self.cache.latents[slot], None
-        self.cache.index_keys[slot][at] = index_keys
-        return self.cache.latents[slot], self.cache.index_keys[slot]
+            return pool, None
+        keys = self.cache.index_keys[slot]
+        keys.view(-1, keys.shape[-1]).index_copy_(0, self.places, index_keys.flatten(0, 1))
+        return pool, keys
 
     def seen(self, stored: Tensor) -> Tensor:
-        """What `store` returned, copied into batch order and cut to the longest sequence: [B, S, ...]."""
-        return stored if self.cache_rows is None else stored[self.cache_rows, : self.key_length]
+        """What `store` returned, copied into batch order and cut to the longest sequence: [B, S, ...]. The tokens of a
+        batch entry must belong to one sequence; behind its last one stand zeros."""
+        if self.pages is None:
+            return stored
+        table = self.pages.table[self.pages.rows.view(self.positions.shape)[:, 0]]
+        needed = -(-self.key_length // self.pages.size)
+        found = stored[table[:, :needed]].flatten(1, 2)[:, : self.key_length]
+        known = torch.arange(found.shape[1], device=found.device) <= self.positions.amax(1, keepdim=True)
+        # A softmax gives them nothing, but nothing times infinity would still spoil the sum.
+        return found.where(known.view(*known.shape, *[1] * (found.ndim - 2)), 0)
 
     def rope(self, dim: int, theta: float) -> tuple[Tensor, Tensor]:
         """cos and sin [M, dim / 2] for flat rows, computed once per forward."""
@@ -185,7 +223,7 @@ class ForwardContext:
         if window not in self._ranges:
             index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
             if self.cache is not None:
-                start, end = torch.zeros_like(self.positions), self.positions + 1
+                start, end = torch.full_like(self.positions, self.first_key), self.positions + 1
             else:
                 start, end = torch.zeros_like(index), index + 1
                 if self.documents is not None:
@@ -212,22 +250,22 @@ class ForwardContext:
     def recall(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """A recurrent layer's memory [B, N, H, H] and convolution inputs [B, taps - 1, C] before this batch; zeros for
         rows that start at position 0, None without a cache."""
-        if self.cache is None or self.cache_rows is None:
+        if self.cache is None or self.state_rows is None:
             return None, None
         carried, slot = self.cache.recurrent, self.cache.recurrent.slots[layer]
         going = self.positions[:, 0] > 0
-        memory, inputs = carried.memory[slot, self.cache_rows], carried.inputs[slot, self.cache_rows]
+        memory, inputs = carried.memory[slot, self.state_rows], carried.inputs[slot, self.state_rows]
         return memory * going.view(-1, 1, 1, 1), inputs * going.view(-1, 1, 1)
 
     def remember(self, layer: int, memory: Tensor, inputs: Tensor | None) -> None:
         """Keep what `recall` is to return next; inputs [B, taps - 1 + T, C] are those before this batch and its own."""
-        if self.cache is None or self.cache_rows is None:
+        if self.cache is None or self.state_rows is None:
             return
         carried, slot = self.cache.recurrent, self.cache.recurrent.slots[layer]
-        carried.memory[slot, self.cache_rows] = memory
+        carried.memory[slot, self.state_rows] = memory
         if inputs is not None:
             last = torch.arange(carried.inputs.shape[2], device=inputs.device) + self.present().sum(1, keepdim=True)
-            carried.inputs[slot, self.cache_rows] = inputs.gather(1, last.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
+            carried.inputs[slot, self.state_rows] = inputs.gather(1, last.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
 
     def valid(self, keys: int, window: int | None = None) -> Tensor:
         """Which of `keys` key slots each query may attend to: bool [B, T, keys]."""
@@ -268,9 +306,45 @@ def cache_context(
     longest = int(start.max()) + length
     if longest > cache.capacity:
         raise ValueError(f"the cache holds {cache.capacity} tokens per row, {longest} are needed")
-    key_length = min(cache.capacity, round_up(longest, KEY_TILE))
+    batch = torch.arange(len(rows), device=rows.device).repeat_interleave(length)
+    return paged_context(
+        cache,
+        Pages(rows.unsqueeze(1).contiguous(), batch, cache.capacity),
+        positions,
+        longest=min(cache.capacity, longest),
+        state_rows=rows,
+        lengths=lengths,
+        exact=exact,
+    )
+
+
+def paged_context(
+    cache: LatentCache,
+    pages: Pages,
+    positions: Tensor,
+    *,
+    longest: int,
+    places: Tensor | None = None,
+    state_rows: Tensor | None = None,
+    lengths: Tensor | None = None,
+    first_key: int = 0,
+    exact: bool = True,
+) -> ForwardContext:
+    """Context for new tokens of several sequences of a pool of pages: positions [B, T], `longest` above all of them.
+
+    MLA with DSA takes tokens of any sequences in any order, say [1, M]; all other layers want one sequence per batch
+    entry. `places` is where the tokens' latents go if that is not where `pages` says.
+    """
     return ForwardContext(
-        positions=positions, cache=cache, cache_rows=rows, lengths=lengths, key_length=key_length, exact=exact
+        positions=positions,
+        cache=cache,
+        pages=pages,
+        places=pages.place(pages.rows, positions.flatten()) if places is None else places,
+        state_rows=state_rows,
+        first_key=first_key,
+        lengths=lengths,
+        key_length=round_up(longest, KEY_TILE),
+        exact=exact,
     )
 
 

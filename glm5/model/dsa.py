@@ -53,11 +53,11 @@ class Indexer(nn.Module):
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
-        """Selected key slots [B, T, K], ascending, -1 = empty, from keys [R, S, d] as `ForwardContext.store` returns
+        """Selected key slots [B, T, K], ascending, -1 = empty, from keys as `ForwardContext.store` returns
         them. Exact mode always returns K = index_topk slots."""
         start, end = ctx.key_range()
         slots = self.topk if ctx.exact else min(self.topk, ctx.key_length or ctx.length)
-        return select_keys(state.q, keys, state.w, start, end, slots, ctx.cache_rows)
+        return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages)
 
     def score_selected(self, state: IndexerState, keys: Tensor, indices: Tensor) -> Tensor:
         """Differentiable scores [B, T, K] of already selected keys."""

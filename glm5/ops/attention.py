@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glm5.ops import round_up
 from glm5.ops.native import kernels
+from glm5.ops.pages import Pages, plain_view
 
 LANE = 8
 """Widths and slot counts are padded to this many elements where they are odd: BLAS rounds by the alignment of a matrix,
@@ -137,14 +138,16 @@ class _NativeSparseAttention(torch.autograd.Function):
 
 
 def _attend(
-    q: Tensor, latents: Tensor, indices: Tensor, rows: Tensor | None, value_dim: int, scale: float, want_probs: bool
+    q: Tensor, latents: Tensor, indices: Tensor, pages: Pages | None, value_dim: int, scale: float, want_probs: bool
 ) -> tuple[Tensor, Tensor | None]:
     native = kernels(q)
     assert native is not None
     out = torch.empty(*q.shape[:3], value_dim, dtype=q.dtype)
     target = torch.empty(indices.shape) if want_probs else None
     sizes = (*q.shape, value_dim, indices.shape[2])
-    native.attend(q, latents, rows, latents.stride(0), indices, out, target, *sizes, scale)
+    latents = latents.contiguous()
+    view = plain_view(latents.shape[1]) if pages is None else pages.kernel_view()
+    native.attend(q, latents, *view, indices, out, target, *sizes, scale)
     return out, target
 
 
@@ -155,24 +158,25 @@ def sparse_attention(
     *,
     value_dim: int,
     scale: float,
-    rows: Tensor | None = None,
+    pages: Pages | None = None,
     want_probs: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Absorbed MLA over selected rows, forward and backward without an L x L tensor.
 
     q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K], filled slots
     first and -1 behind them -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the
-    probabilities summed over heads [B, T, K] (no gradient). With `rows` [B], batch entry b reads latents[rows[b]] (a
-    cache, no gradient). A query's bits depend on its own selected rows alone; the torch form additionally needs the
-    same K in learner and engine. At least one slot per query must be filled.
+    probabilities summed over heads [B, T, K] (no gradient). With `pages`, latents are a pool [pages, size, C + R] and
+    indices count the tokens of each query's own sequence (a cache, no gradient). A query's bits depend on its own
+    selected rows alone; the torch form additionally needs the same K in learner and engine. At least one slot per query
+    must be filled.
     """
     width, slots = q.shape[-1], indices.shape[-1]
     if kernels(q) is not None and latents.dtype == q.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
             return _NativeSparseAttention.apply(q, latents, indices, value_dim, scale, want_probs)
-        return _attend(q.contiguous(), latents, indices.contiguous(), rows, value_dim, scale, want_probs)
-    if rows is not None:
-        latents = latents[rows]
+        return _attend(q.contiguous(), latents, indices.contiguous(), pages, value_dim, scale, want_probs)
+    if pages is not None:
+        return _from_pool(q, latents, indices, pages, value_dim, scale, want_probs)
     if width % LANE:
         wider = (0, round_up(width, LANE) - width)
         q, latents = torch.nn.functional.pad(q, wider), torch.nn.functional.pad(latents, wider)
@@ -180,3 +184,21 @@ def sparse_attention(
         indices = torch.nn.functional.pad(indices, (0, round_up(slots, LANE) - slots), value=-1)
     out, probs = _SparseAttention.apply(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
     return out[..., :value_dim], probs if probs is None else probs[..., :slots]
+
+
+def _from_pool(
+    q: Tensor, pool: Tensor, indices: Tensor, pages: Pages, value_dim: int, scale: float, want_probs: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The torch form over pages: places in the pool are indices into one long sequence."""
+    flat = indices.flatten(0, 1)
+    places = pages.place(pages.rows.unsqueeze(1).expand_as(flat), flat.clamp_min(0)).where(flat >= 0, -1)
+    batch, length = q.shape[:2]
+    out, probs = sparse_attention(
+        q.flatten(0, 1).unsqueeze(0),
+        pool.flatten(0, 1).unsqueeze(0),
+        places.unsqueeze(0),
+        value_dim=value_dim,
+        scale=scale,
+        want_probs=want_probs,
+    )
+    return out[0].unflatten(0, (batch, length)), probs if probs is None else probs[0].unflatten(0, (batch, length))

@@ -82,7 +82,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def distribution(hidden: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """log softmax(scale * hidden @ weight^T): [M, D], [V, D] -> [M, V] in fp32 (or wider), for engine and learner."""
-    logits = torch.nn.functional.linear(hidden, weight)
+    return log_distribution(torch.nn.functional.linear(hidden, weight), scale)
+
+
+def log_distribution(logits: Tensor, scale: float = 1.0) -> Tensor:
+    """log softmax(scale * logits) of [M, V], in fp32 (or wider); a row does not depend on the others. -inf stays."""
     normaliser, _ = _normaliser(logits, scale)
     return logits.to(normaliser.dtype) * scale - normaliser.unsqueeze(-1)
 

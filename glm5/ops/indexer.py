@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import kernels
+from glm5.ops.pages import Pages, plain_view
 
 CHUNK_ELEMENTS = 1 << 22
 """Upper bound for the elements of one [queries, heads, keys] block of scores: 16 MiB in fp32."""
@@ -114,22 +115,41 @@ def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
 
 @torch.no_grad()
 def select_keys(
-    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, rows: Tensor | None = None
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages | None = None
 ) -> Tensor:
     """The `topk` best keys of every query among positions start..end-1, ascending, padded with -1.
 
-    q [B, T, J, d], k [R, S, d] where batch entry b reads row rows[b] (None: row b), w [B, T, J] (scaled by J^-1/2),
-    start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys are not scored. Scores exist for
-    a block of queries at a time: memory is linear in the length.
+    q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] of which every query reads its own sequence,
+    w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
+    are not scored. Scores exist for a block of queries at a time: memory is linear in the length.
     """
     native = kernels(q)
     if native is not None and k.dtype == q.dtype:
         batch, queries, heads, dim = q.shape
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
         out = torch.empty(batch, queries, topk, dtype=torch.long)
-        native.select(q, k, rows, k.stride(0), w, start, end, out, batch, queries, heads, dim, topk, dim**-0.5)
+        view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
+        native.select(q, k, *view, w, start, end, out, batch, queries, heads, dim, topk, dim**-0.5)
         return out
-    return _select_in_torch(q, k if rows is None else k[rows], w, start, end, topk)
+    if pages is not None:
+        return _select_from_pool(q, k, w, start, end, topk, pages)
+    return _select_in_torch(q, k, w, start, end, topk)
+
+
+def _select_from_pool(
+    q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages
+) -> Tensor:
+    """The torch form over pages: keys of one sequence at a time are gathered for its neighbouring queries."""
+    shape = start.shape
+    q, w, start, end = (x.flatten(0, 1).unsqueeze(0) for x in (q, w, start, end))
+    rows, counts = pages.rows.unique_consecutive(return_counts=True)
+    found, at = [], 0
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+        part = slice(at, at + count)
+        keys = pages.read(pool, row, int(end[:, part].max())).unsqueeze(0)
+        found.append(_select_in_torch(q[:, part], keys, w[:, part], start[:, part], end[:, part], topk))
+        at += count
+    return torch.cat(found, dim=1)[0].unflatten(0, shape)
 
 
 def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:

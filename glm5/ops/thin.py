@@ -11,10 +11,11 @@ import ctypes
 import torch
 from torch import Tensor
 
+from glm5.ops import ROW_TILE
 from glm5.ops.native import Kernels, kernels
 
-THIN_ROWS = 4
-"""Most rows that these forms take."""
+THIN_ROWS = ROW_TILE - 1
+"""Most rows that these forms take: one less than exact mode ever shows them."""
 
 
 def thin(x: Tensor, weight: Tensor) -> Kernels | None:
@@ -63,6 +64,6 @@ def moe(
 
 
 def mla(native: Kernels, tensors: list[Tensor | None], sizes: tuple[int, ...], *, eps: float, scale: float) -> None:
-    """One MLA layer with DSA for one new token per sequence (`thin_mla` in native/decode.h names tensors and sizes)."""
+    """One MLA layer with DSA for a handful of new tokens (`thin_mla` in native/decode.h names tensors and sizes)."""
     addresses = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     native.thin_mla(addresses, (ctypes.c_int64 * len(sizes))(*sizes), eps, scale)

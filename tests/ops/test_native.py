@@ -19,6 +19,7 @@ from glm5.ops.cross_entropy import token_logprobs
 from glm5.ops.elementwise import rms_norm, swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 from glm5.ops.indexer import indexer_scores, select_keys, select_topk, selected_scores
+from glm5.ops.pages import Pages
 from glm5.ops.rope import rope, rope_table
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler here")
@@ -126,15 +127,21 @@ def test_sparse_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_sparse_attention_over_a_cache_and_its_probabilities(dtype: torch.dtype) -> None:
-    q, latents = randn(2, 3, 4, 24, seed=15, dtype=dtype), randn(5, 30, 24, seed=16, dtype=dtype)
-    rows = torch.tensor([3, 1])
-    indices = torch.tensor([[[0, 4, 9, -1]] * 3, [[2, 3, 28, 29]] * 3])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_sparse_attention_over_a_cache_and_its_probabilities(dtype: torch.dtype, paged: bool) -> None:
+    q, latents = randn(2, 3, 4, 24, seed=15, dtype=dtype), randn(3, 128, 24, seed=16, dtype=dtype)
+    indices = torch.tensor([[[0, 4, 9, -1]] * 3, [[2, 3, 64, 127]] * 3])
+    rows, own = torch.tensor([1] * 3 + [0] * 3), latents[[2, 0]]
+    pool, pages = latents, Pages(torch.tensor([[0], [2]]), rows, 128)
+    if paged:  # the same sequences, their halves scattered over a pool of smaller pages
+        pool, pages = latents.view(6, 64, 24)[[5, 0, 4, 1, 2, 3]], Pages(torch.tensor([[1, 3], [2, 0]]), rows, 64, 6)
     options = {"value_dim": 17, "scale": 0.3, "want_probs": True}
     with torch.no_grad():
-        out, probs = sparse_attention(q, latents, indices, rows=rows, **options)
-        expected, expected_probs = sparse_attention(q.double(), latents[rows].double(), indices, **options)
-    assert probs is not None and expected_probs is not None
+        out, probs = sparse_attention(q, pool, indices, pages=pages, **options)
+        wide_out, wide_probs = sparse_attention(q.double(), pool.double(), indices, pages=pages, **options)
+        expected, expected_probs = sparse_attention(q.double(), own.double(), indices, **options)
+    assert probs is not None and wide_probs is not None and expected_probs is not None
+    assert torch.equal(wide_out, expected) and torch.equal(wide_probs, expected_probs)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(probs.double(), expected_probs, rtol=0, atol=TOLERANCE[dtype])
     assert not probs[0, :, 3].any()

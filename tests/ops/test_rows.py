@@ -16,6 +16,7 @@ from glm5.ops.cross_entropy import token_logprobs
 from glm5.ops.elementwise import rms_norm, sigmoid, swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 from glm5.ops.indexer import indexer_scores, select_keys
+from glm5.ops.pages import Pages
 
 ROWS = 512
 SIZES = (16, 32, 48, ROWS)
@@ -156,12 +157,17 @@ def test_selected_keys_do_not_depend_on_what_lies_behind_them(profile: str) -> N
     whole = select_keys(q, keys, w, start, end, s.K)
     short = select_keys(q[:, :90].clone(), keys[:, :90].clone(), w[:, :90].clone(), start[:, :90], end[:, :90], s.K)
     assert torch.equal(short, whole[:, :90])
-    rows = torch.tensor([1])
-    cache = torch.cat((torch.randn(1, 300, s.d), keys))
+    cache = torch.cat((torch.randn(5, KEY_TILE, s.d), keys[0, : 4 * KEY_TILE].view(4, KEY_TILE, s.d).flip(0)))
+    table = torch.tensor([[0, 1, 2, 3], [8, 7, 6, 5]])
     for t in (0, 7, 8, 9, 63, 64, 130, 199):
-        part = slice(t, t + 1)
-        alone = select_keys(q[:, part], cache, w[:, part], start[:, part], end[:, part], s.K, rows)
+        part, pages = slice(t, t + 1), Pages(table, torch.tensor([1]), KEY_TILE, 6)
+        alone = select_keys(q[:, part], cache, w[:, part], start[:, part], end[:, part], s.K, pages)
         assert torch.equal(alone, whole[:, part])
+    # Queries of several sequences in one call, in any order.
+    order = torch.tensor([199, 3, 64, 64, 5, 150, 151, 152])
+    pages = Pages(table, torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]), KEY_TILE, 6)
+    found = select_keys(q[:, order], cache, w[:, order], start[:, order], end[:, order], s.K, pages)
+    assert torch.equal(found[:, pages.rows == 1], whole[:, order[pages.rows == 1]])
 
 
 @pytest.mark.parametrize("profile", PROFILES)

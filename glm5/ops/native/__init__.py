@@ -40,10 +40,10 @@ class _Address(ctypes.c_void_p):
 
 _P, _I, _F = _Address, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "select": (_P, _P, _P, _I, _P, _P, _P, _P, *[_I] * 5, _F),
+    "select": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, *[_I] * 5, _F),
     "selected": (_P, _P, _P, _P, _P, *[_I] * 6, _F),
     "selected_backward": (_P, _P, _P, _P, _P, _P, _P, _P, *[_I] * 6, _F),
-    "attend": (_P, _P, _P, _I, _P, _P, _P, *[_I] * 6, _F),
+    "attend": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, *[_I] * 6, _F),
     "attend_backward": (_P, _P, _P, _P, _P, _P, *[_I] * 7, _F),
     "range_softmax": (_P, _P, _P, _P, *[_I] * 7, _F),
     "range_softmax_backward": (_P, _P, _P, _P, _P, _P, *[_I] * 7, _F),

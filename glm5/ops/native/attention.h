@@ -84,9 +84,22 @@ static inline void gather(const T* keys, const i64* index, i64 n, i64 width, i64
     for (i64 j = 0; j < (n + 3) / 4 * 4; j++) widen(keys + index[j < n ? j : 0] * width, out + j * line, width, line);
 }
 
+// The same from a sequence's pages. Rows of a long sequence are in no cache, so they are asked for some rows ahead.
 template <class T>
-static void attend(const T* q, const T* latents, const i64* rows, i64 stride, const i64* indices, T* out, float* target,
-                   i64 B, i64 Q, i64 N, i64 W, i64 C, i64 K, float scale) {
+static inline void gather(const Lines<T>& keys, i64 sequence, const i64* index, i64 n, i64 line, float* out) {
+    const i64 ahead = 16, bytes = keys.width * i64(sizeof(T));
+    for (i64 j = 0; j < (n + 3) / 4 * 4; j++) {
+        if (j + ahead < n) {
+            const char* next = (const char*)keys.at(sequence, index[j + ahead]);
+            for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+        }
+        widen(keys.at(sequence, index[j < n ? j : 0]), out + j * line, keys.width, line);
+    }
+}
+
+template <class T>
+static void attend(const T* q, const Lines<T>& latents, const i64* indices, T* out, float* target, i64 B, i64 Q, i64 N,
+                   i64 W, i64 C, i64 K, float scale) {
     i64 Wp = up16(W), Kp = up16(K), Np = (N + 3) / 4 * 4;
 #pragma omp parallel if (B * Q > 1)
     {
@@ -96,7 +109,7 @@ static void attend(const T* q, const T* latents, const i64* rows, i64 stride, co
             const i64* index = indices + r * K;
             i64 n = filled(index, K);
             for (i64 h = 0; h < N; h++) widen(q + (r * N + h) * W, &qf[h * Wp], W, Wp);
-            gather(base(latents, rows, r / Q, stride), index, n, W, Wp, picked.data());
+            gather(latents, latents.sequence(r), index, n, Wp, picked.data());
             for (i64 j = 0; j < n; j += 4)
                 for (i64 h = 0; h < Np; h += 4)
                     dots4x4(&qf[h * Wp], &picked[j * Wp], Wp, Wp, scale, &p[h * Kp + j], Kp);

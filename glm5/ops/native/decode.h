@@ -35,32 +35,48 @@ static void thin_linear(const T* x, const T* w, T* out, i64 M, i64 N, i64 K) {
     }
 }
 
-// Routed experts for a handful of tokens: out[m] = sum_k weights[m, k] * down[e] (silu(gate[e] x) * (up[e] x)).
+// Routed experts for a handful of tokens: out[m] = sum_k weights[m, k] * down[e] (silu(gate[e] x) * (up[e] x)). Weights
+// are fetched once for all tokens of an expert, 16 rows at a time.
 template <class T>
 static void thin_experts(const T* x, const T* gate_up, const T* down, const i64* experts, const float* weights, T* out,
                          i64 M, i64 top, i64 D, i64 I) {
-    i64 Dp = up16(D), Ip = up16(I), blocks = Ip / 16;
-    std::vector<float> wide(M * Dp), inner(M * top * Ip, 0.0f);
+    i64 Dp = up16(D), Ip = up16(I), slots = M * top;
+    std::vector<float> wide(M * Dp), inner(slots * Ip, 0.0f);
     for (i64 m = 0; m < M; m++) widen(x + m * D, &wide[m * Dp], D, Dp);
+    std::vector<i64> order(slots), first;  // slots by expert, and where each expert's begin
+    for (i64 s = 0; s < slots; s++) order[s] = s;
+    std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return experts[a] < experts[b]; });
+    for (i64 s = 0; s < slots; s++)
+        if (!s || experts[order[s]] != experts[order[s - 1]]) first.push_back(s);
+    first.push_back(slots);
+    i64 groups = first.size() - 1, ups = Ip / 16, downs = Dp / 16;
+    std::unique_ptr<float[]> parts(new float[slots * Dp]);
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-        for (i64 item = 0; item < M * top * blocks; item++) {
-            i64 slot = item / blocks, i = item % blocks * 16, count = std::min<i64>(16, I - i);
-            const T* gate = gate_up + (experts[slot] * 2 * I + i) * D;
-            const float* xm = &wide[slot / top * Dp];
-            v16 g = dots16(gate, D, count, xm, D), u = dots16(gate + I * D, D, count, xm, D);
-            at(&inner[slot * Ip + i]) = weights[slot] * g / (1.0f + exp16(-g)) * u;
+        for (i64 item = 0; item < groups * ups; item++) {
+            i64 group = item / ups, i = item % ups * 16, count = std::min<i64>(16, I - i);
+            const T* gate = gate_up + (experts[order[first[group]]] * 2 * I + i) * D;
+            for (i64 s = first[group]; s < first[group + 1]; s++) {
+                i64 slot = order[s];
+                const float* xm = &wide[slot / top * Dp];
+                v16 g = dots16(gate, D, count, xm, D), u = dots16(gate + I * D, D, count, xm, D);
+                at(&inner[slot * Ip + i]) = weights[slot] * g / (1.0f + exp16(-g)) * u;
+            }
         }
 #pragma omp for schedule(static)
-        for (i64 item = 0; item < M * (Dp / 16); item++) {
-            i64 m = item / (Dp / 16), d = item % (Dp / 16) * 16, count = std::min<i64>(16, D - d);
+        for (i64 item = 0; item < groups * downs; item++) {
+            i64 group = item / downs, d = item % downs * 16, count = std::min<i64>(16, D - d);
+            const T* from = down + (experts[order[first[group]]] * D + d) * I;
+            for (i64 s = first[group]; s < first[group + 1]; s++)
+                at(&parts[order[s] * Dp + d]) = dots16(from, I, count, &inner[order[s] * Ip], I);
+        }
+#pragma omp for schedule(static)
+        for (i64 item = 0; item < M * downs; item++) {
+            i64 m = item / downs, d = item % downs * 16;
             v16 sum = {};
-            for (i64 k = 0; k < top; k++) {
-                i64 slot = m * top + k;
-                sum += dots16(down + (experts[slot] * D + d) * I, I, count, &inner[slot * Ip], I);
-            }
-            store16(out + m * D + d, sum, count);
+            for (i64 k = 0; k < top; k++) sum += at(&parts[(m * top + k) * Dp + d]);
+            store16(out + m * D + d, sum, D - d);
         }
     }
 }
@@ -161,8 +177,8 @@ static void layer_norm(const T* x, const T* weight, const T* bias, T* out, i64 D
     for (i64 i = 0; i < D; i++) store(out + i, (load(x + i) - mean) * r * load(weight + i) + load(bias + i));
 }
 
-// A whole MLA layer with DSA for one new token per sequence: the same steps as MLA.forward, in absorbed form, writing
-// latent and index key into the cache and reading the selected rows from there. Without an indexer (wq null), `indices`
+// A whole MLA layer with DSA for a handful of new tokens: the same steps as MLA.forward, in absorbed form, writing
+// latents and index keys into their slots of the cache and reading the selected rows from there. Without an indexer (wq null), `indices`
 // are an input, else an output.
 template <class T>
 static void thin_mla(const void* const* tensors, const i64* sizes, float eps, float scale) {
@@ -173,11 +189,11 @@ static void thin_mla(const void* const* tensors, const i64* sizes, float eps, fl
             *w_proj = next();
     T *latents = (T*)next(), *index_keys = (T*)next(), *out = (T*)next();
     const float *cos = (const float*)next(), *sin = (const float*)next();
-    const i64 *positions = (const i64*)next(), *rows = (const i64*)next(), *start = (const i64*)next(),
-              *end = (const i64*)next();
+    const i64 *slots = (const i64*)next(), *rows = (const i64*)next(), *table = (const i64*)next(),
+              *start = (const i64*)next(), *end = (const i64*)next();
     i64* indices = (i64*)next();
     i64 M = sizes[0], D = sizes[1], L = sizes[2], N = sizes[3], H = sizes[4], R = sizes[5], C = sizes[6], V = sizes[7],
-        J = sizes[8], d = sizes[9], K = sizes[10], capacity = sizes[11], W = C + R;
+        J = sizes[8], d = sizes[9], K = sizes[10], per_row = sizes[11], shift = sizes[12], size = sizes[13], W = C + R;
 
     std::vector<T> low(M * L), latent_q(M * L), q(M * N * (H + R)), kv(M * W), absorbed(M * N * W), mixed(M * N * C),
         values(M * N * V);
@@ -186,7 +202,7 @@ static void thin_mla(const void* const* tensors, const i64* sizes, float eps, fl
     thin_linear(latent_q.data(), q_b, q.data(), M, N * (H + R), L);
     thin_linear(x, kv_a, kv.data(), M, W, D);
     for (i64 m = 0; m < M; m++) {
-        T* to = latents + (rows[m] * capacity + positions[m]) * W;
+        T* to = latents + slots[m] * W;
         const float *c = cos + m * (R / 2), *s = sin + m * (R / 2);
         rms_norm(&kv[m * W], kv_norm, to, (float*)nullptr, i64(1), C, W, eps);
         rope(&kv[m * W + C], to + C, c, s, 1, 1, R, 0, 0, 0, R, 1.0f);
@@ -201,15 +217,15 @@ static void thin_mla(const void* const* tensors, const i64* sizes, float eps, fl
         for (i64 i = 0; i < M * J; i++) head_weights[i] = load(&w[i]) / std::sqrt(float(J));
         for (i64 m = 0; m < M; m++) {
             layer_norm(&key[m * d], k_weight, k_bias, normed.data(), d, 1e-6f);
-            T* to = index_keys + (rows[m] * capacity + positions[m]) * d;
+            T* to = index_keys + slots[m] * d;
             rope(normed.data(), to, cos + m * (R / 2), sin + m * (R / 2), 1, 1, d, 0, 0, 0, R, 1.0f);
         }
-        select(turned.data(), (const T*)index_keys, rows, capacity * d, head_weights.data(), start, end, indices, M,
-               i64(1), J, d, K, 1.0f / std::sqrt(float(d)));
+        Lines<T> keys{index_keys, rows, table, per_row, shift, size, 1, d};
+        select(turned.data(), keys, head_weights.data(), start, end, indices, M, J, d, K, 1.0f / std::sqrt(float(d)));
     }
     thin_absorb(q.data(), kv_b, cos, sin, absorbed.data(), M, N, H, R, C, H + V);
-    attend(absorbed.data(), (const T*)latents, rows, capacity * W, indices, mixed.data(), (float*)nullptr, M, i64(1), N,
-           W, C, K, scale);
+    Lines<T> lines{latents, rows, table, per_row, shift, size, 1, W};
+    attend(absorbed.data(), lines, indices, mixed.data(), (float*)nullptr, M, i64(1), N, W, C, K, scale);
     thin_values(mixed.data(), kv_b + H * C, values.data(), M, N, C, V, H + V);
     thin_linear(values.data(), o, out, M, D, N * V);
 }

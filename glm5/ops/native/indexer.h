@@ -100,19 +100,38 @@ static void topk_row(const float* scores, i64 n, i64 k, i64 first, i64* out, int
     }
 }
 
+// Neighbouring queries of one sequence that share the tiles of its keys.
+struct Block {
+    i64 first, last, sequence;
+};
+
 template <class T>
-static void select(const T* q, const T* keys, const i64* rows, i64 stride, const float* w, const i64* start,
-                   const i64* end, i64* out, i64 B, i64 Q, i64 J, i64 d, i64 K, float scale) {
+static std::vector<Block> blocks_of(const Lines<T>& keys, i64 queries, i64 most) {
+    std::vector<Block> blocks;
+    for (i64 r = 0; r < queries; r++) {
+        i64 own = keys.sequence(r);
+        if (!blocks.empty() && blocks.back().sequence == own && r - blocks.back().first < most)
+            blocks.back().last = r + 1;
+        else
+            blocks.push_back({r, r + 1, own});
+    }
+    return blocks;
+}
+
+template <class T>
+static void select(const T* q, const Lines<T>& keys, const float* w, const i64* start, const i64* end, i64* out,
+                   i64 queries, i64 J, i64 d, i64 K, float scale) {
     const i64 QB = 32;
-    i64 S = 1;
-    for (i64 i = 0; i < B * Q; i++) S = std::max(S, end[i]);
+    i64 S = 1, lines = 1;
+    for (i64 i = 0; i < queries; i++) S = std::max(S, end[i]);
     i64 tiles = (S + TILE - 1) / TILE, width = tiles * TILE;
-    i64 blocks = (Q + QB - 1) / QB, tasks = B * blocks;
-    i64 group = std::max<i64>(1, std::min<i64>(tasks, (i64(1) << 22) / (QB * width)));
+    std::vector<Block> blocks = blocks_of(keys, queries, QB);
+    i64 tasks = blocks.size();
+    for (const Block& block : blocks) lines = std::max(lines, block.last - block.first);
+    i64 group = std::max<i64>(1, std::min<i64>(tasks, (i64(1) << 22) / (lines * width)));
     // Few queries against many keys (decode): the key tiles are what threads share.
     i64 parts = tasks < 8 ? std::min<i64>(tiles, 8) : 1;
-    std::vector<float> scores(group * std::min(Q, QB) * width);
-    i64 lines = std::min(Q, QB);
+    std::unique_ptr<float[]> scores(new float[group * lines * width]);
     for (i64 g = 0; g < tasks; g += group) {
         i64 here = std::min(group, tasks - g);
 #pragma omp parallel
@@ -122,36 +141,36 @@ static void select(const T* q, const T* keys, const i64* rows, i64 stride, const
 #pragma omp for schedule(dynamic, 1)
             for (i64 item = 0; item < here * parts; item++) {
                 i64 task = g + item / parts, part = item % parts;
-                i64 b = task / blocks, t0 = task % blocks * QB, t1 = std::min(Q, t0 + QB);
-                const T* key = base(keys, rows, b, stride);
+                Block block = blocks[task];
                 i64 low = width, high = 0;
-                for (i64 t = t0; t < t1; t++) {
-                    i64 r = b * Q + t;
+                for (i64 r = block.first; r < block.last; r++) {
+                    i64 line = r - block.first;
                     if (end[r] - start[r] <= K) continue;
                     low = std::min(low, start[r]);
                     high = std::max(high, end[r]);
-                    for (i64 i = 0; i < J * d; i++) qf[(t - t0) * J * d + i] = load(q + r * J * d + i);
-                    for (i64 j = 0; j < J; j++) wf[(t - t0) * J + j] = w[r * J + j] * scale;
+                    for (i64 i = 0; i < J * d; i++) qf[line * J * d + i] = load(q + r * J * d + i);
+                    for (i64 j = 0; j < J; j++) wf[line * J + j] = w[r * J + j] * scale;
                 }
                 if (low >= high) continue;
                 i64 first = low / TILE, last = (high + TILE - 1) / TILE;
                 i64 from = first + (last - first) * part / parts, to = first + (last - first) * (part + 1) / parts;
                 for (i64 tl = from; tl < to; tl++) {
                     i64 s0 = tl * TILE, count = std::min<i64>(TILE, high - s0);
-                    transpose_tile(key + s0 * d, count, d, tile.data());
-                    for (i64 t = t0; t < t1; t++) {
-                        i64 r = b * Q + t;
+                    transpose_tile(keys.at(block.sequence, s0), count, d, tile.data());
+                    for (i64 r = block.first; r < block.last; r++) {
+                        i64 line = r - block.first;
                         if (end[r] - start[r] <= K || end[r] <= s0 || start[r] >= s0 + TILE) continue;
-                        tile_scores(&qf[(t - t0) * J * d], &wf[(t - t0) * J], tile.data(), J, d,
-                                    &scores[((task - g) * lines + t - t0) * width + s0]);
+                        tile_scores(&qf[line * J * d], &wf[line * J], tile.data(), J, d,
+                                    &scores[((task - g) * lines + line) * width + s0]);
                     }
                 }
             }
 #pragma omp for schedule(dynamic, 16)
             for (i64 item = 0; item < here * lines; item++) {
-                i64 task = g + item / lines, b = task / blocks, t = task % blocks * QB + item % lines;
-                if (t >= Q) continue;
-                i64 r = b * Q + t, n = end[r] - start[r];
+                Block block = blocks[g + item / lines];
+                i64 r = block.first + item % lines;
+                if (r >= block.last) continue;
+                i64 n = end[r] - start[r];
                 i64* to = out + r * K;
                 if (n <= K)
                     for (i64 i = 0; i < n; i++) to[i] = start[r] + i;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 typedef int64_t i64;
@@ -123,8 +124,18 @@ static inline v16 hsum16(const v16* x) {
     return HALVES(u, v, l1, l1 + 1);
 }
 
-// Rows of keys: batch entry b reads data + row(b) * stride, with row(b) = rows ? rows[b] : b.
+// Rows of keys, `width` elements each. Query r of Q per batch entry reads its own sequence: without a table batch entry
+// r / Q of data [B, size, width], with one the pages of sequence rows[r] (see glm5/ops/pages.py).
 template <class T>
-static inline const T* base(const T* data, const i64* rows, i64 b, i64 stride) {
-    return data + (rows ? rows[b] : b) * stride;
-}
+struct Lines {
+    const T* data;
+    const i64 *rows, *table;
+    i64 per_row, shift, size, Q, width;
+
+    i64 sequence(i64 r) const { return table ? rows[r] : r / Q; }
+    // Token s of a sequence. What follows it up to the end of its page (or of its batch entry) lies behind it.
+    const T* at(i64 sequence, i64 s) const {
+        i64 page = table ? table[sequence * per_row + (s >> shift)] : sequence;
+        return data + (page * size + (shift == 63 ? s : s & (size - 1))) * width;
+    }
+};
