@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -38,11 +38,37 @@ class Message:
     train: bool = True
 
 
+GrammarKind = Literal["json", "json_schema", "regex", "choice", "tools"]
+
+
+@dataclass(frozen=True)
+class GrammarSpec:
+    """What form the answer must have. Texts, so that it can cross processes; `glm5.engine.grammar` compiles it.
+
+    `value` is the JSON schema (as text), the regular expression, a JSON list of the choices, or a JSON list of tools in
+    OpenAI function format of which one must be called; nothing for "json", which is any JSON object. `many` allows
+    several calls. `after_thinking` says that the prompt ends inside a think block: the grammar then begins behind
+    `</think>`, which is forced after `thinking_tokens` tokens at the latest (None: no limit, 0: at once).
+    """
+
+    kind: GrammarKind
+    value: str = ""
+    many: bool = False
+    after_thinking: bool = False
+    thinking_tokens: int | None = None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample. `temperature=0` is greedy; `top_k=0` means no limit. Stops are in token ids or text.
 
     `seed=None` draws from the engine's own stream; a seed makes the result a function of (seed, sample index) alone.
+
+    In this order: `repetition_penalty` divides a positive logit of every token of prompt and answer so far and
+    multiplies a negative one (1 changes nothing); `presence_penalty` is taken off the logit of every token of the
+    answer so far, `frequency_penalty` as often as it has occurred; `logit_bias` adds to single ids (pairs of id and
+    bias); the first `min_tokens` tokens are no stops, and stop strings do not begin in them; `grammar` leaves the
+    tokens that fit; then come temperature, min_p, top_k and top_p.
     """
 
     max_tokens: int = 128
@@ -56,6 +82,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: GrammarSpec | None = None
 
 
 @dataclass

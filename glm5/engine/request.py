@@ -4,32 +4,76 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from glm5.engine.penalties import SamplerState
+from glm5.engine.stops import StopWatch
 from glm5.records import Completion, SamplingParams
 
 
 @dataclass(eq=False)
 class Request:
-    """One sample of one prompt. `cached_len` counts the tokens whose latents are in the cache under present weights."""
+    """One sample of one prompt.
+
+    `tokens` are prompt and output. Of these the pages hold the first `stored`, and the model goes on with `next`, which
+    is smaller where a hidden state has to be computed again. `carried` is the MTP layer's state [D] that predicts the
+    token after the last one; where it exists, the last token waits for its drafts and is no part of a prefill.
+    `namespace` None keeps the request out of the prefix cache. `number` counts requests, `row` is its line in the page
+    table.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    state: SamplerState
+    watch: StopWatch | None = None
+    namespace: str | None = ""
     completion: Completion = field(default_factory=Completion)
+    number: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     row: int = -1
-    cached_len: int = 0
+    stored: int = 0
+    next: int = 0
+    remembered: int = 0  # pages that the prefix cache has been told of
+    entered: int = 0  # pages that stand in the page table
+    carried: Tensor | None = None
+    coming: int = 0  # tokens that are being drawn
+    started: bool = False
     done: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.completion.token_ids)
+        """Tokens that are known, or on their way."""
+        return len(self.tokens) + self.coming
 
-    def pending(self) -> list[int]:
-        """Tokens that the model has not seen yet; at least one."""
-        start = self.cached_len
-        if start >= len(self.prompt_ids):
-            return self.completion.token_ids[start - len(self.prompt_ids) :]
-        return self.prompt_ids[start:] + self.completion.token_ids
+    @property
+    def target(self) -> int:
+        """How many tokens the model has to have seen before the next one can be drawn or drafted."""
+        return self.length - (self.carried is not None)
+
+    def saw(self, count: int) -> None:
+        """The model has seen the first `count` tokens, and their latents are in the pages."""
+        self.next = count
+        self.stored = max(self.stored, count)
+
+    def advance(self, token: int) -> str | None:
+        """The sample got `token`; returns why it ends ("stop", or "abort" where its grammar cannot go on), or None."""
+        self.tokens.append(token)
+        state, watch = self.state, self.watch
+        state.advance(token)
+        if state.grammar is not None and state.grammar.failed is not None:
+            return "abort"
+        if token in self.stop_ids or (state.grammar is not None and state.grammar.done):
+            return "stop"
+        if watch is not None:
+            watch.feed(token)
+            return "stop" if watch.hit else None
+        return None
 
     def finish(self, reason: str) -> None:
         self.completion.finish_reason = reason

@@ -1,17 +1,24 @@
-"""From logits to tokens: temperature, filters, and draws that depend on a request's own seed alone."""
+"""From hidden states to tokens: penalties, masks, temperature, filters, and draws that depend on a request alone.
+
+`distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` says what was drawn;
+`sample` does all three. Speculative decoding uses `distributions` to accept and to reject.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from glm5.ops import ROW_TILE, round_up
-from glm5.ops.cross_entropy import distribution
+from glm5.engine.penalties import SamplerState, adjust
+from glm5.ops import ROW_TILE, round_up, thin
+from glm5.ops.cross_entropy import log_distribution
 from glm5.records import SamplingParams
-from glm5.seeds import derive_seed
+
+SHORT = 256
+"""So many tokens are looked at before a whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True)
@@ -20,69 +27,167 @@ class Sampled:
 
     token_id: int
     logprob: float
-    top_logprobs: dict[int, float]
+    top_logprobs: dict[int, float] = field(default_factory=dict)
 
 
-def sample(
-    hidden: Tensor, weight: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
-) -> list[Sampled]:
+def sample(hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], *, exact: bool = True) -> list[Sampled]:
     """Draw one token per row of hidden [n, D] (after the final norm) with output matrix weight [V, D].
 
-    The draw of a row is a function of (its logits, its seed, its position): neighbours do not matter. Log-probabilities
-    are those after temperature and filters; greedy rows report the unscaled distribution.
+    The draw of a row is a function of (its logits, its state): neighbours do not matter. The states are not advanced.
+    """
+    lines = distributions(hidden, weight, states, exact=exact)
+    return report(lines, draw(lines, states), states)
+
+
+def distributions(
+    hidden: Tensor,
+    weight: Tensor,
+    states: Sequence[SamplerState],
+    drafted: Sequence[Sequence[int]] | None = None,
+    *,
+    exact: bool = True,
+) -> Tensor:
+    """The log-probabilities [n, V] in fp32 that the next token of each row is drawn from, after everything its
+    parameters ask for: penalties, biases, masks, temperature, filters. Impossible tokens have -inf.
+
+    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To judge drafts, give a state once
+    per position and `drafted[i]`, the tokens between what the state of row i knows and the row: rows of a window of
+    two drafts a, b are `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row behind a draft that its grammar
+    forbids is not masked: nothing gets there. A greedy row (`state.greedy`) holds the distribution at temperature 1
+    without filters, whose largest value is the choice.
+
+    A row without penalties, biases or masks has the same bits whatever its neighbours ask for. `exact=False` lets
+    their number change its last digits.
     """
     rows = hidden.shape[0]
-    padded = torch.cat((hidden, hidden.new_zeros(round_up(rows, ROW_TILE) - rows, hidden.shape[1])))
-    tokens = torch.zeros(rows, dtype=torch.long)
-    lines = hidden.new_empty(rows, weight.shape[0], dtype=torch.float32)
-    for temperature in sorted({p.temperature for p in params}):
-        mine = [i for i, p in enumerate(params) if p.temperature == temperature]
-        logp = distribution(padded, weight, 1.0 if temperature == 0 else 1.0 / temperature)[mine].float()
-        for i, row in enumerate(mine):
-            if _filters(params[row]):
-                logp[i] = _filter(logp[i], params[row])
-        lines[mine] = logp
-        if temperature == 0:
-            tokens[mine] = logp.argmax(-1)
-            continue
-        cumulative = logp.exp().cumsum(-1)
-        draws = [derive_seed(seeds[row], "token", positions[row]) / 2**63 for row in mine]
-        at = torch.tensor(draws).unsqueeze(1) * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, at, right=True).clamp_max(logp.shape[-1] - 1)
-        # Rounding at the very end of the sum may point at an impossible token; take the likeliest instead.
-        impossible = logp.gather(-1, drawn) == float("-inf")
-        tokens[mine] = torch.where(impossible, logp.argmax(-1, keepdim=True), drawn).squeeze(1)
+    if exact:
+        padded = torch.cat((hidden, hidden.new_zeros(round_up(rows, ROW_TILE) - rows, hidden.shape[1])))
+        logits = torch.nn.functional.linear(padded, weight)[:rows]
+    else:
+        logits = thin.linear(hidden, weight)
+    behind = drafted or [()] * rows
+    special = [i for i, state in enumerate(states) if state.adjusts(len(behind[i]))]
+    lines = _scaled(logits, [s.params.temperature for s in states])
+    if special:
+        wide = logits[special].to(torch.promote_types(logits.dtype, torch.float32))
+        mine = [states[i] for i in special]
+        adjusted = adjust(wide, mine, [behind[i] for i in special])
+        lines[special] = _scaled(adjusted, [s.params.temperature for s in mine])
+    filtered = [i for i, state in enumerate(states) if _filters(state.params)]
+    if filtered:
+        all_rows = len(filtered) == rows
+        kept = _filter(lines if all_rows else lines[filtered], [states[i].params for i in filtered])
+        if all_rows:
+            return kept
+        lines[filtered] = kept
+    return lines
+
+
+def draw(lines: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
+    """One token id per row of log-probabilities [n, V]: by inversion at the row's own random number (or the given
+    one), for greedy rows the likeliest. int64 [n]. A row without any possible token gives its lowest id."""
+    best = lines.argmax(-1)
+    if all(state.greedy for state in states):
+        return best
+    at = [state.uniform() for state in states] if uniforms is None else uniforms
+    cumulative = lines.exp().cumsum(-1)
+    where = torch.tensor(at, dtype=cumulative.dtype, device=lines.device).unsqueeze(1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, where, right=True).clamp_max(lines.shape[-1] - 1)
+    # Rounding at the very end of the sum may point at an impossible token; take the likeliest instead.
+    impossible = (lines.gather(-1, drawn) == float("-inf")).squeeze(1)
+    greedy = torch.tensor([state.greedy for state in states], device=lines.device)
+    return torch.where(impossible | greedy, best, drawn.squeeze(1))
+
+
+def report(lines: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
+    """What was drawn, with log-probabilities from `lines` [n, V] and as many of the best as each state asks for."""
     logprobs = lines.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    return [
-        Sampled(token, logprob, _best(lines[row], params[row].top_logprobs))
-        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs, strict=True))
-    ]
+    tops = _best(lines, [state.params.top_logprobs for state in states])
+    return [Sampled(*one) for one in zip(tokens.tolist(), logprobs, tops, strict=True)]
 
 
-def _best(line: Tensor, count: int) -> dict[int, float]:
-    if count <= 0:
-        return {}
-    best = line.topk(min(count, len(line)))
-    return dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """log softmax of logits [n, V] over temperatures [n], 0 standing for 1; fp32."""
+    scales = [1.0 if t == 0 else 1.0 / t for t in temperatures]
+    if len(set(scales)) == 1:
+        return log_distribution(logits, scales[0]).float()
+    lines = torch.empty_like(logits, dtype=torch.float32)
+    for scale in set(scales):
+        mine = [i for i, own in enumerate(scales) if own == scale]
+        lines[mine] = log_distribution(logits[mine], scale).float()
+    return lines
+
+
+def _best(lines: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
+    """The likeliest tokens of each row, `counts[i]` of them at most."""
+    found: list[dict[int, float]] = [{} for _ in counts]
+    for count in {count for count in counts if count > 0}:
+        mine = [i for i, own in enumerate(counts) if own == count]
+        best = lines[mine].topk(min(count, lines.shape[1]))
+        for i, ids, values in zip(mine, best.indices.tolist(), best.values.tolist(), strict=True):
+            found[i] = dict(zip(ids, values, strict=True))
+    return found
 
 
 def _filters(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
 
-def _filter(logp: Tensor, params: SamplingParams) -> Tensor:
-    """Apply min-p, then top-k, then top-p to one log-distribution [V] after temperature, and renormalise.
+def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply min-p, then top-k, then top-p to log-distributions [n, V] after temperature, and renormalise.
 
     min-p keeps tokens of at least that share of the likeliest one's probability; top-k the k likeliest of them; top-p
     the fewest likeliest whose share of what is left by then reaches it (the order of vLLM). Ties fall to lower ids.
+    Sorting a vocabulary is slow, so that rows whose choice lies within the `SHORT` likeliest sort only these.
     """
-    order = logp.sort(descending=True, stable=True)
-    probs = order.values.exp()
-    keep = probs >= params.min_p * probs[0]
-    if params.top_k > 0:
-        keep[params.top_k :] = False
-    if params.top_p < 1.0:
-        left = probs.where(keep, 0.0).cumsum(0)
-        keep &= left - probs < params.top_p * left[-1]
+    cut = _Cut(params, logp)
+    if logp.shape[1] <= SHORT:
+        return _among_all(logp, cut)
+    best = logp.topk(SHORT, dim=-1)
+    ids, place = best.indices.sort(dim=-1)
+    order = best.values.gather(-1, place).sort(dim=-1, descending=True, stable=True)
+    values, ids = order.values, ids.gather(-1, order.indices)
+    keep, complete = cut(values.exp(), logp.exp().sum(-1, keepdim=True))
+    last = keep.sum(-1, keepdim=True) - 1  # what is kept comes first
+    sure = (complete & (values.gather(-1, last) > values[:, -1:])).squeeze(1)
+    kept = torch.log_softmax(values.masked_fill(~keep, float("-inf")), dim=-1)
+    lines = torch.full_like(logp, float("-inf")).scatter_(-1, ids, kept)
+    unsure = (~sure).nonzero().squeeze(1)
+    if len(unsure):
+        lines[unsure] = _among_all(logp[unsure], cut.rows(unsure))
+    return lines
+
+
+def _among_all(logp: Tensor, cut: _Cut) -> Tensor:
+    order = logp.sort(dim=-1, descending=True, stable=True)
+    keep, _ = cut(order.values.exp(), None)
     kept = order.values.masked_fill(~keep, float("-inf"))
-    return torch.empty_like(logp).scatter_(0, order.indices, torch.log_softmax(kept, dim=-1))
+    return torch.empty_like(logp).scatter_(-1, order.indices, torch.log_softmax(kept, dim=-1))
+
+
+class _Cut:
+    """min_p, top_k and top_p of some rows, [n, 1] each; `endless` where the first two cut nothing off."""
+
+    def __init__(self, params: Sequence[SamplingParams], like: Tensor) -> None:
+        self.min_p = like.new_tensor([p.min_p for p in params]).unsqueeze(1)
+        self.top_k = torch.tensor([p.top_k or like.shape[1] for p in params], device=like.device).unsqueeze(1)
+        self.endless = (self.min_p == 0) & (self.top_k >= like.shape[1])
+        self.top_p = like.new_tensor([p.top_p if p.top_p < 1.0 else float("inf") for p in params]).unsqueeze(1)
+
+    def rows(self, index: Tensor) -> _Cut:
+        part = object.__new__(_Cut)
+        part.min_p, part.top_k, part.top_p = self.min_p[index], self.top_k[index], self.top_p[index]
+        part.endless = self.endless[index]
+        return part
+
+    def __call__(self, probs: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What to keep of probabilities in falling order [n, K], and per row whether K was enough to say so.
+
+        `total` [n, 1] is the sum of a row of which `probs` is the beginning; None where it is the whole row.
+        """
+        ranks = torch.arange(probs.shape[1], device=probs.device)
+        keep = (probs >= self.min_p * probs[:, :1]) & (ranks < self.top_k)
+        complete = ~keep[:, -1:] | self.endless
+        left = probs.where(keep, 0.0).cumsum(-1)
+        mass = left[:, -1:] if total is None else torch.where(keep[:, -1:], total, left[:, -1:])
+        return keep & (left - probs < self.top_p * mass), complete

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.engine.sampler import sample
+from glm5.engine import sampler
+from glm5.engine.engine import Engine
+from glm5.engine.penalties import SamplerState
+from glm5.engine.sampler import Sampled
+from glm5.errors import EngineError
 from glm5.records import SamplingParams
 
 VOCAB, HIDDEN, DRAWS = 12, 6, 3000
@@ -19,6 +25,16 @@ VOCAB, HIDDEN, DRAWS = 12, 6, 3000
 def setting(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, HIDDEN, generator=generator), 0.7 * torch.randn(VOCAB, HIDDEN, generator=generator)
+
+
+def sample(
+    hidden: Tensor, weight: Tensor, params: Sequence[SamplingParams], seeds: Iterable[int], positions: Iterable[int]
+) -> list[Sampled]:
+    states = [
+        SamplerState(p, seed, vocab_size=len(weight), position=at)
+        for p, seed, at in zip(params, seeds, positions, strict=True)
+    ]
+    return sampler.sample(hidden, weight, states)
 
 
 def reference(logits: list[float], p: SamplingParams) -> list[float]:
@@ -148,3 +164,191 @@ def test_an_impossible_token_is_never_drawn() -> None:
     weight[:3] = 40.0
     drawn = sample(torch.ones(2000, HIDDEN), weight, [SamplingParams()] * 2000, range(2000), [0] * 2000)
     assert {d.token_id for d in drawn} == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------------------------- large vocabularies, filters
+
+
+@pytest.mark.parametrize("ties", ["", "many", "likeliest"])
+@pytest.mark.parametrize("spread", [0.02, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_p=0.999),
+        SamplingParams(top_k=20),
+        SamplingParams(top_k=400, top_p=0.7),
+        SamplingParams(top_k=400, top_p=0.3),
+        SamplingParams(top_k=400),
+        SamplingParams(top_k=5),
+        SamplingParams(min_p=0.93, top_p=0.3),
+        SamplingParams(min_p=0.05),
+        SamplingParams(min_p=0.5, top_p=0.6),
+        SamplingParams(temperature=0.6, top_k=255, top_p=0.95, min_p=0.001),
+    ],
+    ids=lambda p: f"k{p.top_k}p{p.top_p}m{p.min_p}",
+)
+def test_looking_at_the_likeliest_only_changes_nothing(params: SamplingParams, spread: float, ties: str) -> None:
+    """A vocabulary beyond `SHORT`, flat and steep, with ties within and across the edge of what is looked at."""
+    vocab = 3 * sampler.SHORT
+    generator = torch.Generator().manual_seed(int(100 * spread))
+    weight = spread * torch.randn(vocab, 1, generator=generator)
+    if ties == "many":
+        weight[sampler.SHORT // 2 : sampler.SHORT * 2] = weight[7]
+    elif ties:
+        weight[torch.randperm(vocab, generator=generator)[:40]] = weight.max()
+    states = [SamplerState(params, 0, vocab_size=vocab)]
+    lines = sampler.distributions(torch.ones(1, 1), weight, states)[0]
+    expected = torch.tensor(reference(weight[:, 0].double().tolist(), params), dtype=torch.float64)
+    assert torch.equal(lines > float("-inf"), expected > 0)
+    torch.testing.assert_close(lines.double().exp(), expected, atol=1e-7, rtol=1e-4)
+
+
+def test_rows_that_need_the_whole_vocabulary_do_not_disturb_others() -> None:
+    vocab, generator = 2 * sampler.SHORT, torch.Generator().manual_seed(5)
+    weight = torch.randn(vocab, HIDDEN, generator=generator)
+    hidden = torch.randn(6, HIDDEN, generator=generator) * torch.tensor([0.0, 3, 0.01, 3, 3, 0]).unsqueeze(1)
+    states = [SamplerState(SamplingParams(top_p=0.9, seed=i), i, vocab_size=vocab) for i in range(6)]
+    together = sampler.distributions(hidden, weight, states)
+    for i in range(6):
+        assert torch.equal(sampler.distributions(hidden[i : i + 1], weight, states[i : i + 1])[0], together[i])
+
+
+# ----------------------------------------------------------------------------------------- penalties, biases, minima
+
+
+def adjusted(
+    logits: list[float], p: SamplingParams, prompt: list[int], answer: list[int], stops: list[int]
+) -> list[float]:
+    """Logits by the definitions, token by token."""
+    out = []
+    for token, x in enumerate(logits):
+        if token in prompt or token in answer:
+            x = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+        x -= p.frequency_penalty * answer.count(token) + (p.presence_penalty if token in answer else 0.0)
+        x += sum(bias for own, bias in p.logit_bias if own == token)
+        out.append(-math.inf if token in stops and len(answer) < p.min_tokens else x)
+    return out
+
+
+PROMPT, ANSWER, STOPS = [1, 1, 4], [2, 2, 2, 5, 1], [0, 3]
+EXTRAS = [
+    SamplingParams(presence_penalty=1.2),
+    SamplingParams(presence_penalty=-1.2, temperature=0.7),
+    SamplingParams(frequency_penalty=0.4),
+    SamplingParams(repetition_penalty=1.7),
+    SamplingParams(repetition_penalty=0.6, temperature=1.9),
+    SamplingParams(logit_bias=((2, 3.0), (7, -2.5), (2, 0.5))),
+    SamplingParams(min_tokens=6),
+    SamplingParams(min_tokens=5),
+    SamplingParams(min_tokens=7, presence_penalty=0.2),
+    SamplingParams(presence_penalty=0.3, frequency_penalty=-0.2, repetition_penalty=1.4, logit_bias=((1, -1.0),),
+                   min_tokens=7, temperature=0.8, top_k=7, top_p=0.9),
+]  # fmt: skip
+
+
+def state_of(p: SamplingParams, seed: int = 0, answer: Sequence[int] = ANSWER) -> SamplerState:
+    state = SamplerState(p, seed, vocab_size=VOCAB, prompt=PROMPT, stop_ids=STOPS)
+    for token in answer:
+        state.advance(token)
+    return state
+
+
+@pytest.mark.parametrize("params", EXTRAS)
+def test_penalties_biases_and_minima_by_their_definitions(params: SamplingParams) -> None:
+    hidden, weight = setting(6)
+    plain = (hidden.double() @ weight.double().T)[0].tolist()
+    expected = reference(adjusted(plain, params, PROMPT, ANSWER, STOPS), params)
+    assert expected != pytest.approx(reference(plain, params)) or params.min_tokens == 5
+    state = state_of(params)
+    lines = sampler.distributions(hidden, weight, [state])
+    assert lines[0].exp().tolist() == pytest.approx(expected, abs=1e-6)
+    # Draws follow it, and the reported log-probability is that of the distribution that was drawn from.
+    drawn = sampler.sample(hidden.expand(500, -1), weight, [state_of(params, seed) for seed in range(500)])
+    for token in {d.token_id for d in drawn}:
+        share = sum(d.token_id == token for d in drawn) / 500
+        assert abs(share - expected[token]) < 5 * math.sqrt(0.25 / 500)
+    assert all(d.logprob == pytest.approx(math.log(expected[d.token_id]), abs=1e-5) for d in drawn)
+
+
+@pytest.mark.parametrize("params", EXTRAS)
+def test_rows_behind_drafts_are_those_of_the_advanced_state(params: SamplingParams) -> None:
+    hidden, weight = setting(7)
+    state, drafts = state_of(params), (4, 2, 9)
+    window = [drafts[:i] for i in range(4)]
+    lines = sampler.distributions(hidden.expand(4, -1), weight, [state] * 4, window)
+    for i in range(4):
+        alone = sampler.distributions(hidden, weight, [state_of(params, answer=[*ANSWER, *drafts[:i]])])
+        assert torch.equal(lines[i], alone[0])
+    assert state.position == len(ANSWER)
+    assert [state.uniform(ahead=i) for i in range(4)] == [
+        state_of(params, answer=[*ANSWER, *drafts[:i]]).uniform() for i in range(4)
+    ]
+    assert state.uniform("accept") != state.uniform()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_keep_their_bits_beside_any_neighbours(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = torch.randn(24, HIDDEN, generator=generator).to(dtype), setting(8)[1].to(dtype)
+    plain = [state_of(replace(CASES[i % len(CASES)], top_logprobs=i % 3), i) for i in range(24)]
+    alone = sampler.sample(hidden, weight, plain)
+    mixed = [state if i % 2 else state_of(EXTRAS[i % len(EXTRAS)], i) for i, state in enumerate(plain)]
+    beside = sampler.sample(hidden, weight, mixed)
+    assert [beside[i] for i in range(1, 24, 2)] == [alone[i] for i in range(1, 24, 2)]
+    for i in range(0, 24, 2):
+        assert sampler.sample(hidden[i : i + 1], weight, [mixed[i]]) == [beside[i]]
+
+
+def test_greedy_takes_the_best_after_penalties() -> None:
+    hidden, weight = setting(9)
+    plain = (hidden.double() @ weight.double().T)[0]
+    best = int(plain.argmax())
+    state = SamplerState(SamplingParams(temperature=0.0, frequency_penalty=3.0), 0, vocab_size=VOCAB)
+    said = []
+    for _ in range(6):
+        (one,) = sampler.sample(hidden, weight, [state])
+        expected = plain - 3.0 * torch.bincount(torch.tensor(said, dtype=torch.long), minlength=VOCAB)
+        assert one.token_id == int(expected.argmax())
+        assert one.logprob == pytest.approx(float(torch.log_softmax(expected, -1)[one.token_id]), abs=1e-5)
+        said.append(one.token_id)
+        state.advance(one.token_id)
+    assert said[0] == best and len(set(said)) > 1
+
+
+def test_min_tokens_yields_where_nothing_but_stops_is_left() -> None:
+    bans = tuple((i, -1000.0) for i in range(VOCAB))
+    state = SamplerState(SamplingParams(min_tokens=3, logit_bias=bans), 0, vocab_size=VOCAB, stop_ids=range(VOCAB))
+    (one,) = sampler.sample(*setting(), [state])
+    assert math.isfinite(one.logprob)
+
+
+def test_minima_and_penalties_in_the_engine(small: Any) -> None:
+    model = small(eos_token_id=(3, 4))
+    engine = Engine(model)
+    runs = [SamplingParams(max_tokens=60, seed=i) for i in range(20)]
+    free = engine.generate([[1, 2]] * 20, runs)
+    late = engine.generate([[1, 2]] * 20, [replace(p, min_tokens=25) for p in runs])
+    assert min(len(c.token_ids) for c in free) < 25 <= min(len(c.token_ids) for c in late)
+    assert not {3, 4} & {token for c in late for token in c.token_ids[:25]}
+    once = replace(runs[0], temperature=0.0, presence_penalty=10, ignore_eos=True, max_tokens=30)
+    (done,) = engine.generate([[1, 2]], once)
+    assert len(set(done.token_ids)) == 30
+    heavy = replace(runs[0], logit_bias=((7, 1000.0),), max_tokens=5)
+    assert engine.generate([[1, 2]], heavy)[0].token_ids == [7] * 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_tokens": -1}, {"presence_penalty": 11}, {"frequency_penalty": float("nan")}, {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0}, {"logit_bias": ((40, 1.0),)}, {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((1, float("nan")),)}, {"logit_bias": ((1, 1e9),)}, {"temperature": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_without_a_meaning_are_refused(small: Any, change: dict[str, Any]) -> None:
+    engine = Engine(small())
+    with pytest.raises(EngineError, match="penalty" if "penalty" in str(change) else next(iter(change))):
+        engine.submit([1], replace(SamplingParams(), **change))
+    assert not engine.busy

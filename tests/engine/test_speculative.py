@@ -100,6 +100,6 @@ def test_one_token_and_long_runs(small: Any, parrot: Any, tokenizer: Any, line: 
 def test_what_cannot_be_speculated(small: Any) -> None:
     with pytest.raises(EngineError, match="needs an MTP layer"):
         generate_speculative(small(num_nextn_predict_layers=0), [[1]], max_tokens=3)
-    for prompts in ([], [[]], [[1, 2], [3]]):
-        with pytest.raises(EngineError, match="non-empty prompts of one length"):
+    for prompts in ([], [[]], [[1, 2], []]):
+        with pytest.raises(EngineError, match="at least one prompt"):
             generate_speculative(small(), prompts, max_tokens=3)

@@ -1,0 +1,271 @@
+"""Grammars: which tokens may come next, so that an answer is JSON of a schema, one of some choices, or a tool call.
+
+The masks come from llguidance (extra `grammar`), which reads grammars in the Lark notation. This module brings its
+tokens, limits and clear errors; `glm5.engine.grammar_rules` writes the grammars. Around the library's matcher stands a
+little state of our own: a think block that comes first, markers that must not be spelled out in ordinary text (whoever
+parses the answer as text would take them for the real ones), and the stop token that fits the kind of answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.grammar_rules import written
+from glm5.errors import EngineError, MissingExtraError
+from glm5.records import GrammarSpec
+
+Mask = NDArray[np.int32]
+KEPT = 64
+"""So many compiled grammars are kept for later requests."""
+COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 50_000
+"""Work that a grammar may cause when it is compiled and for each token; beyond it, it is refused or fails."""
+
+_THINKING = ("</think>", "<tool_call>")
+_ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": ("<tool_call>",)}
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Safe to use from several threads; building one takes some milliseconds for
+    each ten thousand tokens of the vocabulary. Raises MissingExtraError without llguidance."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise MissingExtraError("llguidance", "grammar") from None
+        self._library = llguidance
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
+        )
+        self.tokenizer = tokenizer
+        self.words = Words(tokenizer)
+        vocabulary: Any = _Vocabulary(tokenizer)
+        self._tokens = llguidance.LLTokenizer(vocabulary, eos_token=list(tokenizer.stop_token_ids))
+        self._compiled: OrderedDict[GrammarSpec, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Compile ahead of time. Raises EngineError for a grammar that cannot be enforced, with the reason."""
+        self._matcher(spec)
+
+    def state(self, spec: GrammarSpec) -> GrammarState:
+        """A fresh state for one sample. Raises EngineError like `check`."""
+        return GrammarState(self.words, self._matcher(spec), spec)
+
+    def _matcher(self, spec: GrammarSpec) -> Any:
+        with self._lock:
+            if spec in self._compiled:
+                self._compiled.move_to_end(spec)
+                return self._compiled[spec].deep_copy()
+        grammar = self._library.LLMatcher.grammar_from_lark(written(spec, self.tokenizer))
+        matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()  # some limits show only here
+        if matcher.is_error():
+            raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
+        with self._lock:
+            self._compiled[spec] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+
+class GrammarState:
+    """Where one sample stands in its grammar. `done` once its stop token was accepted. `failed` says why no token fits
+    any more (a limit of the library, or an answer that cannot be ended); the sample must then be ended too."""
+
+    def __init__(self, words: Words, matcher: Any, spec: GrammarSpec) -> None:
+        self.done = False
+        self.failed: str | None = None
+        self._words = words
+        self._matcher = matcher
+        self._budget = spec.thinking_tokens
+        self._answer = _ANSWER.get(spec.kind, ())
+        self._ends = words.ends_calls if spec.kind == "tools" else words.ends_answer
+        self._thinking = spec.after_thinking
+        self._thought = 0
+        self._tail = b""  # the end of the text that begins a marker
+        self._past: list[tuple[bool, bytes, bool, bool]] = []  # thinking, tail, done, whether the matcher moved
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer has not begun yet."""
+        return self._thinking
+
+    def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come next, or after `drafted`; `mask` holds zeros, one bit per id.
+
+        Behind a draft that does not fit, all bits are set. Where nothing fits, the sample fails and gets stop tokens.
+        """
+        before, moved = self.failed, 0
+        for token in drafted:
+            if not self._allows(token):
+                break
+            self.accept(token)
+            moved += 1
+        if moved < len(drafted):
+            mask[:] = -1
+        else:
+            found = self._next()
+            mask[: len(found)] = found
+        if moved:
+            self.rollback(moved)
+            self.failed = before  # a dead end behind a draft is none yet
+
+    def accept(self, token: int) -> None:
+        """`token` was sampled."""
+        now = (self._thinking, self._tail, self.done)
+        moved = False
+        if not self.done and self.failed is None:
+            marker = token in self._words.special
+            self._tail = b"" if marker else self._words.tail(self._tail, token, self._markers)
+            if self._thinking:
+                self._thought += 1
+                self._thinking = token != self._words.end_of_thought
+            elif token in self._words.stops:
+                self.done = True
+            else:
+                moved = bool(self._matcher.consume_token(token))
+                if not moved:
+                    self.failed = _reason(self._matcher)
+        self._past.append((*now, moved))
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` tokens back."""
+        in_matcher = 0
+        for _ in range(count):
+            self._thinking, self._tail, self.done, moved = self._past.pop()
+            in_matcher += moved
+            self._thought -= self._thinking
+        if in_matcher:
+            self._matcher.rollback(in_matcher)
+
+    def fork(self) -> GrammarState:
+        """An independent copy."""
+        twin = object.__new__(GrammarState)
+        twin.__dict__.update(self.__dict__)
+        twin._matcher = self._matcher.deep_copy()
+        twin._past = list(self._past)
+        return twin
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        return _THINKING if self._thinking else self._answer
+
+    def _allows(self, token: int) -> bool:
+        if self.done or self.failed is not None or self._thinking:
+            return _has(self._next(), token)
+        if token in self._words.stops:
+            return _has(self._ends, token) and bool(self._matcher.is_accepting())
+        spelled_out = not _has(self._words.unspelled(self._tail, self._answer), token)
+        return not spelled_out and self._matcher.validate_tokens([token]) == 1
+
+    def _next(self) -> Mask:
+        if self.done or self.failed is not None:
+            return self._ends
+        if self._thinking:
+            if self._budget is not None and self._thought >= self._budget:
+                return self._words.only_end_of_thought
+            return self._words.thought & self._words.unspelled(self._tail, _THINKING)
+        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        if self._matcher.is_error():
+            self.failed = _reason(self._matcher)
+            return self._ends
+        found = found & self._words.unspelled(self._tail, self._answer) & (self._ends | self._words.no_stop)
+        if not found.any():
+            self.failed = "no token fits"
+            return self._ends
+        return found
+
+
+def _has(mask: Mask, token: int) -> bool:
+    return 0 <= token < 32 * len(mask) and bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+class Words:
+    """The vocabulary as the grammars see it: masks, one bit per id in int32 words, and searches by bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.special
+        self.size = tokenizer.vocab_size
+        self.special = frozenset(special.values())
+        self.stops = frozenset(tokenizer.stop_token_ids)
+        self.end_of_thought = special["</think>"]
+        self._bytes = [tokenizer.decode_bytes([i]) for i in range(self.size)]
+        self._sorted = sorted((text, i) for i, text in enumerate(self._bytes) if i not in self.special)
+        self._spelled: dict[tuple[bytes, tuple[str, ...]], Mask] = {}
+        plain = set(range(self.size)) - self.special
+        self.thought = self.mask(plain | {self.end_of_thought})
+        self.only_end_of_thought = self.mask({self.end_of_thought})
+        # A turn with calls ends where their results begin, any other one where the user speaks (see the template).
+        self.ends_calls = self.mask({special["<|observation|>"]})
+        self.ends_answer = self.mask({special["<|user|>"], special["<|endoftext|>"]})
+        self.no_stop = self.mask(set(range(self.size)) - self.stops)
+
+    def mask(self, ids: set[int]) -> Mask:
+        bits = np.zeros(-(-self.size // 32) * 32, dtype=np.uint8)
+        bits[list(ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def tail(self, tail: bytes, token: int, markers: tuple[str, ...]) -> bytes:
+        """The end of tail + token that begins one of `markers`; every marker has its only `<` in front."""
+        text = tail + self._bytes[token]
+        start = text.rfind(b"<")
+        end = text[start:] if start >= 0 else b""
+        return end if end and any(marker.encode().startswith(end) for marker in markers) else b""
+
+    def unspelled(self, tail: bytes, markers: tuple[str, ...]) -> Mask:
+        """All tokens but those that, after text that ends with `tail`, complete a marker in ordinary text."""
+        known = self._spelled.get((tail, markers))
+        if known is not None:
+            return known
+        marks = [marker.encode() for marker in markers]
+        if tail:
+            ends = {i for mark in marks if mark.startswith(tail) for i in self._starting_with(mark[len(tail) :])}
+            found = self.unspelled(b"", markers) & ~self.mask(ends)
+        else:
+            found = ~self.mask({i for text, i in self._sorted if any(mark in text for mark in marks)})
+        self._spelled[tail, markers] = found
+        return found
+
+    def _starting_with(self, text: bytes) -> list[int]:
+        found = []
+        for at in range(bisect_left(self._sorted, (text, -1)), len(self._sorted)):
+            if not self._sorted[at][0].startswith(text):
+                break
+            found.append(self._sorted[at][1])
+        return found
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.stop_token_ids[0]
+        self.tokens = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special.values())
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+_NOUN = {"json": "JSON grammar", "json_schema": "JSON schema", "regex": "regular expression",
+         "choice": "list of choices", "tools": "forced tool call"}  # fmt: skip
+
+
+def _reason(matcher: Any) -> str:
+    """The library's error in one line of bounded length."""
+    text = str(matcher.get_error()).split("<state>")[0].strip()
+    line = (text.splitlines() or ["unknown reason"])[0].strip().rstrip(".")
+    return line if len(line) <= 200 else line[:200] + "..."

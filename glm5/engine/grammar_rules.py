@@ -1,0 +1,314 @@
+"""From what a request asks for to a grammar in llguidance's Lark notation.
+
+JSON is written in one way, that of `json.dumps`: `, ` and `: ` as separators and no other white space, so that a model
+cannot fill its budget with blanks. It is also what the chat template writes, and what the released models have seen.
+
+A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`, its marks being special
+tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser on the other side
+(`glm5.chat.parsers`) reads the text of an argument by its schema, and the grammar admits exactly what it reads back as
+a value of that schema: text as it is where only a string is allowed, JSON where none is, and where both are, text that
+is no JSON of the other types.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5.chat.arguments import ArgumentType, ToolSchemas
+from glm5.chat.messages import function_of
+from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import EngineError
+from glm5.records import GrammarSpec
+
+MAX_TEXT = 256 * 1024
+"""Characters of a schema, an expression or a list. What may be compiled within it, the library's own limits say."""
+MAX_PATTERN = 2000
+MAX_CHOICES = 2000
+MAX_DEPTH = 16
+MAX_NESTING = 100
+MAX_OPTIONAL = 300
+
+_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+_ANNOTATIONS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
+                "description", "$schema", "$id", "$comment", "examples", "default", "strict"}  # fmt: skip
+_KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
+
+
+def written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
+    """The grammar of `spec`. Raises EngineError for one that is malformed, too large or not supported."""
+    if len(spec.value) > MAX_TEXT:
+        raise EngineError(f"The grammar has {len(spec.value):,} characters; at most {MAX_TEXT:,} are allowed.")
+    text = _written(spec, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise EngineError("The grammar holds half of a surrogate pair, which no text can contain.") from None
+    return text
+
+
+def _written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
+    if spec.kind == "json":
+        return f"start: {_json_rule({'type': 'object'})}\n"
+    if spec.kind == "json_schema":
+        return f"start: {_json_rule(_parsed(spec.value, dict, 'The JSON schema', 'an object'))}\n"
+    if spec.kind == "regex":
+        return f"start: TEXT\nTEXT: {_expression(spec.value)}\n"
+    if spec.kind == "choice":
+        choices = _parsed(spec.value, list, "The list of choices", "a list of texts")
+        if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
+            raise EngineError(f"The list of choices must hold 1 to {MAX_CHOICES} texts that are not empty.")
+        return f"start: {' | '.join(map(_literal, choices))}\n"
+    tools = _parsed(spec.value, list, "The list of tools", "a list of tools")
+    return _Calls(tools, tokenizer).grammar(spec.many)
+
+
+def _parsed(text: str, kind: type, what: str, form: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{what} is no JSON: {str(error)[:100]}.") from None
+    if not isinstance(value, kind):
+        raise EngineError(f"{what} must be {form}.")
+    _check_size(value, what)
+    return value
+
+
+def _check_size(value: Any, what: str) -> None:
+    """The time to compile an object grows with the square of the properties that it may leave out."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner: list[Any] = []
+        for node in level:
+            inner += node.values() if isinstance(node, dict) else node
+            properties = node.get("properties") if isinstance(node, dict) else None
+            required = node.get("required") if isinstance(node, dict) else None
+            fixed = set(map(str, required)) if isinstance(required, list) else set()
+            if isinstance(properties, dict) and len(properties.keys() - fixed) > MAX_OPTIONAL:
+                raise EngineError(f"{what} has an object with more than {MAX_OPTIONAL} optional properties.")
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise EngineError(f"{what} is nested more than {MAX_NESTING} levels deep.")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_rule(schema: Any) -> str:
+    """Inline JSON schema. Our way of writing JSON overrules what the schema may ask of the library itself."""
+    schema = {**schema, "x-guidance": _WRITING} if isinstance(schema, Mapping) else {"not": {}}
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _expression(pattern: str) -> str:
+    """A regular expression that must match the whole text."""
+    if len(pattern) > MAX_PATTERN or "\n" in pattern:
+        raise EngineError(f"A regular expression may have {MAX_PATTERN} characters, and no line ends; use \\n.")
+    return "/" + re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], pattern) + "/"
+
+
+class _Calls:
+    """The grammar of forced tool calls."""
+
+    def __init__(self, tools: Sequence[Any], tokenizer: Tokenizer) -> None:
+        if not tools or not all(isinstance(tool, Mapping) for tool in tools):
+            raise EngineError("A forced call needs at least one tool, and every tool must be an object.")
+        self._functions = [function_of(tool) for tool in tools]
+        self._schemas = ToolSchemas(tools)
+        self._special = tokenizer.special
+        self._rules: list[str] = []
+
+    def grammar(self, many: bool) -> str:
+        calls = [self._call(i, function) for i, function in enumerate(self._functions)]
+        head = f"start: call{'+' if many else ''}\ncall: {self._mark('<tool_call>')} ({' | '.join(calls)}) "
+        return head + self._mark("</tool_call>") + "\n" + "".join(rule + "\n" for rule in self._rules)
+
+    def _mark(self, name: str) -> str:
+        return f"<[{self._special[name]}]>"
+
+    def _rule(self, body: str, terminal: bool = False) -> str:
+        """Name `body`; terminals are matched as one expression."""
+        name = f"{'T' if terminal else 'r'}{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _call(self, index: int, function: Mapping[str, Any]) -> str:
+        where = f"tools[{index}]"
+        name = _word(function.get("name"), f"{where}: the name", ("<arg_key>", "</tool_call>", "<tool_call>"))
+        parameters = function.get("parameters")
+        if parameters is None:
+            parameters = {"properties": {}, "additionalProperties": False}
+        parameters = _resolved(parameters, parameters)
+        if not isinstance(parameters, Mapping):
+            raise EngineError(f"{where}: parameters must be a JSON schema.")
+        odd = sorted(key for key in parameters if key not in _ANNOTATIONS and not key.startswith("x-"))
+        if odd:
+            raise EngineError(f'{where}: a forced call cannot keep "{odd[0]}" of its parameters; drop it.')
+        properties = parameters.get("properties") or {}
+        required = parameters.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise EngineError(f"{where}: properties must be an object and required a list.")
+        extra = parameters.get("additionalProperties", True)
+        parts = []
+        for key, schema in [*properties.items(), *((key, extra) for key in required if key not in properties)]:
+            if schema is False:
+                if key in required:
+                    raise EngineError(f'{where}: the argument "{key}" is required and forbidden at once.')
+                continue
+            key_text = _literal(_word(key, f"{where}: an argument", ("</arg_key>", "</tool_call>")))
+            pair = self._pair(key_text, self._value(name, key, schema, parameters))
+            parts.append(pair if key in required else f"({pair})?")
+        if extra is not False and not properties and not required:
+            parts.append(f"({self._pair(self._rule(_KEY, True), self._value(name, '', extra, parameters))})*")
+        return self._rule(" ".join([_literal(name), *parts]))
+
+    def _pair(self, key: str, value: str) -> str:
+        opens, closes = self._mark("<arg_key>"), self._mark("</arg_key>")
+        return self._rule(f"{opens} {key} {closes} {self._mark('<arg_value>')} {value} {self._mark('</arg_value>')}")
+
+    def _value(self, tool: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """The rule for the text of an argument."""
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
+            raise EngineError(f'The schema of the argument "{key}" must be an object.')
+        types = self._schemas.type_of(tool, key).types
+        shared = {word: root[word] for word in ("$defs", "definitions") if word in root and word not in schema}
+        if "string" not in types:
+            return self._rule(_json_rule({**schema, **shared}))
+        texts = _texts(schema, root)
+        if types == {"string"}:
+            return self._rule(" | ".join(texts), True)
+        return self._mixed(schema, root, texts, shared, self._schemas.type_of(tool, key))
+
+    def _mixed(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], texts: list[str], shared: Mapping[str, Any],
+        read_as: ArgumentType,
+    ) -> str:  # fmt: skip
+        """A string or something else: the parser prefers JSON of another type to a string. Where the schema restricts
+        such a type, its values come from a rule of their own, and no free text looks like them."""
+        bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
+        literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
+        unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))
+        rules = [self._rule(" | ".join(literal), True)] if literal else []
+        rules += [self._rule(f"({text}){unlike}", True) for text in texts if text[0] != '"']
+        others = [kind for kind in _TYPES if kind in read_as.types - {"string"}]
+        apart = [kind for kind in others if kind in bound or _ANY_TEXT not in texts]
+        if apart:
+            rules.append(self._rule(_json_rule({"allOf": [schema, {"type": apart}], **shared})))
+        if not rules:
+            raise EngineError("An argument of a forced call has no value that could be written.")
+        return self._rule(" | ".join(rules))
+
+
+_ANY_TEXT = "/(?s:.*)/"
+_BLANK = "[ \\t\\r\\n]*"
+_NUMBER_LIKE = f"/{_BLANK}-?[0-9][0-9.eE+\\-]*{_BLANK}/"
+_JSON_LIKE = {
+    "integer": _NUMBER_LIKE,
+    "number": _NUMBER_LIKE,
+    "boolean": f"/{_BLANK}(true|false){_BLANK}/",
+    "null": f"/{_BLANK}null{_BLANK}/",
+    "array": f"/{_BLANK}\\[(?s:.*)/",
+    "object": f"/{_BLANK}\\{{(?s:.*)/",
+}
+_HARMLESS = {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format",
+             "$comment", "nullable", "$defs", "definitions"}  # fmt: skip
+"""Words of a schema that forbid nothing. `format` is an annotation unless a validator is told otherwise."""
+_ABOUT_OTHERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems",
+                 "minItems", "maxItems", "uniqueItems", "contains", "properties", "required", "additionalProperties",
+                 "patternProperties", "propertyNames", "minProperties", "maxProperties"}  # fmt: skip
+"""Words that forbid no string, but values of other types."""
+
+
+def _texts(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """The strings that a schema allows, as alternatives of a terminal: literals and expressions."""
+    schema = _resolved(schema, root)
+    if schema is True:
+        return [_ANY_TEXT]
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or "string" not in _declared(schema):
+        return []
+    words = set(schema) - _HARMLESS - _ABOUT_OTHERS
+    if words & {"enum", "const"}:
+        options = schema.get("enum", [schema.get("const")])
+        if len(words) > 1 or not isinstance(options, list):
+            raise EngineError(f"A forced call supports no enum together with {', '.join(sorted(words - {'enum'}))}.")
+        return [_literal(_free_of(o, ("</arg_value>",), "an option")) for o in options if isinstance(o, str)]
+    for word in ("anyOf", "oneOf", "allOf"):
+        if words == {word} and isinstance(schema[word], list):
+            if word == "allOf" and len(schema[word]) > 1:
+                break
+            return list(dict.fromkeys(text for branch in schema[word] for text in _texts(branch, root, depth + 1)))
+    if odd := sorted(words - {"pattern", "minLength", "maxLength"}):
+        raise EngineError(f'A forced call cannot keep "{odd[0]}" of a string; drop it or force no call.')
+    parts = [_search(schema["pattern"])] if "pattern" in schema else []
+    if words & {"minLength", "maxLength"}:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if type(least) is not int or (most != "" and type(most) is not int):
+            raise EngineError("minLength and maxLength must be whole numbers.")
+        parts.append(f"/(?s:.){{{least},{most}}}/")
+    return ["(" + " & ".join(parts) + ")"] if parts else [_ANY_TEXT]
+
+
+def _search(pattern: Any) -> str:
+    """The texts in which a JSON schema's pattern occurs, as an expression for the whole text."""
+    if not isinstance(pattern, str):
+        raise EngineError("pattern must be a regular expression.")
+    bare = re.sub(r"\\.", "xx", pattern)
+    starts = bare.startswith("^") and "|" not in bare
+    ends = bare.endswith("$") and "|" not in bare
+    inner = pattern[1 if starts else 0 : -1 if ends else None]
+    return _expression(f"{'' if starts else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}")
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within `root` leads to; other schemas as they are."""
+    for _ in range(MAX_DEPTH):
+        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if ref is None:
+            return schema
+        head, *path = str(ref).split("/")
+        place: Any = root if head == "#" else None
+        for part in path:
+            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+        if place is None or set(schema) - _HARMLESS - {"$ref"}:
+            raise EngineError(f"The reference {str(ref)[:100]!r} cannot be followed in a forced call.")
+        schema = place
+    raise EngineError("A reference of a tool's schema leads nowhere.")
+
+
+def _declared(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names; all of them where it names none."""
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(map(str, kind)) if isinstance(kind, list) else set(_TYPES)
+    return kinds | {"integer"} if "number" in kinds else kinds
+
+
+def _is_free(schema: Any, root: Mapping[str, Any], kind: str, depth: int = 0) -> bool:
+    """Whether every value of a type is certain to fit a schema."""
+    schema = _resolved(schema, root)
+    if schema is True:
+        return True
+    if not isinstance(schema, Mapping) or kind not in _declared(schema) or depth > MAX_DEPTH:
+        return False
+    words = set(schema) - _HARMLESS
+    if words == {"anyOf"} and isinstance(schema["anyOf"], list):
+        return any(_is_free(branch, root, kind, depth + 1) for branch in schema["anyOf"])
+    return not words - {"pattern", "minLength", "maxLength"}
+
+
+def _free_of(text: str, marks: Sequence[str], what: str) -> str:
+    if any(mark in text for mark in marks):
+        raise EngineError(f"{what} contains {next(mark for mark in marks if mark in text)}, which ends it in a call.")
+    return text
+
+
+def _word(text: Any, what: str, marks: Sequence[str]) -> str:
+    """A name that survives the way through the parser."""
+    if not isinstance(text, str) or not text or text != text.strip():
+        raise EngineError(f"{what} must be a text without white space at its ends.")
+    return _free_of(text, marks, what)

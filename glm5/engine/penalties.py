@@ -1,0 +1,177 @@
+"""What a request asks of its logits before temperature: penalties, biases, forbidden stops, and its grammar's mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.errors import EngineError
+from glm5.records import SamplingParams
+from glm5.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from glm5.engine.grammar import GrammarState
+
+LOWEST_TEMPERATURE = 1e-6
+"""Below it, logits divided by the temperature may overflow; 0 means greedy."""
+HIGHEST_PENALTY = 10
+HIGHEST_BIAS = 1000
+
+
+class SamplerState:
+    """What the sampler knows about one sample: its parameters, its seed, and the tokens it has got so far.
+
+    `advance` after every token that was kept. A request that is preempted keeps its state: nothing here depends on the
+    cache. The counts of the penalties, [V] each, exist only where a penalty is asked for.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        *,
+        vocab_size: int,
+        prompt: Sequence[int] = (),
+        stop_ids: Iterable[int] = (),
+        grammar: GrammarState | None = None,
+        position: int = 0,
+    ) -> None:
+        self.params = params
+        self.seed = seed
+        self.position = position
+        self.grammar = grammar
+        self.stop_ids = sorted(i for i in stop_ids if 0 <= i < vocab_size)
+        self.bias = [(i, value) for i, value in params.logit_bias if value and 0 <= i < vocab_size]
+        self.counts: Tensor | None = None
+        self.seen: Tensor | None = None
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            self.counts = torch.zeros(vocab_size)
+            self._counts = self.counts.numpy()
+        if params.repetition_penalty != 1.0:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[torch.tensor(prompt, dtype=torch.long)] = True
+            self._seen = self.seen.numpy()
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature == 0
+
+    def advance(self, token: int) -> None:
+        """The sample got `token`."""
+        self.position += 1
+        if self.counts is not None:
+            self._counts[token] += 1
+            if self.seen is not None:
+                self._seen[token] = True
+        if self.grammar is not None:
+            self.grammar.accept(token)
+
+    def uniform(self, purpose: str = "token", ahead: int = 0) -> float:
+        """The number from [0, 1) that belongs to (seed, purpose, position + ahead)."""
+        return derive_seed(self.seed, purpose, self.position + ahead) / 2**63
+
+    def adjusts(self, ahead: int = 0) -> bool:
+        """Whether the token `ahead` behind the next one is drawn from anything but the model's own logits."""
+        return (
+            self.counts is not None
+            or bool(self.bias)
+            or self.grammar is not None
+            or self.position + ahead < self.params.min_tokens
+        )
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise EngineError for values without a meaning."""
+    p = params
+    if p.max_tokens < 1 or p.n < 1 or p.top_k < 0 or p.min_tokens < 0:
+        raise EngineError("max_tokens and n must be at least 1, top_k and min_tokens at least 0 (0 = no limit).")
+    if p.temperature != 0 and not LOWEST_TEMPERATURE <= p.temperature < math.inf:
+        raise EngineError(f"temperature must be 0 (greedy) or a number from {LOWEST_TEMPERATURE}.")
+    if not 0 < p.top_p <= 1 or not 0 <= p.min_p <= 1:
+        raise EngineError("top_p must lie in (0, 1], min_p in [0, 1].")
+    if not (abs(p.presence_penalty) <= HIGHEST_PENALTY and abs(p.frequency_penalty) <= HIGHEST_PENALTY):
+        raise EngineError(
+            f"presence_penalty and frequency_penalty must lie in [-{HIGHEST_PENALTY}, {HIGHEST_PENALTY}]."
+        )
+    if not 1 / HIGHEST_PENALTY <= p.repetition_penalty <= HIGHEST_PENALTY:
+        raise EngineError(f"repetition_penalty must lie in [{1 / HIGHEST_PENALTY}, {HIGHEST_PENALTY}]; 1 is none.")
+    for token, value in p.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise EngineError(f"logit_bias names the token {token}; the model's vocabulary ends at {vocab_size - 1}.")
+        if not abs(value) <= HIGHEST_BIAS:
+            raise EngineError(f"logit_bias must lie in [-{HIGHEST_BIAS}, {HIGHEST_BIAS}].")
+    limit = p.grammar.thinking_tokens if p.grammar is not None else None
+    if limit is not None and limit < 0:
+        raise EngineError("thinking_tokens of a grammar must be at least 0.")
+
+
+def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
+    """Logits [n, V] in fp32 or wider, as the states want them; changed in place. Row i stands behind `drafted[i]`,
+    tokens that its state has not been told of. All operations go over the whole batch."""
+    _penalise(logits, states, drafted)
+    rows, ids, values = [], [], []
+    for row, state in enumerate(states):
+        for token, value in state.bias:
+            rows.append(row)
+            ids.append(token)
+            values.append(value)
+    if rows:
+        where = (torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device))
+        logits.index_put_(where, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=True)
+    _mask(logits, states, drafted)
+    return _without_early_stops(logits, states, drafted)
+
+
+def _penalise(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
+    mine = [row for row, state in enumerate(states) if state.counts is not None]
+    if not mine:
+        return
+    counts = torch.stack([counts for row in mine if (counts := states[row].counts) is not None])
+    for i, row in enumerate(mine):
+        for token in drafted[row]:
+            counts[i, token] += 1
+    lines = logits[mine]
+    factors = [states[row].params.repetition_penalty for row in mine]
+    if any(factor != 1.0 for factor in factors):
+        seen = torch.stack([counts[i] > 0 if (s := states[row].seen) is None else s for i, row in enumerate(mine)])
+        seen = (seen | (counts > 0)).to(logits.device)
+        factor = logits.new_tensor(factors).unsqueeze(1)
+        lines = torch.where(seen, torch.where(lines > 0, lines / factor, lines * factor), lines)
+    counts = counts.to(logits.device, logits.dtype)
+    frequency = logits.new_tensor([states[row].params.frequency_penalty for row in mine]).unsqueeze(1)
+    presence = logits.new_tensor([states[row].params.presence_penalty for row in mine]).unsqueeze(1)
+    logits[mine] = lines - frequency * counts - presence * (counts > 0)
+
+
+def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
+    """One bit per token and row, as the grammars fill it in; ids beyond the tokenizer's vocabulary never fit."""
+    mine = [row for row, state in enumerate(states) if state.grammar is not None]
+    if not mine:
+        return
+    masks = np.zeros((len(mine), -(-logits.shape[1] // 32)), dtype=np.int32)
+    for i, row in enumerate(mine):
+        grammar = states[row].grammar
+        assert grammar is not None
+        grammar.fill(masks[i], drafted[row])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    logits[mine] = logits[mine].masked_fill(forbidden, float("-inf"))
+
+
+def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
+    """Stop ids cannot come before `min_tokens`, except in a row where nothing else can: a grammar may be at its end."""
+    early = [
+        (row, token)
+        for row, state in enumerate(states)
+        if state.position + len(drafted[row]) < state.params.min_tokens
+        for token in state.stop_ids
+    ]
+    if not early:
+        return logits
+    without = logits.index_put(tuple(torch.tensor(early, device=logits.device).T), logits.new_tensor(float("-inf")))
+    return torch.where(without.amax(-1, keepdim=True) > float("-inf"), without, logits)

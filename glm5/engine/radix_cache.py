@@ -1,0 +1,262 @@
+"""The prefix cache: a tree over pages, so that a prompt pays only for what no earlier sequence has computed.
+
+A node is one page and the tokens in it; its path from the root is all that its latents and indexer keys depend on.
+Pages that no sequence holds are given up in the order of their last use, leaves first, and then either forgotten or
+moved to a bounded store in host memory, from which they come back after a check of their hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from glm5.engine.kv_pool import PAGE, KVPool
+
+
+@dataclass(eq=False)
+class Node:
+    """Tokens of one page behind those of `parent`. Either `page` is a page of the pool, or `stored` the page's bytes
+    with their hash."""
+
+    tokens: tuple[int, ...]
+    parent: Node | None
+    page: int | None = None
+    stored: bytes | None = None
+    digest: bytes = b""
+    used: int = 0
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+
+
+@dataclass
+class Match:
+    """What the cache knows of a sequence: whole pages, which the caller now holds, and `length`, the tokens they cover
+    together with the last page, which is the caller's own copy where `length` is no multiple of a page."""
+
+    pages: list[int]
+    length: int
+
+
+class RadixCache:
+    """Prefixes of earlier sequences, by namespace. Sequences of unlike namespaces never share a page.
+
+    `host_bytes` bounds the store that given-up pages move to; 0 forgets them. Counters: `hit_tokens`, `spilled` and
+    `restored` pages, `damaged` pages that failed their check and counted as a miss.
+    """
+
+    def __init__(self, pool: KVPool, host_bytes: int = 0) -> None:
+        self.pool = pool
+        self.host_bytes = host_bytes
+        self.hit_tokens = self.spilled = self.restored = self.damaged = 0
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self._oldest: list[tuple[int, int, Node]] = []  # nodes by last use; entries may be out of date
+        self._host: OrderedDict[Node, None] = OrderedDict()  # oldest first
+        self._host_used = 0
+        self._tokens = 0
+        pool.reclaim = self._reclaim
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose pages are in the pool on behalf of the cache."""
+        return self._tokens
+
+    @property
+    def host_used(self) -> int:
+        """Bytes in the host store."""
+        return self._host_used
+
+    def match(self, namespace: str, tokens: Sequence[int]) -> Match:
+        """The longest known beginning of `tokens`. The caller holds the pages of the result."""
+        node, found = self._roots.get(namespace), Match([], 0)
+        while node is not None and found.length < len(tokens):
+            key = tuple(tokens[found.length : found.length + PAGE])
+            child = node.children.get(key) if len(key) == PAGE else None
+            if child is None:
+                self._match_part(node, key, found)
+                break
+            if not self._resident(child):
+                break
+            assert child.page is not None
+            self.pool.share(child.page)
+            self._touch(child)
+            found.pages.append(child.page)
+            found.length += PAGE
+            node = child
+        return found
+
+    def _match_part(self, node: Node, key: tuple[int, ...], found: Match) -> None:
+        """Copy the page that begins most like `key`."""
+        best, most = None, 0
+        for child in node.children.values():
+            if child.tokens[0] == key[0] and (same := common_prefix(child.tokens, key)) > most:
+                best, most = child, same
+        if best is None or not self._resident(best):
+            return
+        assert best.page is not None
+        self.pool.share(best.page)  # so that it is not given up for its own copy
+        if self.pool.available:
+            (own,) = self.pool.take(1)
+            self.pool.copy(best.page, own)
+            found.pages.append(own)
+            found.length += most
+        self._touch(best)
+        self.pool.release([best.page])
+
+    def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Remember a sequence that holds `pages`, the last of them possibly filled in part. Its holder may go on to
+        fill that page up only if it is left out here."""
+        node = self._roots.setdefault(namespace, Node((), None))
+        for at, page in zip(range(0, len(tokens), PAGE), pages, strict=False):
+            key = tuple(tokens[at : at + PAGE])
+            child = node.children.get(key)
+            if child is None:
+                if len(key) < PAGE and any(other.tokens[: len(key)] == key for other in node.children.values()):
+                    return  # nothing that is not known already
+                self._absorb(node, key)
+                child = node.children[key] = Node(key, node)
+            if child.page is None:
+                self._unstore(child)
+                child.page = page
+                self.pool.keep(page)
+                self._tokens += len(key)
+            self._touch(child)
+            node = child
+
+    def _absorb(self, node: Node, key: tuple[int, ...]) -> None:
+        """Forget a page filled in part whose tokens a fuller page is about to bring."""
+        for other in [c for c in node.children.values() if len(c.tokens) < len(key)]:
+            if key[: len(other.tokens)] == other.tokens:
+                self._forget(other)
+
+    def clear(self) -> None:
+        """Forget everything, as new weights demand. Sequences keep the pages that they hold."""
+        for root in self._roots.values():
+            for child in list(root.children.values()):
+                self._forget(child)
+        self._roots.clear()
+        self._oldest.clear()
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        node.used = self._clock
+        heapq.heappush(self._oldest, (node.used, id(node), node))
+        if len(self._oldest) > 64 + 8 * (self.pool.total + 1):
+            self._sort()
+
+    def _sort(self) -> None:
+        """Drop entries that are out of date."""
+        self._oldest = [entry for entry in self._oldest if entry[0] == entry[2].used and entry[2].page is not None]
+        heapq.heapify(self._oldest)
+
+    def _reclaim(self, count: int) -> None:
+        """Give up `count` pages, the ones unused for longest first. The caller knows that so many are not held."""
+        goal = self.pool.unused + count
+        while self.pool.unused < goal:
+            if not self._oldest:
+                self._collect()
+                continue
+            used, _, node = heapq.heappop(self._oldest)
+            if used != node.used or node.page is None or self.pool.held(node.page):
+                continue  # touched, given up, or held: who holds it will touch it
+            if any(child.page is not None for child in node.children.values()):
+                continue  # its turn comes after theirs
+            parent = node.parent
+            self._give_up(node)
+            if parent is not None and parent.page is not None:
+                heapq.heappush(self._oldest, (parent.used, id(parent), parent))
+
+    def _collect(self) -> None:
+        """Look through the whole tree for leaves to give up. Where there are none, a page that is not held has others
+        behind it that are (of a sequence with pages of its own for the same beginning): forget such a branch."""
+        nodes = [node for root in self._roots.values() for node in _below(root)]
+        loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
+        leaves = [node for node in loose if all(child.page is None for child in node.children.values())]
+        if not leaves:
+            self._forget(min(loose, key=lambda node: node.used))
+        self._oldest = [(node.used, id(node), node) for node in leaves]
+        heapq.heapify(self._oldest)
+
+    def _give_up(self, node: Node) -> None:
+        """Move a node's page to the host store, or forget it."""
+        assert node.page is not None
+        size = self.pool.page_bytes(len(node.tokens))
+        if size > self.host_bytes:
+            self._forget(node)
+            return
+        data = self.pool.dump(node.page, len(node.tokens))
+        while self._host_used + size > self.host_bytes:
+            self._forget(next(iter(self._host)))
+        self._evict_page(node)
+        node.stored, node.digest = data, _hash(data)
+        self._host[node] = None
+        self._host_used += size
+        self.spilled += 1
+
+    def _evict_page(self, node: Node) -> None:
+        if node.page is not None:
+            self.pool.drop(node.page)
+            node.page = None
+            self._tokens -= len(node.tokens)
+
+    def _unstore(self, node: Node) -> None:
+        if node.stored is not None:
+            self._host_used -= len(node.stored)
+            del self._host[node]
+            node.stored = None
+
+    def _resident(self, node: Node) -> bool:
+        """Whether the node's page is in the pool, after bringing it back from the host store where that is possible."""
+        if node.page is not None:
+            return True
+        if node.stored is None or _hash(node.stored) != node.digest:
+            self.damaged += 1
+            self._forget(node)
+            return False
+        if not self.pool.available:
+            return False
+        data, size = node.stored, len(node.tokens)
+        self._unstore(node)  # now, so that making room cannot forget it
+        (page,) = self.pool.take(1)
+        self.pool.load(page, size, data)
+        node.page = page
+        self.pool.keep(page)
+        self._tokens += size
+        self.pool.release([page])
+        self._touch(node)
+        self.restored += 1
+        return True
+
+    def _forget(self, node: Node) -> None:
+        """Remove a node and all that hangs on it."""
+        assert node.parent is not None
+        if node.parent.children.get(node.tokens) is node:
+            del node.parent.children[node.tokens]
+        for one in [node, *_below(node)]:
+            self._unstore(one)
+            self._evict_page(one)
+        node.children = {}
+
+
+def _below(node: Node) -> list[Node]:
+    """All nodes under one."""
+    found = list(node.children.values())
+    for one in found:
+        found += one.children.values()
+    return found
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences share at their beginning."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,118 @@
+"""From spans of requests to hidden states: batch tensors over the page table, and the forward passes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5.engine.kv_pool import PAGE, KVPool
+from glm5.engine.request import Request
+from glm5.model.context import ForwardContext, paged_context
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.ops.pages import Pages
+
+SHIFT = PAGE.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Neighbouring tokens of one request that a layer is to see, the first at position `start`; `ids` are the tokens
+    whose embeddings go in."""
+
+    request: Request
+    start: int
+    ids: Sequence[int]
+
+
+class Runner:
+    """Runs the trunk and the MTP layer over tokens of several requests at once.
+
+    MLA with DSA takes all tokens in one flat batch without padding; other attention wants rows of one length, so there
+    feeds are grouped by it. Nothing of this changes a token's bits in exact mode.
+    """
+
+    def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:
+        config = model.config
+        self.model, self.pool, self.exact = model, pool, exact
+        self.flat = config.use_dsa and config.attention_type == "mla" and not config.has_recurrent_layers
+        self.device = model.lm_head.weight.device
+        self.table = torch.zeros(rows, 16, dtype=torch.long, device=self.device)
+
+    def trunk(self, feeds: Sequence[Feed]) -> Tensor:
+        """Hidden states after the final norm, [total, D] in the order of `feeds`."""
+        return self._run(feeds, None, 0)
+
+    def mtp(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
+        """States of the MTP layer [total, D]; the token at position p meets the state of position p - 1, hidden [total,
+        D], and leaves its latent at place p. So a page depends on the tokens in it and before it alone."""
+        return self._run(feeds, hidden, 1)
+
+    def _run(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+        for feed in feeds:
+            self._table(feed.request)
+        if self.flat or len({len(feed.ids) for feed in feeds}) == 1:
+            return self._forward(feeds, hidden, first_key)
+        counts = [len(feed.ids) for feed in feeds]
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        out: Tensor | None = None
+        for count in sorted(set(counts)):
+            mine = [i for i, own in enumerate(counts) if own == count]
+            at = torch.cat([torch.arange(ends[i] - count, ends[i]) for i in mine]).to(self.device)
+            part = self._forward([feeds[i] for i in mine], None if hidden is None else hidden[at], first_key)
+            out = part.new_empty(ends[-1], part.shape[1]) if out is None else out
+            out[at] = part
+        assert out is not None
+        return out
+
+    def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+        ids = torch.tensor([token for feed in feeds for token in feed.ids], device=self.device)
+        ctx = self._context(feeds, first_key)
+        ids = ids.view(ctx.positions.shape)
+        if hidden is None:
+            out = self.model.model(ids, ctx)
+        else:
+            out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
+        return ctx.rows(out).flatten(0, 1)
+
+    def _context(self, feeds: Sequence[Feed], first_key: int) -> ForwardContext:
+        counts = [len(feed.ids) for feed in feeds]
+        own = [feed.request.row for feed in feeds]
+        if max(counts) == 1:
+            rows = torch.tensor(own, device=self.device)
+            positions = torch.tensor([feed.start for feed in feeds], device=self.device)
+        else:
+            ranges = [torch.arange(feed.start, feed.start + n) for feed, n in zip(feeds, counts, strict=True)]
+            rows = torch.tensor(own).repeat_interleave(torch.tensor(counts)).to(self.device)
+            positions = torch.cat(ranges).to(self.device)
+        pages = Pages(self.table, rows, PAGE, SHIFT)
+        places = None
+        if not first_key and any(feed.start < feed.request.stored for feed in feeds):
+            # Tokens of reused pages, seen again for their hidden states: what they leave behind is there already.
+            stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
+            places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
+        shape = (1, -1) if self.flat else (len(feeds), -1)
+        return paged_context(
+            self.pool.cache,
+            pages,
+            positions.view(shape),
+            longest=max(feed.start + n for feed, n in zip(feeds, counts, strict=True)),
+            places=places,
+            state_rows=None if self.flat else torch.tensor(own, device=self.device),
+            first_key=first_key,
+            exact=self.exact,
+        )
+
+    def _table(self, request: Request) -> None:
+        """Bring a request's row of the page table up to date."""
+        known, pages = request.entered, request.pages
+        if known == len(pages):
+            return
+        if len(pages) > self.table.shape[1]:
+            wider = self.table.new_zeros(self.table.shape[0], max(len(pages), 2 * self.table.shape[1]))
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
+        self.table[request.row, known : len(pages)] = torch.tensor(pages[known:], device=self.device)
+        request.entered = len(pages)

@@ -1,0 +1,177 @@
+"""Who runs in the next step, over which tokens, on which pages: continuous batching, chunked prefill, preemption."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass
+
+from glm5.engine.kv_pool import PAGE, KVPool
+from glm5.engine.radix_cache import RadixCache
+from glm5.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens start .. start + count - 1 of a request, which the model is to see next. `drafts` of them are yet to be
+    drafted; `draws` says that the request gets new tokens from it."""
+
+    request: Request
+    start: int
+    count: int
+    drafts: int
+    draws: bool
+
+
+class Scheduler:
+    """Requests run in the order in which they came, as far as rows and pages reach.
+
+    Every running request that has read its prompt gets its next token in every step, so a long prompt holds up nobody:
+    prompts are read in chunks, within a budget of `chunk` tokens per step that is shared with decoding. A request is
+    admitted when its known tokens fit. When pages run out, the youngest running request gives up its own, waits in
+    front of the queue and later computes again what the prefix cache has lost of it; it keeps its tokens and its seed.
+    """
+
+    def __init__(
+        self, pool: KVPool, radix: RadixCache | None, *, max_batch: int, chunk: int, drafts: int, bring_back: bool
+    ) -> None:
+        """`bring_back`: the last reused token is computed again, for its hidden state."""
+        self.pool, self.radix = pool, radix
+        self.chunk, self.drafts, self.bring_back = chunk, drafts, bring_back
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._rows = list(range(max_batch))[::-1]
+
+    def plan(self) -> list[Span]:
+        """The next step. Every span has its pages."""
+        window = 1 + self.drafts
+        decoding = sum(r.next >= r.length - 1 for r in self.running)
+        budget = max(PAGE, self.chunk - decoding * window)
+        spans: list[Span] = []
+        at = 0
+        while at < len(self.running):  # preemption takes requests off its end
+            request = self.running[at]
+            at += 1
+            if request.carried is not None and request.next == request.length - 1:
+                span = Span(request, request.next, window, self.drafts, True)
+            else:
+                left = request.target - request.next
+                count = left if left == 1 else min(left, budget)
+                if count == 0:
+                    continue
+                budget -= count if left > 1 else 0
+                span = Span(request, request.next, count, 0, count == left and request.carried is None)
+            if self._provide(request, span):
+                spans.append(span)
+            else:
+                break  # it was the youngest, and now waits
+        if len(spans) == len(self.running):
+            self.admit(spans)
+        return spans
+
+    def _provide(self, request: Request, span: Span) -> bool:
+        """Give a request the pages for a span, at the cost of younger ones; False if it had to give up its own."""
+        # The MTP layer writes one token ahead of the trunk.
+        needed = -(-(span.start + span.count + (1 if self.bring_back else 0)) // PAGE) - len(request.pages)
+        while needed > self.pool.available:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False
+        if needed > 0:
+            request.pages += self.pool.take(needed)
+        return True
+
+    def admit(self, spans: list[Span]) -> None:
+        """Add requests from the queue to a plan while budget, rows and pages last."""
+        passed: list[Request] = []
+        reading = sum(span.count for span in spans if not span.drafts and span.count > 1)
+        budget = max(PAGE, self.chunk - sum(span.count for span in spans) + reading) - reading
+        while self.waiting and self._rows and budget > 0:
+            request = self.waiting.popleft()
+            if request.done:
+                continue
+            if self._awaits_neighbour(request):
+                passed.append(request)
+                continue
+            self._recall(request)
+            needed = -(-(request.length + 1 + self.drafts) // PAGE) - len(request.pages)
+            if needed > self.pool.available:
+                self.pool.release(request.pages)
+                request.pages, request.stored, request.next = [], 0, 0
+                passed.append(request)
+                break
+            request.pages += self.pool.take(max(0, needed))
+            request.row = self._rows.pop()
+            bisect.insort(self.running, request, key=lambda r: r.number)
+            if not request.started:
+                request.started = True
+                request.completion.cached_len = request.next
+            if self.radix is not None:
+                self.radix.hit_tokens += request.next
+            left = request.target - request.next
+            if left == 0:
+                continue  # preempted, and all of it was remembered: it decodes from the next step on
+            count = min(left, budget)
+            budget -= count
+            spans.append(Span(request, request.next, count, 0, count == left and request.carried is None))
+        self.waiting.extendleft(reversed(passed))
+
+    def _awaits_neighbour(self, request: Request) -> bool:
+        """Whether a running request is about to compute whole pages that this one could then share."""
+        if self.radix is None or request.namespace is None:
+            return False
+        for other in self.running:
+            at = other.next // PAGE * PAGE
+            end = at + PAGE
+            if other.namespace != request.namespace or end > min(len(other.prompt_ids), request.length):
+                continue
+            if other.tokens[at:end] == request.tokens[at:end] and other.tokens[:at] == request.tokens[:at]:
+                return True
+        return False
+
+    def _recall(self, request: Request) -> None:
+        """Start from what the prefix cache knows of a request's tokens."""
+        if self.radix is None or request.namespace is None:
+            return
+        found = self.radix.match(request.namespace, request.tokens)
+        request.pages, request.stored = found.pages, found.length
+        request.remembered = found.length // PAGE
+        if found.length and self.bring_back:
+            last = request.target - 1 if found.length <= request.target else request.target
+            request.next = min(found.length - 1, last)
+        else:
+            request.next = min(found.length, request.length - 1)
+
+    def remember(self, request: Request, *, last: bool = False) -> None:
+        """Tell the prefix cache of the pages that a request has filled, with `last` also of the one filled in part."""
+        if self.radix is None or request.namespace is None:
+            return
+        length = request.stored if last else request.stored // PAGE * PAGE
+        if last or length // PAGE > request.remembered:
+            self.radix.insert(request.namespace, request.tokens[:length], request.pages)
+            request.remembered = length // PAGE
+
+    def release(self, request: Request) -> None:
+        """Take a request out of the batch; the prefix cache keeps what it may."""
+        self.running.remove(request)
+        self.remember(request, last=True)
+        self.pool.release(request.pages)
+        self._rows.append(request.row)
+        request.pages, request.row = [], -1
+        request.stored = request.next = request.remembered = request.entered = 0
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's pages and put it in front of the queue."""
+        self.preemptions += 1
+        self.release(request)
+        self.waiting.appendleft(request)
+
+    def requeue(self) -> None:
+        """All running requests compute their tokens anew, under new weights."""
+        for request in reversed(self.running[:]):
+            request.carried = None
+            request.next = request.stored = 0
+            self.release(request)
+            self.waiting.appendleft(request)

@@ -1,0 +1,163 @@
+"""Stop strings, found while tokens arrive: one object per sample, constant work per character.
+
+The engine and whoever shows text to a client feed the same tokens to a `StopWatch` each, so that both end a sample at
+the same place. A stop string may begin in one token and end in another, and a character may be split over tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from glm5.chat.tokenizer import StreamDecoder, Tokenizer
+
+VISIBLE_MARKERS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+"""The special tokens that are part of an answer's text. All others have no text and match no stop string."""
+
+
+class StopMatcher:
+    """Text in, the part in front of the first stop string out.
+
+    The first stop string is the one that is complete first; of several that end with the same character the longest
+    counts. What comes out does not depend on how the text was cut. `matched` is the stop string once it was found, and
+    `cut` the number of characters in front of it. `keep` lets the stop string itself through.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        self.matched: str | None = None
+        self.cut: int | None = None
+        self._keep = keep
+        self._next, self._fail, self._depth, self._found = _automaton([stop for stop in stops if stop])
+        self._state = 0
+        self._taken = 0
+        self._held = ""
+
+    @property
+    def hit(self) -> bool:
+        return self.matched is not None
+
+    def feed(self, text: str) -> str:
+        """More text; returns what can no longer be part of a stop string. After a hit nothing comes out any more."""
+        if self.matched is not None:
+            return ""
+        state, following, fail = self._state, self._next, self._fail
+        for i, char in enumerate(text):
+            while state and char not in following[state]:
+                state = fail[state]
+            state = following[state].get(char, 0)
+            if found := self._found[state]:
+                return self._end(text, i + 1, found)
+        self._state = state
+        self._taken += len(text)
+        data = self._held + text
+        end = len(data) - self._depth[state]
+        self._held = data[end:]
+        return data[:end]
+
+    def finish(self) -> str:
+        """The end of the text that was held back because it might have become a stop string."""
+        held, self._held = self._held, ""
+        self._state = 0
+        return held
+
+    def _end(self, text: str, end: int, found: str) -> str:
+        data = self._held + text[:end]
+        self.matched, self.cut = found, self._taken + end - len(found)
+        self._held = ""
+        return data if self._keep else data[: len(data) - len(found)]
+
+
+class StopWatch:
+    """Tokens of one sample in, its text out, up to the first stop string.
+
+    Args:
+        stops: stop strings; an empty one never matches.
+        silent: further ids without text (the ids that stop the sample); special tokens that are no `VISIBLE_MARKERS`
+            are silent in any case.
+        min_tokens: a stop string counts only if it begins behind so many tokens.
+        keep: the stop string is part of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        *,
+        silent: Collection[int] = (),
+        min_tokens: int = 0,
+        keep: bool = False,
+    ) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._silent = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS} | set(silent)
+        self._matcher = StopMatcher(stops, keep=keep)
+        self._early = min_tokens
+        self._before = 0  # characters of the early tokens
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the sample, or None."""
+        return self._matcher.matched
+
+    @property
+    def hit(self) -> bool:
+        return self._matcher.matched is not None
+
+    @property
+    def cut(self) -> int | None:
+        """How many characters of the text (without silent tokens) lie in front of the stop string; None without one."""
+        return None if self._matcher.cut is None else self._before + self._matcher.cut
+
+    def feed(self, token: int) -> str:
+        """The text that is certain by now."""
+        text = "" if token in self._silent else self._decoder.feed((token,))
+        if self._early > 0:
+            self._early -= 1
+            self._before += len(text)
+            return text
+        return self._matcher.feed(text)
+
+    def finish(self) -> str:
+        """After the last token: what was held back; bytes of an incomplete character come out as U+FFFD."""
+        if self.hit:
+            return ""
+        return self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
+
+
+def _automaton(stops: Sequence[str]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
+    """Aho-Corasick: per state its transitions, the state of its longest proper suffix, its length, and the longest
+    stop string that ends there ("" for none)."""
+    following: list[dict[str, int]] = [{}]
+    depth, found = [0], [""]
+    for stop in stops:
+        state = 0
+        for char in stop:
+            if char not in following[state]:
+                following[state][char] = len(following)
+                following.append({})
+                depth.append(depth[state] + 1)
+                found.append("")
+            state = following[state][char]
+        found[state] = stop
+    fail = [0] * len(following)
+    queue = deque(following[0].values())
+    while queue:
+        state = queue.popleft()
+        for char, child in following[state].items():
+            queue.append(child)
+            back = fail[state]
+            while back and char not in following[back]:
+                back = fail[back]
+            fail[child] = following[back].get(char, 0)
+            found[child] = found[child] or found[fail[child]]
+    return following, fail, depth, found

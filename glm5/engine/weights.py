@@ -1,0 +1,163 @@
+"""New weights for a running engine, in two phases: everything is read and checked first, then copied between two steps.
+
+`stage` does the slow part (files, hashes, shapes) beside the running engine and may be called from any thread; it
+needs memory for a second set of weights when they come from a directory. `apply` copies within memory, in the engine's
+thread, so that no step sees weights of two versions. `load_weights` is both. Whatever is wrong shows in `stage`; the
+engine then goes on with what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import GLM5Config
+from glm5.errors import CheckpointError, EngineError
+from glm5.model.glm5 import GLM5ForCausalLM
+
+if TYPE_CHECKING:
+    from glm5.engine.engine import Engine
+
+_MAY_DIFFER = {"eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range", "dtype"}
+"""Settings of a checkpoint that do not change what weights mean. The engine keeps its own."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Weights that were checked and fit, by names of the engine's `state_dict`."""
+
+    tensors: Mapping[str, Tensor]
+    source: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """What an update did. `seconds` is how long the engine stood still."""
+
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+    source: str
+
+
+def load_weights(
+    engine: Engine,
+    source: str | Path | Mapping[str, Tensor],
+    version: int,
+    *,
+    hashes: Mapping[str, str] | None = None,
+) -> WeightUpdate:
+    """Give the engine the weights of a checkpoint directory, or tensors by names of its `state_dict`.
+
+    A directory's manifest is verified before anything is read. `hashes` are SHA-256 digests by name (see
+    `tensor_hashes`), one for each tensor, checked before and, where no type was converted, again in the engine's own
+    memory. Running requests go on with the new weights from their next token.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, or belongs to another architecture or tokenizer.
+        EngineError: names, shapes, types or hashes do not fit. In both cases the engine is as it was.
+    """
+    return apply(engine, stage(engine.model, source, hashes=hashes, tokenizer=engine.tokenizer), version, hashes=hashes)
+
+
+def stage(
+    model: GLM5ForCausalLM,
+    source: str | Path | Mapping[str, Tensor],
+    *,
+    hashes: Mapping[str, str] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Staged:
+    """Read and check everything; changes nothing. `model` is the engine's, `tokenizer` the one it reads text with."""
+    if isinstance(source, Mapping):
+        tensors, name = source, "tensors"
+    else:
+        tensors, name = _read(model, Path(source), tokenizer), str(source)
+    check_fit(model, tensors)
+    if hashes is not None:
+        _check_hashes(tensors, hashes)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return Staged(tensors, name, size)
+
+
+def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
+    """Copy staged weights into the engine as `version`, between two of its steps.
+
+    With `hashes` the engine's memory is read back; EngineError if it differs, which only broken memory can cause.
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise EngineError(f"A weight version is a number from 0, not {version!r}.")
+    begun = time.perf_counter()
+    engine.update_weights(staged.tensors, version)
+    seconds = time.perf_counter() - begun
+    if hashes is not None:
+        own = engine.model.state_dict()
+        same = {name: own[name] for name, tensor in staged.tensors.items() if own[name].dtype == tensor.dtype}
+        for name, tensor in same.items():
+            if tensor_hash(tensor) != hashes[name].lower():
+                raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
+    return WeightUpdate(version, len(staged.tensors), staged.bytes, seconds, staged.source)
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Hex SHA-256 of a tensor's bytes in memory order (little-endian), without its shape or type."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def tensor_hashes(model: nn.Module) -> dict[str, str]:
+    """`tensor_hash` of every parameter and buffer by its name in `state_dict`."""
+    return {name: tensor_hash(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _read(model: GLM5ForCausalLM, path: Path, tokenizer: Tokenizer | None) -> Mapping[str, Tensor]:
+    """The weights of a directory in host memory. Configuration and tokenizer are compared before they are read."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint directory.")
+    ours, theirs = _meaning(model.config), _meaning(GLM5Config.load(path))
+    differs = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if differs:
+        key = differs[0]
+        raise CheckpointError(
+            f"{path} is not of the engine's architecture: {key} is {theirs.get(key)!r:.80}, not {ours.get(key)!r:.80}; "
+            f"start a new engine for it."
+        )
+    if tokenizer is not None and (path / "tokenizer.json").exists() and Tokenizer.load(path).hash() != tokenizer.hash():
+        raise CheckpointError(f"{path} has another tokenizer than the engine; start a new engine for it.")
+    return GLM5ForCausalLM.from_pretrained(path, dtype=model.dtype).state_dict()
+
+
+def _meaning(config: GLM5Config) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key not in _MAY_DIFFER}
+
+
+def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise EngineError where tensors are not a whole new set of weights for the model."""
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ tensors.keys()):
+        raise EngineError(f'Weight update does not fit the model: tensor "{name}" exists on one side only.')
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise EngineError(
+                f'Weight update does not fit the model: tensor "{name}" has shape {list(tensor.shape)}, not '
+                f"{list(own[name].shape)}."
+            )
+        if tensor.is_floating_point() != own[name].is_floating_point() or tensor.is_meta:
+            raise EngineError(f'Weight update does not fit the model: tensor "{name}" is {tensor.dtype}.')
+
+
+def _check_hashes(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> None:
+    for name in sorted(tensors.keys() ^ hashes.keys()):
+        raise EngineError(f'Weight update: tensor and hash of "{name}" must come together; one of them is missing.')
+    for name, tensor in tensors.items():
+        if tensor_hash(tensor) != hashes[name].lower():
+            raise EngineError(f'Weight update: tensor "{name}" has arrived damaged (its SHA-256 differs).')
