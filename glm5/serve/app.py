@@ -1,43 +1,39 @@
-"""The application and the process around it: errors, who may ask, start and stop."""
+"""The application and the process around it: surfaces, errors, start and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import hmac
-import ipaddress
 import json
 import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.datastructures import Headers
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, Glm5Error, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
-from glm5.serve.openai import CLIENT_GONE, Limits, Service, router
+from glm5.serve import anthropic, native, openai
+from glm5.serve.access import LOOPBACK_NAMES, Guard, is_loopback
+from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError, error_response
+from glm5.serve.limits import Limits
+from glm5.serve.metrics import CONTENT_TYPE, Metrics
 from glm5.serve.page import page_route
-from glm5.serve.schema import ApiError, Sampling
+from glm5.serve.schema import Sampling
+from glm5.serve.service import Service
 from glm5.serve.stream import EngineThread
 
 log = get_logger("serve")
-
-OPEN_PATHS = ("/", "/health")
-"""Answered without an API key."""
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def create_app(
@@ -55,10 +51,12 @@ def create_app(
     `defaults` are the sampling parameters of requests that give none. `allowed_hosts` are the host names that requests
     may be addressed to; None allows all.
     """
-    limits = limits or Limits()
-    thread = EngineThread(engine, limits.samples)
-    defaults = defaults or SamplingParams()
-    service = Service(thread, tokenizer, model_name, defaults, engine.max_length, limits, int(time.time()))
+    limits, metrics = limits or Limits(), Metrics()
+    thread = EngineThread(engine, limits.samples, metrics)
+    length = min(engine.max_length, limits.tokens or engine.max_length)
+    service = Service(
+        thread, tokenizer, model_name, defaults or SamplingParams(), length, limits, metrics, int(time.time())
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,79 +66,50 @@ def create_app(
 
     # FastAPI's own documentation pages load scripts from elsewhere.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(router(service))
+    app.state.service = service
+    for surface in (openai, anthropic, native):
+        app.include_router(surface.router(service))
     app.include_router(page_route(model_name))
-    app.add_middleware(Guard, api_key=api_key, allowed_hosts=allowed_hosts)
-    app.add_exception_handler(Glm5Error, _on_error)
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    _add_watching(app, service)
+    app.add_middleware(
+        Guard,
+        api_key=api_key or None,
+        allowed_hosts=allowed_hosts,
+        requests=limits.requests,
+        observe=metrics.answered,
+    )
+    for kind in (Glm5Error, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
     return app
 
 
+def _add_watching(app: FastAPI, service: Service) -> None:
+    """Health and metrics."""
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> dict[str, str]:
+        try:
+            service.thread.check()
+        except Glm5Error as error:
+            raise ApiError(503, str(error), code=ApiError.of(error).code) from error
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return PlainTextResponse(service.metrics.text(await service.numbers()), media_type=CONTENT_TYPE)
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
+    path = request.url.path
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     if isinstance(error, HTTPException):
-        text = f"{request.method} {request.url.path}: {error.detail}."
-        return error_response(ApiError(error.status_code, text), dict(error.headers or {}))
+        text = f"{request.method} {path:.200}: {error.detail}."
+        return error_response(ApiError(error.status_code, text), path, error.headers)
     if isinstance(error, Glm5Error):
-        return error_response(ApiError.of(error))
-    return error_response(ApiError(500, "Internal error; see the server's log."))
-
-
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error in OpenAI form, with the headers that its status asks for."""
-    own = {
-        401: {"WWW-Authenticate": "Bearer"},
-        413: {"Connection": "close"},  # what may be left of the body is not worth reading
-        429: {"Retry-After": "1"},
-    }
-    return JSONResponse(error.body(), error.status, {**own.get(error.status, {}), **(headers or {})})
-
-
-class Guard:
-    """Turns away who may not ask: wrong key, and pages of other sites that use a visitor's browser to reach us.
-
-    A browser sends such a page's requests along without asking, and lets it read the answers once its name resolves to
-    our address; the first shows in Origin and Sec-Fetch-Site, the second in Host.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str | None, allowed_hosts: Collection[str] | None) -> None:
-        self.app = app
-        self.api_key = api_key
-        self.allowed_hosts = allowed_hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self.app(scope, receive, send)
-        else:
-            await error_response(error)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self.allowed_hosts is not None and _hostname(host) not in self.allowed_hosts:
-            return ApiError(403, f"This server does not answer for the host {host!r}.", code="wrong_host")
-        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc != host
-        if scope["method"] not in ("GET", "HEAD") and (site in ("cross-site", "same-site") or foreign):
-            return ApiError(403, "Pages of other sites may not use this server.", code="cross_site")
-        if self.api_key is not None and scope["path"] not in OPEN_PATHS:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
-                return ApiError(
-                    401, "Wrong or missing API key; send it as Authorization: Bearer KEY.", code="invalid_api_key"
-                )
-        return None
-
-
-def _hostname(host: str) -> str | None:
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
+        return error_response(ApiError.of(error), path)
+    return error_response(ApiError(500, INTERNAL), path)
 
 
 def load_defaults(directory: Path) -> SamplingParams:
@@ -174,7 +143,7 @@ def run(
         UsageError: the address is taken or not ours, or it is open to others and there is no API key.
         CheckpointError: no model, or no tokenizer that fits it.
     """
-    local = _is_loopback(host)
+    local = is_loopback(host)
     if not local and not api_key:
         raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
     directory, api_key, limits = Path(directory), api_key or None, limits or Limits()
@@ -195,10 +164,11 @@ def run(
             limits=limits,
             allowed_hosts={*LOOPBACK_NAMES, host} if local and not api_key else None,
         )
-        patience = max(1, round(limits.stop_seconds))
+        # The engine thread gives up first, so that streams end with a sentence rather than with a broken connection.
+        patience = max(1, round(limits.stop_seconds)) + 2
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience)
         try:
-            _Server(config).run(sockets=[listener])
+            _Server(config, app.state.service).run(sockets=[listener])
         except KeyboardInterrupt:
             pass
         except OSError as error:  # another server began to listen while this one was loading
@@ -206,7 +176,11 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does."""
+    """Says where it listens once it does, and tells the engine thread first when it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -214,12 +188,12 @@ class _Server(uvicorn.Server):
             host, port = listener.getsockname()[:2]
             print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.ensure_future(
+            asyncio.to_thread(self._service.thread.stop, self._service.limits.stop_seconds)
+        )
+        await super().shutdown(sockets)
+        await stopping
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -2,123 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
 
-from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.records import SamplingParams
-from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.schema import (
-    ApiError,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Prompt,
-    Sampling,
-    TokenizeRequest,
-    parse,
-)
-from glm5.serve.stream import EngineThread, Stream
+from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from glm5.serve.prompts import Prompt, encode
+from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
+from glm5.serve.schema import OpenAISampling
+from glm5.serve.service import Service, collect, follow, openai_usage
+from glm5.serve.sse import DONE, EventResponse, event, unless_gone
+from glm5.serve.stream import Stream
 
 log = get_logger("serve")
-
-CLIENT_GONE = 499
-"""Status of an answer that nobody waits for; it is seen in logs only."""
-DRAINED = 8
-"""Up to so many times the limit, a body that is too large is read to its end and dropped: a client that is cut off
-while it writes does not get to read why."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one server takes. `samples` counts waiting and running ones together."""
-
-    body_bytes: int = 8 << 20
-    samples: int = 256
-    stop_seconds: float = 10.0
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the routes share. `max_length` is the longest prompt plus answer, in tokens."""
-
-    thread: EngineThread
-    tokenizer: Tokenizer
-    model_name: str
-    defaults: SamplingParams
-    max_length: int
-    limits: Limits
-    created: int
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            text = f"The model {name!r} does not exist; this server has {self.model_name!r}."
-            raise ApiError(404, text, param="model", code="model_not_found")
-
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The body as a `kind`. The limit holds while reading, so that no announced length has to be believed."""
-        limit, size, raw = self.limits.body_bytes, 0, bytearray()
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= limit:
-                raw += piece
-            elif size > DRAINED * limit:
-                break
-        if size > limit:
-            raise ApiError(413, f"The body is larger than {limit:,} bytes.", code="body_too_large")
-        return await asyncio.to_thread(parse, kind, bytes(raw))
-
-    async def begin(self, body: Sampling, prompt: Prompt, limit: int | None, top_logprobs: int = 0) -> Stream:
-        """Hand a prompt to the engine; without a `limit` the answer may fill the context."""
-        room = self.max_length - len(prompt.ids)
-        if room < 1:
-            text = f"The prompt has {len(prompt.ids)} tokens, the limit is {self.max_length - 1}; shorten it."
-            field = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise ApiError(400, text, param=field, code="context_length_exceeded")
-        params = body.params(self.defaults, self.tokenizer, min(limit or room, room), top_logprobs)
-        return await self.thread.submit(prompt.ids, params)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an endpoint writes its answers: object names, a choice of the whole answer, a choice of a chunk."""
-
-    prefix: str
-    whole: str
-    chunk: str
-    choice: Callable[[Reply], dict[str, Any]]
-    piece: Callable[[OpenAIDelta], dict[str, Any]]
-    opening: OpenAIDelta | None
-
-
-CHAT = Form(
-    prefix="chatcmpl",
-    whole="chat.completion",
-    chunk="chat.completion.chunk",
-    choice=lambda reply: {"message": reply.message(), "logprobs": reply.new_logprobs()},
-    piece=lambda delta: {"delta": delta},
-    opening={"role": "assistant", "content": ""},
-)
-TEXT = Form(
-    prefix="cmpl",
-    whole="text_completion",
-    chunk="text_completion",
-    choice=lambda reply: {"text": reply.content, "logprobs": None},
-    piece=lambda delta: {"text": delta.get("content", "")},
-    opening=None,
-)
 
 
 def router(service: Service) -> APIRouter:
@@ -129,178 +34,220 @@ def router(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await service.read(request, ChatRequest)
         service.check_model(body.model)
-        prompt = await asyncio.to_thread(body.render, service.tokenizer)
-        limit = body.max_completion_tokens or body.max_tokens
-        stream = await service.begin(body, prompt, limit, body.top_logprobs)
+        prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+        form = ChatForm(service, body, prompt)
+        jobs = [(body, prompt)]
+        stream = await service.begin(jobs, [form.head["id"]], field_name="messages", top_logprobs=body.top_logprobs)
         options = {"logprobs": body.logprobs, "parallel_calls": body.parallel_tool_calls}
-        return await _answer(service, request, body, prompt, stream, CHAT, options)
+        return await _answer(request, body, stream, service.replies(jobs, stream, **options), form)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await service.read(request, CompletionRequest)
         service.check_model(body.model)
-        ids = body.prompt
-        if isinstance(ids, str):
-            ids = await asyncio.to_thread(service.tokenizer.encode, ids, True)
-        prompt = Prompt(ids)
-        stream = await service.begin(body, prompt, body.max_tokens)
-        return await _answer(service, request, body, prompt, stream, TEXT, {})
+        prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
+        form = TextForm(service, body, prompts)
+        if body.max_tokens == 0:
+            return await _score(request, body, form)
+        if body.echo and body.logprobs is not None:
+            await form.score()
+        jobs = [(body, prompt) for prompt in prompts]
+        names = [form.head["id"]] * len(jobs)
+        stream = await service.begin(jobs, names, top_logprobs=body.logprobs or 0)
+        replies = service.replies(jobs, stream, logprobs=body.logprobs is not None)
+        return await _answer(request, body, stream, replies, form)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+        found = _model(service)
+        # The second half is how Anthropic's clients know the end of a list.
+        return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return _model(service)
 
-    @routes.get("/health")
-    async def health() -> dict[str, str]:
-        try:
-            service.thread.check()
-        except Glm5Error as error:
-            raise ApiError(503, str(error), code=ApiError.of(error).code) from error
-        return {"status": "ok"}
-
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await service.read(request, TokenizeRequest)
+        service.check_model(body.model)
         if (body.prompt is None) == (not body.messages):
             raise ApiError(400, "Give either prompt or messages.", param="prompt")
         if body.prompt is None:
-            ids = (await asyncio.to_thread(body.render, service.tokenizer)).ids
+            prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
         else:
-            ids = await asyncio.to_thread(service.tokenizer.encode, body.prompt, True)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.max_length}
+            prompt = await service.make(encode, service.tokenizer, body.prompt)
+        return {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": service.max_length}
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await service.read(request, DetokenizeRequest)
+        service.check_model(body.model)
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
     return routes
 
 
 def _model(service: Service) -> dict[str, Any]:
-    common = {"object": "model", "created": service.created, "owned_by": "glm5"}
-    return {"id": service.model_name, **common, "max_model_len": service.max_length}
+    """For clients of both kinds."""
+    created = datetime.fromtimestamp(service.created, UTC).isoformat()
+    openai = {"object": "model", "created": service.created, "owned_by": "glm5", "root": service.model_name}
+    anthropic = {"type": "model", "display_name": service.model_name, "created_at": created}
+    return {"id": service.model_name, **openai, **anthropic, "max_model_len": service.max_length}
+
+
+class ChatForm:
+    """How chat completions write their answers."""
+
+    whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatRequest, prompt: Prompt) -> None:
+        self.head = _head(service, "chatcmpl")
+        self.prompts = [prompt]
+        self._tokenizer = service.tokenizer
+        self._logprobs = body.logprobs
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return {"message": reply.message(), "logprobs": self._scored(reply)}
+
+    def opening(self, reply: Reply) -> OpenAIDelta | None:
+        return {"role": "assistant", "content": ""}
+
+    def piece(self, reply: Reply, delta: OpenAIDelta) -> dict[str, Any]:
+        return {"delta": delta, "logprobs": self._scored(reply)}
+
+    def _scored(self, reply: Reply) -> dict[str, Any] | None:
+        fresh = reply.new_scored()
+        return {"content": chat_logprobs(self._tokenizer, fresh), "refusal": None} if fresh else None
+
+
+class TextForm:
+    """How completions write their answers. With `echo` the prompt comes first, scored where log-probabilities are."""
+
+    whole_name = chunk_name = "text_completion"
+
+    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+        self.head = _head(service, "cmpl")
+        self.prompts = list(prompts)
+        self._service = service
+        self._top = body.logprobs
+        self._echoed = [service.tokenizer.decode(prompt.ids) if body.echo else "" for prompt in prompts]
+        self._samples = body.n
+        self._prompt_scores: list[list[Scored]] = [[] for _ in prompts]
+
+    async def score(self) -> None:
+        """Log-probabilities of the prompts."""
+        for i, prompt in enumerate(self.prompts):
+            values = [math.nan, *await self._service.scores(prompt.ids)]
+            offset, scored = 0, []
+            for token, value in zip(prompt.ids, values, strict=True):
+                scored.append(Scored(token, value, {}, offset))
+                offset += len(self._service.tokenizer.decode([token]))
+            self._prompt_scores[i] = scored
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return self.text(reply.index // self._samples, reply.content, reply.new_scored())
+
+    def text(self, owner: int, content: str, scored: Sequence[Scored]) -> dict[str, Any]:
+        """A choice that belongs to prompt `owner`."""
+        echoed = self._echoed[owner]
+        shifted = [Scored(one.token, one.logprob, one.top, one.offset + len(echoed)) for one in scored]
+        return {"text": echoed + content, "logprobs": self._written([*self._prompt_scores[owner], *shifted])}
+
+    def opening(self, reply: Reply) -> OpenAIDelta | None:
+        echoed = self._echoed[reply.index // self._samples]
+        return {"content": echoed} if echoed else None
+
+    def piece(self, reply: Reply, delta: OpenAIDelta) -> dict[str, Any]:
+        return {"text": delta.get("content", ""), "logprobs": self._written(reply.new_scored())}
+
+    def _written(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if self._top is None or not scored:
+            return None
+        return text_logprobs(self._service.tokenizer, scored, self._top > 0)
+
+
+def _head(service: Service, prefix: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": service.model_name,
+        "system_fingerprint": service.fingerprint,
+    }
 
 
 async def _answer(
-    service: Service,
-    request: Request,
-    body: Sampling,
-    prompt: Prompt,
-    stream: Stream,
-    form: Form,
-    options: dict[str, Any],
+    request: Request, body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm
 ) -> Response:
     """The answer in one piece or as events. However it ends, nothing of it keeps running in the engine."""
-    stop_ids = stream.requests[0].stop_ids
-    replies = [Reply(i, service.tokenizer, prompt, body.stops(), stop_ids, **options) for i in range(body.n)]
-    head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model_name}
     if body.stream:
-        usage = body.stream_options.include_usage
-        return EventResponse(_events(form, {**head, "object": form.chunk}, stream, replies, usage), stream)
-    try:
-        if not await _unless_gone(request, _collect(stream, replies)):
-            return Response(status_code=CLIENT_GONE)
-    finally:
-        stream.cancel()
-    choices = [{"index": r.index, **form.choice(r), "finish_reason": r.finish_reason} for r in replies]
-    return JSONResponse({**head, "object": form.whole, "choices": choices, "usage": _usage(stream, replies)})
+        return EventResponse(_events(form, body, stream, replies), stream)
+    if not await unless_gone(request, collect(stream, replies)):
+        return Response(status_code=CLIENT_GONE)
+    choices = [
+        {
+            "index": reply.index,
+            **form.whole(reply),
+            "finish_reason": reply.finish_reason,
+            "matched_stop": reply.matched,
+            **({"token_ids": reply.ids} if body.return_token_ids else {}),
+        }
+        for reply in replies
+    ]
+    answer = {**form.head, "object": form.whole_name, "choices": choices, "usage": openai_usage(stream, replies)}
+    return JSONResponse(answer | _prompt_ids(form, body))
 
 
-async def _replies(stream: Stream, replies: list[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
-    """Feed the replies as tokens come; a sample that found its stop string is ended in the engine too."""
-    async for delta in stream:
-        reply = replies[delta.index]
-        if reply.finish_reason is None:
-            yield reply, reply.feed(delta)
-            if reply.finish_reason is not None and delta.finish_reason is None:
-                stream.cancel(reply.index)
+def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, Any]:
+    if not body.return_token_ids:
+        return {}
+    rows = [prompt.ids for prompt in form.prompts]
+    return {"prompt_token_ids": rows[0] if len(rows) == 1 else rows}
 
 
-async def _collect(stream: Stream, replies: list[Reply]) -> None:
-    async for _ in _replies(stream, replies):
-        pass
-
-
-async def _unless_gone(request: Request, work: Any) -> bool:
-    """Run `work` to its end and return True, or drop it and return False when the client hangs up."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            return False
-        working.result()
-        return True
-    finally:
-        working.cancel()
-        waiting.cancel()
+async def _score(request: Request, body: CompletionRequest, form: TextForm) -> Response:
+    """Nothing but the echoed prompts."""
+    if body.logprobs is not None and not await unless_gone(request, form.score()):
+        return Response(status_code=CLIENT_GONE)
+    choices = [{"index": i, **form.text(i, "", ()), "finish_reason": "length"} for i in range(len(form.prompts))]
+    count = sum(len(prompt.ids) for prompt in form.prompts)
+    usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+    return JSONResponse({**form.head, "object": form.whole_name, "choices": choices, "usage": usage})
 
 
 async def _events(
-    form: Form, head: Mapping[str, Any], stream: Stream, replies: list[Reply], usage: bool
-) -> AsyncIterator[str]:
+    form: ChatForm | TextForm, body: OpenAISampling, stream: Stream, replies: list[Reply]
+) -> AsyncGenerator[str, None]:
     """Server-sent events. The status has been sent already, so that a late error is an event too."""
+    usage, told = body.stream_options.include_usage, [0] * len(replies)
+    head: Mapping[str, Any] = {**form.head, "object": form.chunk_name}
 
-    def chunk(reply: Reply, delta: OpenAIDelta, last: bool = False) -> str:
-        finish = reply.finish_reason if last else None
-        choice = {"index": reply.index, **form.piece(delta), "logprobs": reply.new_logprobs(), "finish_reason": finish}
-        return _event({**head, "choices": [choice], **({"usage": None} if usage else {})})
+    def chunk(reply: Reply, delta: OpenAIDelta, *, first: bool = False, last: bool = False) -> str:
+        choice = {"index": reply.index, **form.piece(reply, delta), "finish_reason": None}
+        if last:
+            choice |= {"finish_reason": reply.finish_reason, "matched_stop": reply.matched}
+        if body.return_token_ids:
+            choice["token_ids"] = reply.ids[told[reply.index] :]
+            told[reply.index] = len(reply.ids)
+        extra = _prompt_ids(form, body) if first and reply.index == 0 else {}
+        return event({**head, "choices": [choice], **({"usage": None} if usage else {}), **extra})
 
     try:
-        if form.opening is not None:
-            for reply in replies:
-                yield chunk(reply, form.opening)
-        async for reply, deltas in _replies(stream, replies):
+        for reply in replies:
+            opening = form.opening(reply)
+            if opening is not None or body.return_token_ids:
+                yield chunk(reply, opening or {}, first=True)
+        async for reply, deltas in follow(stream, replies):
             for delta in deltas:
                 yield chunk(reply, delta)
             if reply.finish_reason is not None:
                 yield chunk(reply, {}, last=True)
         if usage:
-            yield _event({**head, "choices": [], "usage": _usage(stream, replies)})
+            yield event({**head, "choices": [], "usage": openai_usage(stream, replies)})
     except Glm5Error as error:
-        yield _event(ApiError.of(error).body())
+        yield event(ApiError.of(error).body())
     except Exception:
         log.exception("A streamed answer failed.")
-        yield _event(ApiError(500, "Internal error; see the server's log.").body())
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
-
-
-def _usage(stream: Stream, replies: list[Reply]) -> dict[str, Any]:
-    prompt, completion = len(stream.prompt), sum(reply.tokens for reply in replies)
-    cached = max(request.completion.cached_len for request in stream.requests)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
-    }
-
-
-class EventResponse(StreamingResponse):
-    """Server-sent events of a stream, which ends in the engine when the client leaves."""
-
-    def __init__(self, events: AsyncIterator[str], stream: Stream) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.cancel()
+        yield event(ApiError(500, INTERNAL).body())
+    yield DONE

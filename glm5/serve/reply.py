@@ -1,8 +1,9 @@
-"""One sample on its way to the client: tokens in, OpenAI deltas out, and the whole kept for an unstreamed answer.
+"""One sample on its way to the client: tokens in, deltas out, and the whole kept for an unstreamed answer.
 
-Tokens become text, text is cut at a stop string, and the rest is parsed into reasoning, content and tool calls. An
-unstreamed answer takes the same way, so that both forms agree. One thing differs: a call that the model never finished
-has partly been streamed already, whereas the whole answer shows it as content.
+Tokens become text, text is cut at a stop string, and the rest is parsed into reasoning, content and tool calls. Deltas
+are those of an OpenAI chat message, which the other surfaces translate. An unstreamed answer takes the same way, so
+that both forms agree. One thing differs: a call that the model never finished has partly been streamed already, whereas
+the whole answer shows it as content.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from glm5.chat.parsers import (
@@ -25,101 +27,84 @@ from glm5.chat.parsers import (
     merge_events,
 )
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
+from glm5.engine.stops import VISIBLE_MARKERS, StopWatch
 from glm5.records import ToolCall
-from glm5.serve.schema import Prompt
+from glm5.serve.prompts import Prompt
 from glm5.serve.stream import Delta
 
-# The special tokens that are part of an answer's text; all others have no text.
-MARKERS = (
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-)
 IMPOSSIBLE = -9999.0
 """What OpenAI writes for a log-probability of minus infinity, which JSON cannot."""
 
 OpenAIDelta = dict[str, Any]
 
 
-class StopStrings:
-    """Cuts text at the first stop string. Holds back an end that may become one."""
+@dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability, the likeliest ones at its place, and where its text begins in the answer."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.hit = False
-        self._stops = stops
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        if self.hit:
-            return ""
-        data = self._held + text
-        found = [at for stop in self._stops if (at := data.find(stop)) >= 0]
-        if found:
-            self.hit, self._held = True, ""
-            return data[: min(found)]
-        end = len(data) - _overlap(data, self._stops)
-        self._held = data[end:]
-        return data[:end]
-
-    def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, targets: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a target without completing it."""
-    longest = min(max(map(len, targets), default=1) - 1, len(text))
-    return next((k for k in range(longest, 0, -1) if any(t.startswith(text[-k:]) for t in targets)), 0)
+    token: int
+    logprob: float
+    top: dict[int, float]
+    offset: int
 
 
 class Reply:
-    """Sample `index` of a prompt. Feed it the deltas of its index; it has ended when `finish_reason` is set."""
+    """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
+
+    `matched` then says what ended it: a stop string, a stop id, or nothing (None).
+    """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Prompt, stops: Sequence[str], stop_ids: Iterable[int],
-        *, logprobs: bool = False, parallel_calls: bool = True,
+        *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.index = index
+        self.prompt = prompt
         self.reasoning = ""
         self.content = ""
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
-        self.tokens = 0
+        self.matched: str | int | None = None
+        self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self.logprobs: list[dict[str, Any]] | None = [] if logprobs else None
+        self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
-        self._silent = {tokenizer.special[name] for name in tokenizer.special if name not in MARKERS} | set(stop_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._watch = StopWatch(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
+        hidden = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS}
+        self._silent = self._stop_ids | hidden
         self._ends_thought = {tokenizer.special["</think>"], tokenizer.special["<tool_call>"]}
         self._thinking = prompt.thinking
-        self._decoder = StreamDecoder(tokenizer)
-        self._stops = StopStrings(stops)
         self._parser = ChatParser(prompt.tools, prompt.thinking, calls=bool(prompt.tools))
         self._most_calls = math.inf if parallel_calls else 1
         self._call_ids: dict[int, str] = {}
-        self._told_logprobs = 0
+        self._told = 0
+        self._offsets = StreamDecoder(tokenizer)
+        self._offset = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
     def feed(self, delta: Delta) -> list[OpenAIDelta]:
         """What the new tokens add, as deltas of a chat message. Sets `finish_reason` at the end."""
-        events: list[Event] = []
         if self.finish_reason is not None:
             return []
+        events: list[Event] = []
         for token, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
             self._count(token, logprob, top)
-            text = self._decoder.feed(() if token in self._silent else (token,))
-            events += self._parse(self._stops.feed(text))
-            if self._stops.hit:
+            fresh = self._parse(self._watch.feed(token))
+            events += fresh
+            if self._watch.hit:
+                self.finish_reason, self.matched = "stop", self._watch.matched
+                break
+            if any(isinstance(event, ToolCallEnd) and event.index + 1 >= self._most_calls for event in fresh):
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            events += self._parse(self._stops.feed(self._decoder.finish()) + self._stops.finish())
+            self._end(delta.finish_reason)
+            events += self._parse(self._watch.finish())
+            self.matched = self._watch.matched or self.matched
         if self.finish_reason is not None:
             events += self._parser.finish()
         deltas = [found for event in merge_events(events) if (found := self._delta(event)) is not None]
@@ -127,12 +112,11 @@ class Reply:
             self.finish_reason = "tool_calls"
         return deltas
 
-    def new_logprobs(self) -> dict[str, Any] | None:
-        """Entries since the last call, for the next chunk; None where there are none."""
-        if self.logprobs is None:
-            return None
-        fresh, self._told_logprobs = self.logprobs[self._told_logprobs :], len(self.logprobs)
-        return {"content": fresh, "refusal": None} if fresh else None
+    def new_scored(self) -> list[Scored]:
+        """Entries since the last call, for the next chunk."""
+        fresh = [] if self.scored is None else self.scored[self._told :]
+        self._told += len(fresh)
+        return fresh
 
     def message(self) -> dict[str, Any]:
         """The whole assistant message."""
@@ -143,18 +127,18 @@ class Reply:
         message |= {"reasoning_content": self.reasoning or None, "reasoning": self.reasoning or None}
         return message | ({"tool_calls": self.calls} if self.calls else {})
 
+    def _end(self, reason: str) -> None:
+        self.finish_reason = reason
+        if reason == "stop" and self.ids and self.ids[-1] in self._stop_ids:
+            self.matched = self.ids[-1]
+
     def _count(self, token: int, logprob: float, top: dict[int, float]) -> None:
-        self.tokens += 1
+        self.ids.append(token)
         self._thinking = self._thinking and token not in self._ends_thought
         self.reasoning_tokens += self._thinking
-        if self.logprobs is not None:
-            best = [self._entry(i, value) for i, value in top.items() if math.isfinite(value)]
-            self.logprobs.append({**self._entry(token, logprob), "top_logprobs": best})
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.decode_bytes([token])
-        value = logprob if math.isfinite(logprob) else IMPOSSIBLE
-        return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
+        if self.scored is not None:
+            self.scored.append(Scored(token, logprob, top, self._offset))
+            self._offset += 0 if token in self._silent else len(self._offsets.feed((token,)))
 
     def _parse(self, text: str) -> list[Event]:
         events = self._parser.feed(text) if text else []
@@ -189,3 +173,47 @@ class Reply:
 def _openai_call(call_id: str, call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token; of a part of a character its bytes, as OpenAI writes them: `bytes:\\xe2\\x82`."""
+    raw = tokenizer.decode_bytes([token])
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat answer. Alternatives that cannot be sampled are left out."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.decode_bytes([token])
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+    return [
+        {
+            **entry(one.token, one.logprob),
+            "top_logprobs": [entry(i, value) for i, value in one.top.items() if math.isfinite(value)],
+        }
+        for one in scored
+    ]
+
+
+def text_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored], top: bool) -> dict[str, Any]:
+    """`logprobs` of a text completion. The first token of an echoed prompt has none."""
+    tops = [
+        {token_text(tokenizer, i): value for i, value in one.top.items() if math.isfinite(value)} or None
+        for one in scored
+    ]
+    return {
+        "tokens": [token_text(tokenizer, one.token) for one in scored],
+        "token_logprobs": [None if math.isnan(one.logprob) else finite(one.logprob) for one in scored],
+        "top_logprobs": tops if top else None,
+        "text_offset": [one.offset for one in scored],
+    }

@@ -19,8 +19,8 @@ from glm5.errors import CheckpointError, EngineError, Glm5Error, UsageError, nea
 from glm5.records import Message, SamplingParams, ToolCall
 from glm5.serve.app import load_defaults
 from glm5.serve.conversation import Conversation, load_tools
+from glm5.serve.prompts import Prompt
 from glm5.serve.reply import Reply
-from glm5.serve.schema import Prompt
 from glm5.serve.screen import Screen
 from glm5.serve.stream import Delta
 

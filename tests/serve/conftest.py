@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,25 @@ from fastapi.testclient import TestClient
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
-from glm5.engine.request import Request
+from glm5.engine.grammar import Grammars
 from glm5.errors import EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import SamplingParams
+from glm5.records import Completion, SamplingParams
 from glm5.serve.app import create_app
+
+
+@dataclass(eq=False)
+class Sample:
+    """What the server sees of a request."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    completion: Completion = field(default_factory=Completion)
+    done: bool = False
+
+    def finish(self, reason: str) -> None:
+        self.completion.finish_reason = reason
+        self.done = True
 
 
 class ScriptedEngine:
@@ -33,23 +48,43 @@ class ScriptedEngine:
         self.fail_at = fail_at
         self.steps = 0
         self.prompts: list[list[int]] = []
+        self.namespaces: list[str] = []
         self.params: list[SamplingParams] = []
-        self.all: list[Request] = []
+        self.all: list[Sample] = []
+        self.weight_version = 3
+        self.flushed = 0
+        self.cached = 0
 
     @property
-    def running(self) -> list[Request]:
+    def grammars(self) -> Grammars:
+        return Grammars(Tokenizer.byte_level())
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": len(self.running), "waiting": 0, "rounds": 4, "accepted": [3, 1], "seconds": {"model": 0.5}}
+
+    def flush_cache(self) -> None:
+        self.flushed += 1
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-0.25] * (len(row) - 1) for row in rows]
+
+    @property
+    def running(self) -> list[Sample]:
         return [request for request in self.all if not request.done]
 
     @property
     def busy(self) -> bool:
         return bool(self.running)
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, namespace: str = "") -> list[Sample]:
         if not prompt:
             raise EngineError("The prompt is empty; give at least one token.")
         self.prompts.append(list(prompt))
+        self.namespaces.append(namespace)
         self.params.append(params)
-        fresh = [Request(list(prompt), params, 0, frozenset(params.stop_token_ids)) for _ in range(params.n)]
+        fresh = [Sample(params, frozenset(params.stop_token_ids)) for _ in range(params.n)]
+        for sample in fresh:
+            sample.completion.cached_len = self.cached
         self.all += fresh
         return fresh
 
@@ -63,6 +98,7 @@ class ScriptedEngine:
             token = self.ids[len(done.token_ids) % len(self.ids)]
             done.token_ids.append(token)
             done.logprobs.append(-0.5)
+            done.weight_versions.append(self.weight_version)
             if request.params.top_logprobs:
                 done.top_logprobs.append({token: -0.5, 0: float("-inf")})
             if token in request.stop_ids:
@@ -70,7 +106,7 @@ class ScriptedEngine:
             elif len(done.token_ids) >= request.params.max_tokens:
                 request.finish("length")
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Sample) -> None:
         if not request.done:
             request.finish("abort")
 
@@ -109,16 +145,55 @@ def client(model: GLM5ForCausalLM, tokenizer: Tokenizer) -> Iterator[TestClient]
 
 @pytest.fixture
 def scripted(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[TestClient, ScriptedEngine]]]:
-    """Make a server whose model answers with `text`; keywords go to the engine or, if `app` holds them, the app."""
+    """Make a server whose model answers with `text`; keywords go to the engine or, if `app` holds them, the app.
+
+    `client` is the address that requests come from, `headers` go with each.
+    """
     with ExitStack() as stack:
 
-        def make(text: str, app: dict[str, Any] | None = None, **options: Any) -> tuple[TestClient, ScriptedEngine]:
+        def make(
+            text: str,
+            app: dict[str, Any] | None = None,
+            client: tuple[str, int] = ("testclient", 50000),
+            headers: dict[str, str] | None = None,
+            **options: Any,
+        ) -> tuple[TestClient, ScriptedEngine]:
             engine = ScriptedEngine(tokenizer.encode(text, allow_special=True), **options)
             application = create_app(engine, tokenizer, model_name="script", **(app or {}))  # type: ignore[arg-type]
-            client = stack.enter_context(TestClient(application, raise_server_exceptions=False))
-            return client, engine
+            asking = TestClient(application, raise_server_exceptions=False, client=client, headers=headers)
+            return stack.enter_context(asking), engine
 
         yield make
+
+
+async def _asgi(
+    app: Any,
+    path: str,
+    pieces: AsyncIterator[dict[str, Any]],
+    sent: list[dict[str, Any]],
+    method: str = "POST",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    async def receive() -> dict[str, Any]:
+        async for message in pieces:
+            return message
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    own = [(b"host", b"testserver"), (b"content-type", b"application/json"), *headers]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method}
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http"}
+    scope |= {"headers": own, "client": ("127.0.0.1", 1), "server": ("testserver", 80), "state": {}}
+    await app(scope, receive, send)
+
+
+@pytest.fixture
+def asgi() -> Callable[..., Awaitable[None]]:
+    """One request whose body and hang-up the test controls: `pieces` are the ASGI messages that come in, `sent` takes
+    those that go out."""
+    return _asgi
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -102,26 +104,48 @@ def test_run_refuses(checkpoint: Path, model: Any, tmp_path: Path) -> None:
         run(tmp_path / "bare", port=0)
 
 
-@pytest.fixture
-def address(checkpoint: Path) -> Iterator[str]:
-    """A server in a process of its own."""
-    code = f"from glm5.serve.app import run; run({str(checkpoint)!r}, port=0)"
+@contextlib.contextmanager
+def server(checkpoint: Path, options: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    code = "from glm5.serve.app import run; from glm5.serve.limits import Limits; "
+    code += f"run({str(checkpoint)!r}, port=0{options})"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as process:
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("Ready on http://127.0.0.1:"), line
-        yield line.split()[-1]
-        process.terminate()
-        process.wait(60)
-        watchdog.cancel()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("Ready on http://127.0.0.1:"), line
+            yield process, line.split()[-1]
+        finally:
+            process.terminate()
+            process.wait(60)
+            watchdog.cancel()
 
 
-def test_a_real_server_streams_and_drops_work_of_clients_that_left(address: str) -> None:
+def test_a_server_that_is_told_to_stop_says_so(checkpoint: Path) -> None:
+    """What streams ends with a sentence in time, and the process ends well."""
+    long = {"messages": HI, "max_tokens": 4000, "ignore_eos": True, "n": 32, "stream": True}
+    with server(checkpoint, ", limits=Limits(stop_seconds=0.5)") as (process, address):
+        with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+            with client.stream("POST", URL, json=long) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.terminate()
+                events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "stopping"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{address}/health", trust_env=False)
+
+
+def test_a_real_server_streams_and_drops_work_of_clients_that_left(checkpoint: Path) -> None:
     long = {"messages": HI, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
-    with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+    with (
+        server(checkpoint) as (_, address),
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
+    ):
         assert client.get("/health").status_code == 200
         # Rows of the engine's batch are free again only if it noticed that each of these clients hung up.
         for _ in range(4):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from glm5.serve.openai import Limits
+from glm5.serve.limits import Limits
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -72,8 +72,29 @@ def check(response: Any, status: int, param: str | None = None, code: str | None
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"thinking": {"type": "perhaps"}}, "thinking"),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tools": [{"function": {"name": "g"}}], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": [{"function": {"name": "g"}}], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "tools": [{"function": {"name": "g"}}]}, "response_format"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-4]}, "stop_token_ids"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"regex": "a+"}, "regex"),
+        ({"continue_final_message": True}, "messages"),
     ],
 )
 def test_invalid_chat_requests(client: TestClient, fields: dict[str, Any], param: str | None) -> None:
@@ -88,7 +109,8 @@ def test_bodies_that_are_no_request(client: TestClient, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [-1], [10**9], [1.5], [True], ["a", "b"], [[1], [2]], None, {"a": 1}, "x" * 5000]
+    "prompt",
+    ["", [], [-1], [10**9], [1.5], [True], ["a", ""], ["a", 1], [[1], []], [[1], "a"], None, {"a": 1}, "x" * 5000],
 )
 def test_invalid_prompts(client: TestClient, prompt: Any) -> None:
     response = client.post("/v1/completions", json={"prompt": prompt})
@@ -97,10 +119,10 @@ def test_invalid_prompts(client: TestClient, prompt: Any) -> None:
 
 def test_neutral_and_unknown_fields_are_ignored(scripted: Make, caplog: pytest.LogCaptureFixture) -> None:
     client, _ = scripted("<|user|>")
-    fields = {"frequency_penalty": 0, "response_format": {"type": "text"}, "user": "me", "top_p": None, "flux": 1}
+    fields = {"prompt_logprobs": 0, "echo": False, "user": "me", "top_p": None, "flux": 1, "bolt": {}, "store": True}
     with caplog.at_level(logging.DEBUG, "glm5"):
         assert client.post(URL, json={"messages": HI, **fields}).status_code == 200
-    assert "'flux', 'user'" in caplog.text and "frequency" not in caplog.text
+    assert "'bolt', 'flux'\n" in caplog.text and "echo" not in caplog.text and "user" not in caplog.text
 
 
 def test_unknown_models_and_paths(client: TestClient) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from glm5.errors import EngineError, MissingExtraError
 from glm5.records import SamplingParams
-from glm5.serve.stream import EngineFailed, EngineThread, Overloaded, Stopping
+from glm5.serve.errors import EngineFailed, Overloaded, Stopping, TooLate
+from glm5.serve.stream import EngineThread, Part
 
 EngineOf = Callable[..., Any]
 
@@ -37,6 +38,40 @@ def test_tokens_arrive_in_order_and_end(engine_of: EngineOf) -> None:
         mine = [delta for delta in deltas if delta.index == index]
         assert [token for delta in mine for token in delta.token_ids] == [5, 6, 7]
         assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_the_deadline_holds_also_while_tokens_wait_to_be_read(engine_of: EngineOf) -> None:
+    engine = engine_of([5])
+
+    async def work(thread: EngineThread) -> None:
+        stream = await thread.submit_all([Part([1], SamplingParams(max_tokens=10**6))], deadline=0.3)
+        with pytest.raises(TooLate, match=r"0\.3 seconds"):
+            async for _ in stream:
+                await asyncio.sleep(0.01)  # slower than the engine
+        assert not stream.caught_up
+        stream.cancel()
+
+    run(work, engine)
+    assert not engine.busy
+
+
+def test_functions_run_between_steps(engine_of: EngineOf) -> None:
+    engine = engine_of([5], pause=0.001)
+
+    async def work(thread: EngineThread) -> None:
+        await thread.submit([1], SamplingParams(max_tokens=10**6))
+        before, after = await thread.call(lambda engine: (engine.steps, time.sleep(0.05), engine.steps)[::2])
+        assert before == after
+        with pytest.raises(ZeroDivisionError):
+            await thread.call(lambda engine: 1 // 0)
+        thread.check()
+        stopper = asyncio.ensure_future(asyncio.to_thread(thread.stop, 0))
+        with pytest.raises(Stopping):
+            while True:
+                await thread.call(lambda engine: None)
+        await stopper
+
+    run(work, engine)
 
 
 def test_cancelling_one_sample_and_all(engine_of: EngineOf) -> None:

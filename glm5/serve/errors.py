@@ -1,0 +1,114 @@
+"""What a client gets instead of an answer: one sentence, a status, and the form that its surface speaks.
+
+No text of an unexpected error leaves the server; those are logged and answered with a fixed sentence. Free of torch and
+of the engine, so that a process in front of engines can speak the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from glm5.errors import EngineError, Glm5Error
+
+CLIENT_GONE = 499
+"""Status of an answer that nobody waits for; it is seen in logs and metrics only."""
+LONGEST = 1000
+"""Characters of a sentence; some quote what the client sent."""
+INTERNAL = "Internal error; see the server's log."
+
+
+class Overloaded(EngineError):
+    """As many samples as the server takes are waiting or running; come back later."""
+
+
+class Stopping(EngineError):
+    """The server is shutting down."""
+
+
+class EngineFailed(EngineError):
+    """The engine thread died of an internal error; only a restart helps."""
+
+
+class TooLate(EngineError):
+    """A request was not complete within the time that the server gives one."""
+
+
+# Status and word for programs, by class of error.
+_STATUS: Mapping[type[Glm5Error], tuple[int, str]] = {
+    Overloaded: (429, "rate_limit_exceeded"),
+    Stopping: (503, "stopping"),
+    EngineFailed: (500, "engine_failed"),
+    TooLate: (504, "timeout"),
+}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Glm5Error):
+    """An answer other than 200. `param` is the field at fault, `code` a word for programs, `retry_after` in seconds."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 1.0
+    ) -> None:
+        super().__init__(message if len(message) <= LONGEST else message[:LONGEST] + "...")
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, error: Glm5Error) -> ApiError:
+        """The answer to an error from below: the client's fault unless the engine says otherwise."""
+        if isinstance(error, ApiError):
+            return error
+        for kind, (status, code) in _STATUS.items():
+            if isinstance(error, kind):
+                return cls(status, str(error), code=code)
+        text = str(error)
+        field = text.split("[", 1)[0].split(".", 1)[0]
+        return cls(400, text, param=field if field in ("messages", "tools") else None)
+
+    def body(self, anthropic: bool = False) -> dict[str, Any]:
+        """The error in OpenAI form, which the native surface shares, or in Anthropic form."""
+        if anthropic:
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer in the form of the surface that `path` belongs to, with the headers that its status asks for."""
+    own = {
+        401: {"WWW-Authenticate": "Bearer"},
+        408: {"Connection": "close"},
+        413: {"Connection": "close"},  # what may be left of the body is not worth reading
+        429: {"Retry-After": str(math.ceil(error.retry_after))},
+        503: {"Retry-After": str(math.ceil(error.retry_after))},
+    }
+    body = error.body(anthropic=speaks_anthropic(path))
+    return JSONResponse(body, error.status, {**own.get(error.status, {}), **(headers or {})})
+
+
+def speaks_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -1,0 +1,309 @@
+"""The native surface, in the spelling of SGLang: token ids in and out, and what a trainer needs of an engine.
+
+`/generate` reports the log-probability, the id and the weight version of every sampled token, the stop token included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from glm5 import __version__
+from glm5.chat.tokenizer import StreamDecoder, Tokenizer
+from glm5.engine import weights
+from glm5.engine.stops import StopMatcher, StopWatch
+from glm5.errors import Glm5Error
+from glm5.obs.logs import get_logger
+from glm5.records import SamplingParams
+from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.native_schema import (
+    AbortRequest,
+    GenerateRequest,
+    NativeSampling,
+    NoFields,
+    PauseRequest,
+    UpdateRequest,
+)
+from glm5.serve.prompts import Prompt, encode
+from glm5.serve.reply import finite
+from glm5.serve.schema import Body
+from glm5.serve.service import Service
+from glm5.serve.sse import DONE, EventResponse, event, unless_gone
+from glm5.serve.stream import Delta, Stream
+
+log = get_logger("serve")
+
+HEALTH_SECONDS = 20.0
+
+
+def router(service: Service) -> APIRouter:
+    """The routes, bound to one service."""
+    routes = APIRouter()
+
+    @routes.post("/generate")
+    async def generate(request: Request) -> Response:
+        body = await service.read(request, GenerateRequest)
+        prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
+        return await Generation(service, body, prompts).answer(request)
+
+    @routes.get("/get_model_info")
+    @routes.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        info = {"model_path": service.model_name, "tokenizer_path": service.model_name, "is_generation": True}
+        return {**info, "max_model_len": service.max_length, "weight_version": str(service.weight_version)}
+
+    @routes.get("/get_server_info")
+    @routes.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        limits = {name: getattr(service.limits, name) for name in service.limits.__dataclass_fields__}
+        state = {
+            "paused": service.thread.paused,
+            "samples": service.thread.samples,
+            "weight_version": str(service.weight_version),
+        }
+        return {
+            "version": __version__,
+            "model": service.model_name,
+            "max_model_len": service.max_length,
+            "limits": limits,
+            **state,
+        }
+
+    @routes.get("/get_weight_version")
+    async def weight_version() -> dict[str, str]:
+        return {"weight_version": str(service.weight_version)}
+
+    @routes.get("/health_generate")
+    async def health_generate() -> dict[str, str]:
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                ids = service.tokenizer.encode("<|user|>", allow_special=True)
+                stream = await service.thread.submit(ids, SamplingParams(max_tokens=1, temperature=0.0))
+                try:
+                    async for _ in stream:
+                        pass
+                finally:
+                    stream.cancel()
+        except TimeoutError:
+            raise ApiError(503, f"No token came within {HEALTH_SECONDS:g} seconds.", code="slow") from None
+        return {"status": "ok"}
+
+    @routes.post("/update_weights_from_disk")
+    async def update_weights(request: Request) -> Response:
+        return await _update(service, await service.read(request, UpdateRequest))
+
+    @routes.post("/pause_generation")
+    async def pause(request: Request) -> dict[str, Any]:
+        body = await _optional(service, request, PauseRequest)
+        count = service.thread.abort(None) if body.mode == "abort" else service.thread.samples
+        service.thread.pause(True)
+        await service.thread.call(lambda engine: None)  # the present step is over
+        return {
+            "status": "ok",
+            "message": f"Paused; {count} samples were {'ended' if body.mode == 'abort' else 'kept'}.",
+        }
+
+    @routes.post("/continue_generation")
+    async def proceed(request: Request) -> dict[str, Any]:
+        await _optional(service, request, NoFields)
+        service.thread.pause(False)
+        return {"status": "ok", "message": "Goes on."}
+
+    @routes.post("/abort_request")
+    async def abort(request: Request) -> dict[str, Any]:
+        body = await service.read(request, AbortRequest)
+        return {"status": "ok", "aborted": service.thread.abort(None if body.abort_all else body.rid)}
+
+    @routes.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache() -> dict[str, Any]:
+        if service.thread.samples:
+            text = f"The cache is in use by {service.thread.samples} samples; end or abort them first."
+            raise ApiError(400, text, code="busy")
+        await service.thread.call(lambda engine: engine.flush_cache())
+        return {"status": "ok", "message": "The prefix cache is empty."}
+
+    return routes
+
+
+async def _optional(service: Service, request: Request, kind: type[Body]) -> Body:
+    """A body that clients may leave out."""
+    if request.headers.get("content-length") in (None, "0") and "transfer-encoding" not in request.headers:
+        return kind()
+    return await service.read(request, kind)
+
+
+async def _update(service: Service, body: UpdateRequest) -> Response:
+    """Weights are read and checked beside the running engine, which then takes them between two steps."""
+    version = service.weight_version + 1 if body.weight_version is None else int(body.weight_version)
+    try:
+        ours = service.thread.engine.model
+        staged = await asyncio.to_thread(weights.stage, ours, Path(body.model_path), tokenizer=service.tokenizer)
+        if body.abort_all_requests:
+            service.thread.abort(None)
+        waiting = service.thread.samples
+        await service.thread.call(lambda engine: weights.apply(engine, staged, version))
+    except (Glm5Error, OSError) as error:
+        refused = ApiError(400, str(error), param="model_path")
+        return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0, **refused.body()}, 400)
+    message = f"The weights are now those of version {version}."
+    return JSONResponse(
+        {"success": True, "message": message, "num_paused_requests": waiting if service.thread.paused else 0}
+    )
+
+
+class Plain:
+    """One sample as plain text: not parsed, and trimmed as the client asks."""
+
+    def __init__(self, tokenizer: Tokenizer, params: NativeSampling, stop_ids: frozenset[int]) -> None:
+        self.ids: list[int] = []
+        self.versions: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[dict[int, float]] = []
+        self.text = ""
+        self.finish: dict[str, Any] | None = None
+        self._params = params
+        self._stop_ids = stop_ids
+        self._tokenizer = tokenizer
+        keep = params.no_stop_trim
+        self._watch = StopWatch(
+            tokenizer, params.stops(), silent=stop_ids, min_tokens=params.min_tokens or 0, keep=keep
+        )
+        # With special tokens in the text, a stop string is looked for in that text.
+        self._decoder = None if params.skip_special_tokens else StreamDecoder(tokenizer)
+        self._matcher = StopMatcher(params.stops(), keep=keep)
+
+    def feed(self, delta: Delta) -> None:
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.tops += delta.top_logprobs
+        self.versions += delta.weight_versions
+        for token in delta.token_ids:
+            last = token in self._stop_ids and not self._params.no_stop_trim
+            if self._decoder is None:
+                self.text += self._watch.feed(token)
+            else:
+                self.text += self._matcher.feed("" if last else self._decoder.feed((token,)))
+        if delta.finish_reason is not None:
+            if self._decoder is None:
+                self.text += self._watch.finish()
+            else:
+                self.text += self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
+            self.finish = self._finish(delta.finish_reason)
+
+    def _finish(self, reason: str) -> dict[str, Any]:
+        if reason == "length":
+            return {"type": "length", "length": len(self.ids)}
+        if reason == "abort":
+            return {"type": "abort", "message": "The request was aborted."}
+        matched: str | int | None = self._watch.matched if self._decoder is None else self._matcher.matched
+        if matched is None and self.ids and self.ids[-1] in self._stop_ids:
+            matched = self.ids[-1]
+        return {"type": "stop", "matched": matched}
+
+
+class Generation:
+    """One request to /generate."""
+
+    def __init__(self, service: Service, body: GenerateRequest, prompts: Sequence[Prompt]) -> None:
+        self.service = service
+        self.body = body
+        self.prompts = prompts
+        self.params = body.each()
+        given = body.rid if isinstance(body.rid, list) else [body.rid] if body.rid else []
+        self.names = given or [uuid.uuid4().hex for _ in prompts]
+        self.owners = [i for i, params in enumerate(self.params) for _ in range(params.samples())]
+        self.listed = body.batched or len(self.owners) > 1
+        self.inputs: list[list[list[Any]]] = [[] for _ in prompts]
+        self.began = time.monotonic()
+
+    async def answer(self, request: Request) -> Response:
+        """The response, whole or as events."""
+        if self.body.return_logprob and self.body.logprob_start_len >= 0:
+            if not await unless_gone(request, self._score()):
+                return Response(status_code=CLIENT_GONE)
+        if all(params.max_new_tokens == 0 for params in self.params):
+            empty = [Plain(self.service.tokenizer, params, frozenset()) for params in self.params]
+            for plain in empty:
+                plain.finish = {"type": "length", "length": 0}
+            return self._whole(None, empty)
+        if any(params.max_new_tokens == 0 for params in self.params):
+            raise ApiError(
+                400, "max_new_tokens: 0 goes for all prompts of a batch or for none.", param="sampling_params"
+            )
+        jobs = list(zip(self.params, self.prompts, strict=True))
+        stream = await self.service.begin(jobs, self.names, top_logprobs=self.body.top_logprobs_num)
+        stop_ids = [request.stop_ids for request in stream.requests]
+        samples = [
+            Plain(self.service.tokenizer, self.params[o], ids) for o, ids in zip(self.owners, stop_ids, strict=True)
+        ]
+        if self.body.stream:
+            return EventResponse(self._events(stream, samples), stream)
+        if not await unless_gone(request, self._collect(stream, samples)):
+            return Response(status_code=CLIENT_GONE)
+        return self._whole(stream, samples)
+
+    async def _collect(self, stream: Stream, plain: Sequence[Plain]) -> None:
+        try:
+            async for delta in stream:
+                plain[delta.index].feed(delta)
+        finally:
+            stream.cancel()
+
+    async def _score(self) -> None:
+        start = self.body.logprob_start_len
+        for i, prompt in enumerate(self.prompts):
+            values = [math.nan, *await self.service.scores(prompt.ids)]
+            rows = [[None if math.isnan(v) else finite(v), t, None] for v, t in zip(values, prompt.ids, strict=True)]
+            self.inputs[i] = rows[min(start, len(rows)) :]
+
+    def _whole(self, stream: Stream | None, plain: Sequence[Plain]) -> Response:
+        answers = [self._entry(stream, i, one) for i, one in enumerate(plain)]
+        return JSONResponse(answers if self.listed else answers[0])
+
+    async def _events(self, stream: Stream, plain: Sequence[Plain]) -> AsyncGenerator[str, None]:
+        """Each event holds all of its sample so far; a server that falls behind leaves some out."""
+        try:
+            async for delta in stream:
+                plain[delta.index].feed(delta)
+                if delta.finish_reason is None and not stream.caught_up:
+                    continue
+                entry = self._entry(stream, delta.index, plain[delta.index])
+                yield event({**entry, "index": delta.index} if self.listed else entry)
+        except Glm5Error as error:
+            yield event(ApiError.of(error).body())
+        except Exception:
+            log.exception("A streamed answer failed.")
+            yield event(ApiError(500, INTERNAL).body())
+        yield DONE
+
+    def _entry(self, stream: Stream | None, index: int, plain: Plain) -> dict[str, Any]:
+        owner = self.owners[index]
+        versions = plain.versions or [self.service.weight_version]
+        meta: dict[str, Any] = {
+            "id": self.names[owner],
+            "finish_reason": plain.finish,
+            "prompt_tokens": len(self.prompts[owner].ids),
+            "completion_tokens": len(plain.ids),
+            "cached_tokens": 0 if stream is None else stream.requests[index].completion.cached_len,
+            "weight_version": str(versions[-1]),
+            "output_weight_versions": plain.versions,
+            "e2e_latency": time.monotonic() - self.began,
+        }
+        if self.body.return_logprob:
+            meta["input_token_logprobs"] = self.inputs[owner]
+            meta["output_token_logprobs"] = [
+                [finite(value), token, None] for value, token in zip(plain.logprobs, plain.ids, strict=True)
+            ]
+            if self.body.top_logprobs_num:
+                meta["output_top_logprobs"] = [
+                    [[value, token, None] for token, value in top.items() if math.isfinite(value)] for top in plain.tops
+                ]
+        return {"text": plain.text, "output_ids": plain.ids, "meta_info": meta}

@@ -1,0 +1,160 @@
+"""Requests of the native surface, in the spelling of SGLang."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import Field, StringConstraints, model_validator
+
+from glm5.records import GrammarSpec
+from glm5.serve.prompts import Prompt
+from glm5.serve.schema import Fields, Prompts, Sampling, Stop, Stops, TokenId
+
+Rid = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+class NativeSampling(Sampling):
+    """`sampling_params`. Of the text that an answer is cut at, `no_stop_trim` keeps the stop string or token."""
+
+    IGNORED = frozenset({"custom_params", "spaces_between_special_tokens", "temperature_last"})
+    REFUSED = {
+        "stop_regex": ([], ""),
+        "ebnf": ("",),
+        "structural_tag": ("",),
+    }
+
+    max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 128
+    min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    n: int = Field(default=1, ge=1, le=128)
+    stop: Stop | Stops = []
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    json_schema: Annotated[str, StringConstraints(min_length=1)] | None = None
+    regex: Annotated[str, StringConstraints(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema and regex exclude each other")
+        self.seed = self.sampling_seed if self.seed is None else self.seed
+        self.min_tokens = self.min_new_tokens if self.min_tokens is None else self.min_tokens
+        return self
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def samples(self) -> int:
+        return self.n
+
+    def limit(self) -> int | None:
+        return self.max_new_tokens
+
+    def grammar(self, prompt: Prompt) -> GrammarSpec | None:
+        if self.json_schema is not None:
+            return GrammarSpec("json_schema", self.json_schema)
+        return None if self.regex is None else GrammarSpec("regex", self.regex)
+
+
+class GenerateRequest(Fields):
+    """POST /generate: `text` or `input_ids`, one or a batch; `sampling_params` for all, or one for each."""
+
+    IGNORED = frozenset(
+        """priority session_id custom_logit_processor log_metrics bootstrap_host bootstrap_port
+        bootstrap_room data_parallel_rank routed_dp_rank return_text_in_logprobs""".split()
+    )
+    REFUSED = {
+        "return_routed_experts": (False,),
+        "return_hidden_states": (False,),
+        "return_indexer_topk": (False,),
+        "token_ids_logprob": ([],),
+        "lora_path": (),
+        "image_data": ([],),
+        "video_data": ([],),
+        "audio_data": ([],),
+        "input_embeds": (),
+    }
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = Field(default=None, union_mode="left_to_right")
+    sampling_params: NativeSampling | list[NativeSampling] = NativeSampling()
+    rid: Rid | list[Rid] | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = Field(default=-1, ge=-1, lt=2**31)
+    top_logprobs_num: int = Field(default=0, ge=0, le=20)
+    stream: bool = False
+    cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
+    extra_key: Annotated[str, StringConstraints(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("give either text or input_ids")
+        count = len(self.prompts())
+        for name in ("sampling_params", "rid"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+        if isinstance(self.rid, str) and count > 1:
+            raise ValueError("rid must be a list for a batch")
+        if any(p.max_new_tokens == 0 and (self.stream or p.n > 1) for p in self.each()):
+            raise ValueError("max_new_tokens: 0 needs n: 1 and no stream")
+        for params in self.each():
+            params.cache_salt = params.cache_salt or self.cache_salt or self.extra_key
+        return self
+
+    @property
+    def batched(self) -> bool:
+        """Whether the answer is a list even for one prompt."""
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(cast(list[Any], self.input_ids)[0], list)
+
+    def prompts(self) -> Prompts:
+        """One entry for each prompt."""
+        given = self.input_ids if self.text is None else self.text
+        return cast(Prompts, given if self.batched else [given])
+
+    def each(self) -> list[NativeSampling]:
+        """How to sample, for each prompt."""
+        one = self.sampling_params
+        return one if isinstance(one, list) else [one] * len(self.prompts())
+
+
+class UpdateRequest(Fields):
+    """POST /update_weights_from_disk."""
+
+    IGNORED = frozenset({"manifest", "is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"})
+
+    model_path: str = Field(min_length=1, max_length=4096)
+    load_format: Literal["auto", "safetensors"] = "auto"
+    weight_version: (
+        Annotated[int, Field(ge=0, lt=2**63)] | Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")] | None
+    ) = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+
+
+class PauseRequest(Fields):
+    """POST /pause_generation. `abort` ends what is running; the other modes, which are one here, keep it."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class AbortRequest(Fields):
+    """POST /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool = False
+    abort_message: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.rid and not self.abort_all:
+            raise ValueError("give a rid, or abort_all: true")
+        return self
+
+
+class NoFields(Fields):
+    """A body that may be empty and whose fields have no meaning."""

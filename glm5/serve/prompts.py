@@ -1,0 +1,114 @@
+"""From what clients send to token ids: conversations, plain text and ids, and the form that an answer must have.
+
+The other direction is `reply`; no other module of the server turns text into tokens or back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from glm5.chat.messages import check_tools, function_of, normalise
+from glm5.chat.template import opens_thinking, render_chat
+from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import DataError
+from glm5.records import GrammarSpec, Message
+from glm5.serve.errors import ApiError
+
+Ending = Literal["answer", "continue", "none"]
+"""What a rendered conversation ends with: the opening of a new answer, the last message left open, or nothing."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered prompt and how to read the answer: whether it starts inside a think block, what tools it may call."""
+
+    ids: list[int]
+    thinking: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Whether to think, whether to clear the reasoning of earlier turns (None: as the template does), how hard."""
+
+    enable: bool = True
+    clear: bool | None = None
+    effort: str | None = None
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message | Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    mode: Mode = Mode(),
+    ending: Ending = "answer",
+) -> Prompt:
+    """A conversation as a prompt.
+
+    Raises:
+        DataError: messages or tools that the template cannot take, or a last message that cannot be continued.
+    """
+    last = f"messages[{len(messages) - 1}]"
+    if ending == "continue":
+        turn = normalise(messages[-1], last)
+        if turn.role != "assistant" or turn.tool_calls or len(messages) == 1:
+            raise DataError(f"{last} cannot be continued; only an answer without tool calls can.")
+    rendered = render_chat(
+        messages[:-1] if ending == "continue" else messages,
+        tools,
+        tokenizer=tokenizer,
+        enable_thinking=mode.enable,
+        clear_thinking=mode.clear,
+        reasoning_effort=mode.effort,
+        add_generation_prompt=ending != "none",
+    )
+    thinking = ending != "none" and opens_thinking(tokenizer.template_version, mode.enable)
+    if ending != "continue":
+        return Prompt(rendered.ids, thinking, tools)
+    begun, still = _begun(tokenizer, normalise(messages[-1], last), thinking)
+    return Prompt(rendered.ids + begun, still, tools)
+
+
+def _begun(tokenizer: Tokenizer, turn: Message, thinking: bool) -> tuple[list[int], bool]:
+    """Ids of an answer that has begun already, and whether its think block is still open."""
+    ids: list[int] = []
+    if thinking:
+        ids += tokenizer.encode(turn.reasoning or "")
+        if turn.reasoning and not turn.content:
+            return ids, True
+        ids.append(tokenizer.special["</think>"])
+    return ids + tokenizer.encode(turn.content), False
+
+
+def encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+    """Plain text, in which special tokens are recognised, or ids as they are."""
+    return Prompt(tokenizer.encode(prompt, allow_special=True) if isinstance(prompt, str) else prompt)
+
+
+def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
+    """The answer must be a call of tool `name`, or of any where it is None; thinking ends at once.
+
+    Raises:
+        ApiError: there is no such tool.
+    """
+    check_tools(prompt.tools)
+    functions = {str(function_of(tool)["name"]): tool for tool in prompt.tools}
+    if not functions or (name is not None and name not in functions):
+        text = (
+            "tool_choice asks for a call, but there are no tools."
+            if not functions
+            else (f"tool_choice names the tool {name!r:.80}, which is not among the tools.")
+        )
+        raise ApiError(400, text, param="tool_choice")
+    chosen = list(functions.values()) if name is None else [functions[name]]
+    return GrammarSpec("tools", json.dumps(chosen), many, prompt.thinking, 0 if prompt.thinking else None)
+
+
+def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
+    """The answer, behind its thoughts, must be a JSON object, or fit a JSON schema."""
+    if schema is None:
+        return GrammarSpec("json", after_thinking=prompt.thinking)
+    return GrammarSpec("json_schema", json.dumps(schema), after_thinking=prompt.thinking)

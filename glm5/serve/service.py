@@ -1,0 +1,165 @@
+"""What the routes of all surfaces share: one engine thread, one tokenizer, limits, and the way of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from glm5 import __version__
+from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import EngineError, Glm5Error
+from glm5.obs.logs import get_logger
+from glm5.records import GrammarSpec, SamplingParams
+from glm5.serve.errors import ApiError
+from glm5.serve.limits import Limits, read_body
+from glm5.serve.metrics import Metrics
+from glm5.serve.prompts import Prompt
+from glm5.serve.reply import OpenAIDelta, Reply
+from glm5.serve.schema import Body, Sampling, parse
+from glm5.serve.stream import EngineThread, Part, Stream
+
+log = get_logger("serve")
+
+Job = tuple[Sampling, Prompt]
+"""How to sample, and from what."""
+
+
+@dataclass
+class Service:
+    """One model behind several surfaces. `max_length` is the longest prompt plus answer, in tokens."""
+
+    thread: EngineThread
+    tokenizer: Tokenizer
+    model_name: str
+    defaults: SamplingParams
+    max_length: int
+    limits: Limits
+    metrics: Metrics
+    created: int
+
+    async def numbers(self) -> Mapping[str, Any]:
+        """What the engine says about itself; nothing where it has failed."""
+        try:
+            return await self.thread.call(lambda engine: engine.stats())
+        except Glm5Error:
+            return {}
+
+    @property
+    def weight_version(self) -> int:
+        return self.thread.engine.weight_version
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the same request may get another answer."""
+        return f"glm5-{__version__}-w{self.weight_version}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not ours; None is ours."""
+        if name is not None and name != self.model_name:
+            text = f"The model {name!r:.200} does not exist; this server has {self.model_name!r}."
+            raise ApiError(404, text, param="model", code="model_not_found")
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The body of a request, within the limits."""
+        return await asyncio.to_thread(parse, kind, await read_body(request, self.limits))
+
+    async def make(self, prompt: Callable[..., Prompt], *arguments: Any, count: int = 0) -> Prompt:
+        """Render or encode outside the event loop. `count` messages cannot fit where each takes at least a token."""
+        if count >= self.max_length:
+            text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        return await asyncio.to_thread(prompt, *arguments)
+
+    def room(self, prompt: Prompt, limit: int | None, field_name: str = "prompt") -> int:
+        """Tokens that an answer may have; without a `limit` it may fill the context."""
+        room = self.max_length - len(prompt.ids)
+        if room < 1:
+            text = f"The prompt has {len(prompt.ids)} tokens, the limit is {self.max_length - 1}; shorten it."
+            raise ApiError(400, text, param=field_name, code="context_length_exceeded")
+        return min(limit or room, room)
+
+    async def begin(
+        self,
+        jobs: Sequence[Job],
+        names: Sequence[str],
+        *,
+        field_name: str = "prompt",
+        top_logprobs: int = 0,
+    ) -> Stream:
+        """Hand prompts to the engine, each with the samples that are asked for; `names` are those to abort them by."""
+        parts = []
+        for i, (body, prompt) in enumerate(jobs):
+            room, grammar = self.room(prompt, body.limit(), field_name), body.grammar(prompt)
+            if grammar is not None:
+                await self.check_grammar(grammar)
+            params = body.params(self.defaults, self.tokenizer, room, top_logprobs, grammar)
+            parts.append(Part(prompt.ids, params, names[i], body.cache_salt or ""))
+        return await self.thread.submit_all(parts, deadline=self.limits.request_seconds)
+
+    async def check_grammar(self, grammar: GrammarSpec) -> None:
+        """Compile outside of the engine's thread. Raises ApiError for what cannot be enforced."""
+        field_name = "tools" if grammar.kind == "tools" else "response_format"
+
+        try:
+            await asyncio.to_thread(lambda: self.thread.engine.grammars.check(grammar))
+        except EngineError as error:
+            raise ApiError(400, str(error), param=field_name) from None
+
+    async def scores(self, ids: list[int]) -> list[float]:
+        """Log-probability of each token of a prompt behind its first. Raises ApiError for a prompt that is none."""
+        if not ids or len(ids) > self.max_length or max(ids) >= self.tokenizer.vocab_size:
+            text = f"A prompt that is scored needs 1 to {self.max_length} ids of the vocabulary."
+            raise ApiError(400, text, param="prompt")
+        return (await self.thread.call(lambda engine: engine.score([ids])))[0]
+
+    def replies(self, jobs: Sequence[Job], stream: Stream, **options: Any) -> list[Reply]:
+        """One reply for each sample of `stream`."""
+        owners = [job for job in jobs for _ in range(job[0].samples())]
+        stop_ids = stream.requests[0].stop_ids
+        return [
+            Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
+            for i, (body, prompt) in enumerate(owners)
+        ]
+
+
+async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
+    """Feed the replies as tokens come; a sample that ends by its text is ended in the engine too."""
+    async for delta in stream:
+        reply = replies[delta.index]
+        if reply.finish_reason is None:
+            yield reply, reply.feed(delta)
+            if reply.finish_reason is not None and delta.finish_reason is None:
+                stream.cancel(reply.index)
+
+
+async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
+    """Let all replies run to their end. However it ends, nothing of the stream keeps running in the engine."""
+    try:
+        async for _ in follow(stream, replies):
+            pass
+    finally:
+        stream.cancel()
+
+
+def cached_tokens(stream: Stream) -> int:
+    """Prompt tokens that the prefix cache held: for each prompt those of its luckiest sample."""
+    total, at = 0, 0
+    for part in stream.parts:
+        total += max(request.completion.cached_len for request in stream.requests[at : at + part.params.n])
+        at += part.params.n
+    return total
+
+
+def openai_usage(stream: Stream, replies: Sequence[Reply]) -> Mapping[str, Any]:
+    prompt, completion = sum(len(part.prompt) for part in stream.parts), sum(reply.tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(stream)},
+        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
+    }
