@@ -38,7 +38,7 @@ class Message:
     train: bool = True
 
 
-GrammarKind = Literal["json", "json_schema", "regex", "choice", "tools"]
+GrammarKind = Literal["json", "json_schema", "regex", "choice", "tools", "any"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class GrammarSpec:
     """What form the answer must have. Texts, so that it can cross processes; `glm5.engine.grammar` compiles it.
 
     `value` is the JSON schema (as text), the regular expression, a JSON list of the choices, or a JSON list of tools in
-    OpenAI function format of which one must be called; nothing for "json", which is any JSON object. `many` allows
-    several calls. `after_thinking` says that the prompt ends inside a think block: the grammar then begins behind
-    `</think>`, which is forced after `thinking_tokens` tokens at the latest (None: no limit, 0: at once).
+    OpenAI function format of which one must be called; nothing for "json", which is any JSON object, and for "any",
+    which only limits thinking. `many` allows several calls. `after_thinking` says that the prompt ends inside a think
+    block: the grammar then begins behind `</think>`, which is forced after `thinking_tokens` tokens at the latest
+    (None: no limit, 0: at once).
     """
 
     kind: GrammarKind

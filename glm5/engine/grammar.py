@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,39 +35,46 @@ _ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": 
 
 class Grammars:
     """Compiles grammars for one tokenizer. Safe to use from several threads; building one takes some milliseconds for
-    each ten thousand tokens of the vocabulary. Raises MissingExtraError without llguidance."""
+    each ten thousand tokens of the vocabulary. Every kind but "any" needs llguidance."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise MissingExtraError("llguidance", "grammar") from None
-        self._library = llguidance
-        self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
-        )
         self.tokenizer = tokenizer
         self.words = Words(tokenizer)
-        vocabulary: Any = _Vocabulary(tokenizer)
-        self._tokens = llguidance.LLTokenizer(vocabulary, eos_token=list(tokenizer.stop_token_ids))
         self._compiled: OrderedDict[GrammarSpec, Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Compile ahead of time. Raises EngineError for a grammar that cannot be enforced, with the reason."""
+        """Compile ahead of time. Raises EngineError for a grammar that cannot be enforced, with the reason, and
+        MissingExtraError without llguidance."""
         self._matcher(spec)
 
     def state(self, spec: GrammarSpec) -> GrammarState:
         """A fresh state for one sample. Raises EngineError like `check`."""
         return GrammarState(self.words, self._matcher(spec), spec)
 
+    @cached_property
+    def _library(self) -> tuple[Any, Any, Any]:
+        """llguidance, this vocabulary in its form, and its limits."""
+        try:
+            import llguidance
+        except ImportError:
+            raise MissingExtraError("llguidance", "grammar") from None
+        vocabulary: Any = _Vocabulary(self.tokenizer)
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
+        )
+        return llguidance, llguidance.LLTokenizer(vocabulary, eos_token=list(self.tokenizer.stop_token_ids)), limits
+
     def _matcher(self, spec: GrammarSpec) -> Any:
+        if spec.kind == "any":
+            return None
         with self._lock:
             if spec in self._compiled:
                 self._compiled.move_to_end(spec)
                 return self._compiled[spec].deep_copy()
-        grammar = self._library.LLMatcher.grammar_from_lark(written(spec, self.tokenizer))
-        matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        library, tokens, limits = self._library
+        grammar = library.LLMatcher.grammar_from_lark(written(spec, self.tokenizer))
+        matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # some limits show only here
         if matcher.is_error():
             raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
@@ -78,8 +86,9 @@ class Grammars:
 
 
 class GrammarState:
-    """Where one sample stands in its grammar. `done` once its stop token was accepted. `failed` says why no token fits
-    any more (a limit of the library, or an answer that cannot be ended); the sample must then be ended too."""
+    """Where one sample stands in its grammar; without a `matcher` everything fits. `done` once its stop token was
+    accepted. `failed` says why no token fits any more (a limit of the library, or an answer that cannot be ended); the
+    sample must then be ended too."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec) -> None:
         self.done = False
@@ -88,7 +97,7 @@ class GrammarState:
         self._matcher = matcher
         self._budget = spec.thinking_tokens
         self._answer = _ANSWER.get(spec.kind, ())
-        self._ends = words.ends_calls if spec.kind == "tools" else words.ends_answer
+        self._ends = {"tools": words.ends_calls, "any": words.ends}.get(spec.kind, words.ends_answer)
         self._thinking = spec.after_thinking
         self._thought = 0
         self._tail = b""  # the end of the text that begins a marker
@@ -131,7 +140,7 @@ class GrammarState:
                 self._thinking = token != self._words.end_of_thought
             elif token in self._words.stops:
                 self.done = True
-            else:
+            elif self._matcher is not None:
                 moved = bool(self._matcher.consume_token(token))
                 if not moved:
                     self.failed = _reason(self._matcher)
@@ -151,7 +160,7 @@ class GrammarState:
         """An independent copy."""
         twin = object.__new__(GrammarState)
         twin.__dict__.update(self.__dict__)
-        twin._matcher = self._matcher.deep_copy()
+        twin._matcher = None if self._matcher is None else self._matcher.deep_copy()
         twin._past = list(self._past)
         return twin
 
@@ -160,7 +169,7 @@ class GrammarState:
         return _THINKING if self._thinking else self._answer
 
     def _allows(self, token: int) -> bool:
-        if self.done or self.failed is not None or self._thinking:
+        if self.done or self.failed is not None or self._thinking or self._matcher is None:
             return _has(self._next(), token)
         if token in self._words.stops:
             return _has(self._ends, token) and bool(self._matcher.is_accepting())
@@ -174,6 +183,8 @@ class GrammarState:
             if self._budget is not None and self._thought >= self._budget:
                 return self._words.only_end_of_thought
             return self._words.thought & self._words.unspelled(self._tail, _THINKING)
+        if self._matcher is None:
+            return self._words.everything
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             self.failed = _reason(self._matcher)
@@ -207,6 +218,8 @@ class Words:
         # A turn with calls ends where their results begin, any other one where the user speaks (see the template).
         self.ends_calls = self.mask({special["<|observation|>"]})
         self.ends_answer = self.mask({special["<|user|>"], special["<|endoftext|>"]})
+        self.ends = self.mask(set(self.stops))
+        self.everything = self.mask(set(range(self.size)))
         self.no_stop = self.mask(set(range(self.size)) - self.stops)
 
     def mask(self, ids: set[int]) -> Mask:

@@ -16,7 +16,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import DataError
 from glm5.records import GrammarSpec
 from glm5.serve.errors import ApiError
-from glm5.serve.prompts import Mode, Prompt, must_call, must_match, render
+from glm5.serve.prompts import Mode, Prompt, limit_thinking, must_call, must_match, render
 from glm5.serve.schema import Count, Effort, Fields, Sampling, Stops, TemplateKwargs
 
 SERVICE_FIELDS = frozenset(
@@ -29,7 +29,7 @@ Block = Mapping[str, Any]
 
 
 class ThinkingConfig(Fields):
-    """`thinking`. Absent means off. `budget_tokens` is not enforced; with `display: omitted` the text is withheld."""
+    """`thinking`. Absent means off. `budget_tokens` is kept; with `display: omitted` the text of thoughts is withheld."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -117,6 +117,10 @@ class MessagesRequest(CountRequest, Sampling):
         return self.max_tokens
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        return limit_thinking(prompt, self._formed(prompt), budget)
+
+    def _formed(self, prompt: Prompt) -> GrammarSpec | None:
         choice, form = self.tool_choice, self.output_config.format
         if choice.type == "tool" and not choice.name:
             raise ApiError(400, "tool_choice of type tool needs the name of a tool.", param="tool_choice")

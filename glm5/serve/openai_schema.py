@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import ConfigDict, Field, model_validator
@@ -9,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import GrammarSpec
 from glm5.serve.errors import ApiError
-from glm5.serve.prompts import Ending, Mode, Prompt, must_call, must_match, render
+from glm5.serve.prompts import Ending, Mode, Prompt, limit_thinking, must_call, must_match, render
 from glm5.serve.schema import Count, Effort, Fields, OpenAISampling, Prompts, TemplateKwargs, TokenId
 
 SERVICE_FIELDS = frozenset(
@@ -96,7 +97,6 @@ class ChatRequest(Conversation, OpenAISampling):
         "no_stop_trim": (False,),
         "include_reasoning": (True,),
         "separate_reasoning": (True,),
-        "thinking_token_budget": (),
         "chat_template": (),
         "documents": ([],),
         "input_ids": (),
@@ -105,12 +105,7 @@ class ChatRequest(Conversation, OpenAISampling):
         "allowed_token_ids": ([],),
         "bad_words": ([],),
         "stop_regex": ([], ""),
-        "regex": ("",),
         "ebnf": ("",),
-        "structured_outputs": ({},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
         "guided_grammar": (),
         "structural_tag": (),
     }
@@ -119,6 +114,7 @@ class ChatRequest(Conversation, OpenAISampling):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     parallel_tool_calls: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     response_format: ResponseFormat = ResponseFormat(type="text")
 
     @model_validator(mode="after")
@@ -131,13 +127,21 @@ class ChatRequest(Conversation, OpenAISampling):
         return self.max_completion_tokens or self.max_tokens
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """By tool_choice and response_format."""
-        call, form = self._forced(prompt), self.response_format
-        if form.type == "text":
-            return call
-        if call is not None or prompt.tools:
-            text = f'response_format {form.type} excludes tools; leave one out, or set tool_choice to "none".'
+        """By tool_choice, response_format or what stands for it, and the budget of thoughts."""
+        formed = self._formed(prompt)
+        return limit_thinking(prompt, self._forced(prompt) or formed, self.thinking_token_budget)
+
+    def _formed(self, prompt: Prompt) -> GrammarSpec | None:
+        form, other = self.response_format, self.form()
+        if form.type == "text" and other is None:
+            return None
+        if form.type != "text" and other is not None:
+            raise ApiError(400, "Give response_format or structured_outputs, not both.", param="response_format")
+        if prompt.tools:
+            text = 'A form of the answer excludes tools; leave one out, or set tool_choice to "none".'
             raise ApiError(400, text, param="response_format", code="unsupported")
+        if other is not None:
+            return replace(other, after_thinking=prompt.thinking)
         return must_match(prompt, form.json_schema.definition if form.type == "json_schema" else None)
 
     def _forced(self, prompt: Prompt) -> GrammarSpec | None:
@@ -169,9 +173,7 @@ class CompletionRequest(OpenAISampling):
         "lora_path": (),
         "truncate_prompt_tokens": (),
         "prompt_embeds": (),
-        "regex": ("",),
         "ebnf": ("",),
-        "structured_outputs": ({},),
     }
 
     model: str | None = None
@@ -190,6 +192,9 @@ class CompletionRequest(OpenAISampling):
         if self.echo and self.stream and self.logprobs is not None:
             raise ValueError("echo with logprobs cannot be streamed")
         return self
+
+    def grammar(self, prompt: Prompt) -> GrammarSpec | None:
+        return self.form()
 
     def prompts(self) -> Prompts:
         """One entry for each prompt."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from glm5.chat.messages import check_tools, function_of, normalise
@@ -112,3 +112,12 @@ def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
     if schema is None:
         return GrammarSpec("json", after_thinking=prompt.thinking)
     return GrammarSpec("json_schema", json.dumps(schema), after_thinking=prompt.thinking)
+
+
+def limit_thinking(prompt: Prompt, spec: GrammarSpec | None, tokens: int | None) -> GrammarSpec | None:
+    """`spec`, if any, with a think block of at most `tokens` tokens; None leaves it as it is."""
+    if tokens is None or not prompt.thinking:
+        return spec
+    if spec is None:
+        return GrammarSpec("any", after_thinking=True, thinking_tokens=tokens)
+    return spec if spec.thinking_tokens == 0 else replace(spec, thinking_tokens=tokens)

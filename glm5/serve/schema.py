@@ -7,6 +7,7 @@ but a neutral one is an error. Fields that nobody knows are ignored, as other se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -176,8 +177,18 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+class StructuredOutputs(Fields):
+    """`structured_outputs` of vLLM: one of its fields at most."""
+
+    schema_text: dict[str, Any] | str = Field(default="", alias="json")
+    regex: str = ""
+    choice: list[str] | None = None
+    json_object: bool = False
+
+
 class OpenAISampling(Sampling):
-    """What both OpenAI endpoints take, and in what pieces to answer."""
+    """What both OpenAI endpoints take, and in what pieces to answer. The form of the answer may also be asked for in
+    the dialects of other servers: `structured_outputs`, `guided_*` (vLLM), `regex` (SGLang)."""
 
     max_tokens: Count | None = None
     n: int = Field(default=1, ge=1, le=128)
@@ -185,6 +196,24 @@ class OpenAISampling(Sampling):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: dict[str, Any] | str = ""
+    guided_regex: str = ""
+    guided_choice: list[str] | None = None
+    regex: str = ""
+
+    def form(self) -> GrammarSpec | None:
+        """What those dialects ask for. Raises ApiError where it is more than one thing."""
+        asked = self.structured_outputs
+        schemas, choices = (asked.schema_text, self.guided_json), (asked.choice, self.guided_choice)
+        found = [GrammarSpec("json_schema", s if isinstance(s, str) else json.dumps(s)) for s in schemas if s != ""]
+        found += [GrammarSpec("regex", r) for r in (asked.regex, self.guided_regex, self.regex) if r]
+        found += [GrammarSpec("choice", json.dumps(c)) for c in choices if c is not None]
+        found += [GrammarSpec("json")] * asked.json_object
+        if len(found) > 1:
+            text = "An answer can have one form; give one of json, regex, choice and json_object."
+            raise ApiError(400, text, param="structured_outputs")
+        return found[0] if found else None
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

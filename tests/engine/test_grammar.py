@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.chat.parsers import parse_message
 from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.engine.grammar import Grammars, GrammarState
 from glm5.errors import EngineError, MissingExtraError
+from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import GrammarSpec, SamplingParams
 from tests.engine.json_schema import OBJECTS, VALUES, fits
 
@@ -590,3 +593,40 @@ def test_compiled_grammars_are_kept_and_samples_share_nothing() -> None:
     for i in range(70):
         grammars.check(GrammarSpec("choice", json.dumps([str(i)])))
     assert len(grammars._compiled) == 64
+
+
+# --------------------------------------------------------------------------------------------- a budget of thoughts
+
+
+@pytest.mark.parametrize("speculative", [0, 2])
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_budget_ends_thinking_and_nothing_else(budget: int, speculative: int, monkeypatch: Any) -> None:
+    """The answer behind a cut think block is the one that the same text gives without a grammar; no library needed."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    torch.manual_seed(0)
+    config = GLM5Config.preset("nano", vocab_size=MERGED.vocab_size, max_position_embeddings=256)
+    engine = Engine(GLM5ForCausalLM(config), MERGED, speculative=speculative)
+    spec = GrammarSpec("any", after_thinking=True, thinking_tokens=budget)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompt = MERGED.encode("think:")
+    (done,) = engine.generate([prompt], replace(params, grammar=spec))
+    end = SPECIAL["</think>"]
+    at = done.token_ids.index(end)
+    assert at <= budget
+    (free,) = engine.generate([[*prompt, *done.token_ids[: at + 1]]], replace(params, max_tokens=24 - at - 1))
+    assert done.token_ids[at + 1 :] == free.token_ids
+
+
+def test_everything_may_follow_a_thought_within_its_budget() -> None:
+    state = GRAMMARS.state(GrammarSpec("any", after_thinking=True, thinking_tokens=2))
+    assert set(allowed(state)) == set(range(MERGED.vocab_size)) - set(SPECIAL.values()) | {SPECIAL["</think>"]}
+    state.accept(MERGED.encode("a")[0])
+    state.accept(MERGED.encode("a")[0])
+    assert allowed(state) == [SPECIAL["</think>"]]
+    state.accept(SPECIAL["</think>"])
+    assert allowed(state) == list(range(MERGED.vocab_size))
+    state.rollback(1)
+    assert allowed(state) == [SPECIAL["</think>"]]
+    state.accept(SPECIAL["</think>"])
+    state.accept(SPECIAL["<|user|>"])
+    assert state.done

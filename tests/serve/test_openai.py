@@ -76,6 +76,21 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
             GrammarSpec("tools", json.dumps(TOOLS[1:]), False, True, 0),
         ),
+        ({"thinking_token_budget": 9}, GrammarSpec("any", "", False, True, 9)),
+        ({"thinking_token_budget": 9, "enable_thinking": False}, None),
+        (
+            {"thinking_token_budget": 9, "response_format": {"type": "json_object"}},
+            GrammarSpec("json", after_thinking=True, thinking_tokens=9),
+        ),
+        (
+            {"thinking_token_budget": 9, "tools": TOOLS, "tool_choice": "required"},
+            GrammarSpec("tools", json.dumps(TOOLS), True, True, 0),
+        ),
+        ({"guided_json": SCHEMA}, GrammarSpec("json_schema", json.dumps(SCHEMA), after_thinking=True)),
+        ({"structured_outputs": {"json": "{}"}}, GrammarSpec("json_schema", "{}", after_thinking=True)),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, GrammarSpec("choice", '["a", "b"]', after_thinking=True)),
+        ({"structured_outputs": {}, "regex": ""}, None),
+        ({"regex": "a+"}, GrammarSpec("regex", "a+", after_thinking=True)),
     ],
 )
 def test_forms_reach_the_engine(scripted: Make, fields: dict[str, Any], spec: GrammarSpec | None) -> None:
@@ -84,6 +99,27 @@ def test_forms_reach_the_engine(scripted: Make, fields: dict[str, Any], spec: Gr
     client, engine = scripted("<|user|>")
     ask(client, **fields)
     assert engine.params[0].grammar == spec
+
+
+def test_plain_completions_take_forms_too(scripted: Make) -> None:
+    pytest.importorskip("llguidance")
+    client, engine = scripted("<|user|>")
+    ask(client, TEXT, prompt="x", guided_regex="a+")
+    assert engine.params[0].grammar == GrammarSpec("regex", "a+")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a", "guided_choice": ["a"]},
+        {"regex": "a", "response_format": {"type": "json_object"}},
+        {"regex": "a", "tools": TOOLS},
+        {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"},
+    ],
+)
+def test_an_answer_has_one_form(scripted: Make, fields: dict[str, Any]) -> None:
+    client, engine = scripted("<|user|>")
+    assert client.post(CHAT, json={"messages": HI, **fields}).status_code == 400 and not engine.prompts
 
 
 def test_forms_that_cannot_be_enforced(scripted: Make) -> None:
