@@ -20,6 +20,7 @@ from glm5.model.layers import MLP, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
+from glm5.ops import thin
 from glm5.seeds import derive_seed
 
 
@@ -87,8 +88,9 @@ class GLM5Model(nn.Module):
         """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
         x = ctx.flat(self.embed_tokens(input_ids))
         indices: Tensor | None = None
-        for layer in self.layers:
-            x, indices = call(layer, x, ctx, indices)
+        with thin.allowed(not ctx.exact):
+            for layer in self.layers:
+                x, indices = call(layer, x, ctx, indices)
         return self.norm(x)
 
 
@@ -163,7 +165,8 @@ class GLM5ForCausalLM(nn.Module):
         """One MTP depth: next_ids [B, T] are the tokens one step ahead of `hidden` [M, D]; returns [M, D]."""
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
-        return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
+        with thin.allowed(not ctx.exact):
+            return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
 
     def routers(self) -> list[tuple[int, Router]]:
         """(layer index, router) of every MoE layer, the MTP layer's last."""

@@ -1,26 +1,45 @@
 """Forms for a handful of tokens, as in decoding, where fetching weights takes longer than arithmetic.
 
-Compiled kernels only, no gradient, and rounding that differs from the general forms': exact mode stays away from them
-by padding to `ROW_TILE` rows.
+Compiled kernels only, no gradient, and rounding that differs from the general forms': only within `allowed`, where
+whoever runs a model says that bits may depend on the number of tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from glm5.ops import ROW_TILE
 from glm5.ops.native import Kernels, kernels
 
-THIN_ROWS = ROW_TILE - 1
-"""Most rows that these forms take: one less than exact mode ever shows them."""
+THIN_ROWS = 64
+"""Most rows that these forms take; beyond, BLAS catches up."""
+
+
+class _Here(threading.local):
+    allowed = False
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def allowed(yes: bool) -> Iterator[None]:
+    """Whether operations of this thread may take these forms meanwhile."""
+    before, _here.allowed = _here.allowed, yes
+    try:
+        yield
+    finally:
+        _here.allowed = before
 
 
 def thin(x: Tensor, weight: Tensor) -> Kernels | None:
     """The kernels, where x [M, D] is thin and nothing needs a gradient; None sends the caller to the general form."""
-    if x.ndim != 2 or x.shape[0] > THIN_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
+    if not _here.allowed or x.ndim != 2 or x.shape[0] > THIN_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
     return kernels(x) if weight.is_contiguous() else None
 

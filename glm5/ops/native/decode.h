@@ -22,16 +22,42 @@ static inline v16 dots16(const T* w, i64 stride, i64 count, const float* x, i64 
     return hsum16(acc);
 }
 
+// y [rows, 16] = x [rows, Kp] times up to 16 rows of w, each K long. From four rows on, w is widened once for all of them,
+// into `scratch` [16, Kp].
+template <class T>
+static inline void tile16(const T* w, i64 count, i64 K, const float* x, i64 rows, float* scratch, float* y) {
+    i64 Kp = up16(K);
+    if (rows < 4) {
+        for (i64 m = 0; m < rows; m++) at(y + 16 * m) = dots16(w, K, count, x + m * Kp, K);
+        return;
+    }
+    for (i64 r = 0; r < 16; r++) {
+        if (r < count)
+            widen(w + r * K, scratch + r * Kp, K, Kp);
+        else
+            std::fill_n(scratch + r * Kp, Kp, 0.0f);
+    }
+    for (i64 m = 0; m < rows; m += 4) {
+        i64 from = std::min(m, rows - 4);  // the last four may overlap those before
+        for (i64 r = 0; r < 16; r += 4) dots4x4(x + from * Kp, scratch + r * Kp, Kp, Kp, 1.0f, y + 16 * from + r, 16);
+    }
+}
+
 // out [M, N] = x [M, K] w [N, K]^T for a handful of rows, where fetching w is what takes time.
 template <class T>
 static void thin_linear(const T* x, const T* w, T* out, i64 M, i64 N, i64 K) {
     i64 Kp = up16(K);
     std::vector<float> wide(M * Kp);
     for (i64 m = 0; m < M; m++) widen(x + m * K, &wide[m * Kp], K, Kp);
-#pragma omp parallel for schedule(static) if (N * K > 65536)
-    for (i64 n = 0; n < N; n += 16) {
-        i64 count = std::min<i64>(16, N - n);
-        for (i64 m = 0; m < M; m++) store16(out + m * N + n, dots16(w + n * K, K, count, &wide[m * Kp], K), count);
+#pragma omp parallel if ((M + 3) / 4 * N * K > 65536)
+    {
+        std::vector<float> scratch(16 * Kp), y(16 * M);
+#pragma omp for schedule(static)
+        for (i64 n = 0; n < N; n += 16) {
+            i64 count = std::min<i64>(16, N - n);
+            tile16(w + n * K, count, K, wide.data(), M, scratch.data(), y.data());
+            for (i64 m = 0; m < M; m++) store16(out + m * N + n, at(&y[16 * m]), count);
+        }
     }
 }
 
@@ -41,35 +67,42 @@ template <class T>
 static void thin_experts(const T* x, const T* gate_up, const T* down, const i64* experts, const float* weights, T* out,
                          i64 M, i64 top, i64 D, i64 I) {
     i64 Dp = up16(D), Ip = up16(I), slots = M * top;
-    std::vector<float> wide(M * Dp), inner(slots * Ip, 0.0f);
-    for (i64 m = 0; m < M; m++) widen(x + m * D, &wide[m * Dp], D, Dp);
     std::vector<i64> order(slots), first;  // slots by expert, and where each expert's begin
     for (i64 s = 0; s < slots; s++) order[s] = s;
     std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return experts[a] < experts[b]; });
+    i64 most = 0;
     for (i64 s = 0; s < slots; s++)
         if (!s || experts[order[s]] != experts[order[s - 1]]) first.push_back(s);
     first.push_back(slots);
     i64 groups = first.size() - 1, ups = Ip / 16, downs = Dp / 16;
-    std::unique_ptr<float[]> parts(new float[slots * Dp]);
+    for (i64 g = 0; g < groups; g++) most = std::max(most, first[g + 1] - first[g]);
+    // Rows in the order of `order`: those of one expert lie side by side.
+    std::unique_ptr<float[]> wide(new float[slots * Dp]), parts(new float[slots * Dp]);
+    std::vector<float> inner(slots * Ip, 0.0f);
 #pragma omp parallel
     {
+        std::vector<float> scratch(16 * std::max(Dp, Ip)), y(16 * most), z(16 * most);
+#pragma omp for schedule(static)
+        for (i64 s = 0; s < slots; s++) widen(x + order[s] / top * D, &wide[s * Dp], D, Dp);
 #pragma omp for schedule(static)
         for (i64 item = 0; item < groups * ups; item++) {
             i64 group = item / ups, i = item % ups * 16, count = std::min<i64>(16, I - i);
-            const T* gate = gate_up + (experts[order[first[group]]] * 2 * I + i) * D;
-            for (i64 s = first[group]; s < first[group + 1]; s++) {
-                i64 slot = order[s];
-                const float* xm = &wide[slot / top * Dp];
-                v16 g = dots16(gate, D, count, xm, D), u = dots16(gate + I * D, D, count, xm, D);
-                at(&inner[slot * Ip + i]) = weights[slot] * g / (1.0f + exp16(-g)) * u;
+            i64 begin = first[group], rows = first[group + 1] - begin;
+            const T* gate = gate_up + (experts[order[begin]] * 2 * I + i) * D;
+            tile16(gate, count, D, &wide[begin * Dp], rows, scratch.data(), y.data());
+            tile16(gate + I * D, count, D, &wide[begin * Dp], rows, scratch.data(), z.data());
+            for (i64 r = 0; r < rows; r++) {
+                v16 g = at(&y[16 * r]), u = at(&z[16 * r]);
+                at(&inner[(begin + r) * Ip + i]) = weights[order[begin + r]] * g / (1.0f + exp16(-g)) * u;
             }
         }
 #pragma omp for schedule(static)
         for (i64 item = 0; item < groups * downs; item++) {
             i64 group = item / downs, d = item % downs * 16, count = std::min<i64>(16, D - d);
-            const T* from = down + (experts[order[first[group]]] * D + d) * I;
-            for (i64 s = first[group]; s < first[group + 1]; s++)
-                at(&parts[order[s] * Dp + d]) = dots16(from, I, count, &inner[order[s] * Ip], I);
+            i64 begin = first[group], rows = first[group + 1] - begin;
+            tile16(down + (experts[order[begin]] * D + d) * I, count, I, &inner[begin * Ip], rows, scratch.data(),
+                   y.data());
+            for (i64 r = 0; r < rows; r++) at(&parts[order[begin + r] * Dp + d]) = at(&y[16 * r]);
         }
 #pragma omp for schedule(static)
         for (i64 item = 0; item < M * downs; item++) {
@@ -150,15 +183,14 @@ template <class T>
 static void thin_moe(const T* x, const T* gate, const float* bias, const T* gate_up, const T* down, const T* shared_up,
                      const T* shared_down, T* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise,
                      float scaling) {
-    std::vector<float> wide(up16(D)), logits(M * up16(E)), weights(M * top);
+    i64 Dp = up16(D);
+    std::vector<float> wide(M * Dp), scratch(16 * Dp), y(16 * M), logits(M * up16(E)), weights(M * top);
     std::vector<i64> chosen(M * top);
     std::vector<T> extra(M * D);
-    for (i64 m = 0; m < M; m++) {
-        widen(x + m * D, wide.data(), D, up16(D));
-        for (i64 e = 0; e < E; e += 16) {
-            i64 count = std::min<i64>(16, E - e);
-            store16(&logits[m * E + e], dots16(gate + e * D, D, count, wide.data(), D), count);
-        }
+    for (i64 m = 0; m < M; m++) widen(x + m * D, &wide[m * Dp], D, Dp);
+    for (i64 e = 0; e < E; e += 16) {
+        tile16(gate + e * D, std::min<i64>(16, E - e), D, wide.data(), M, scratch.data(), y.data());
+        for (i64 m = 0; m < M; m++) store16(&logits[m * E + e], at(&y[16 * m]), std::min<i64>(16, E - e));
     }
     route(logits.data(), bias, chosen.data(), weights.data(), M, E, top, normalise, scaling);
     thin_experts(x, gate_up, down, chosen.data(), weights.data(), out, M, top, D, I);
@@ -178,8 +210,8 @@ static void layer_norm(const T* x, const T* weight, const T* bias, T* out, i64 D
 }
 
 // A whole MLA layer with DSA for a handful of new tokens: the same steps as MLA.forward, in absorbed form, writing
-// latents and index keys into their slots of the cache and reading the selected rows from there. Without an indexer (wq null), `indices`
-// are an input, else an output.
+// latents and index keys into their slots of the cache and reading the selected rows from there. Without an indexer (wq
+// null), `indices` are an input, else an output.
 template <class T>
 static void thin_mla(const void* const* tensors, const i64* sizes, float eps, float scale) {
     i64 at_ = 0;
