@@ -203,14 +203,17 @@ class Engine:
         drawn = time.perf_counter()
         self._seconds["sampling"] += drawn - ran
         seen = [self._accept(span, tokens) for span, tokens in zip(spans, fresh, strict=True)]
+        accepted = carried = time.perf_counter()
         if self.drafts:
             self._carry(spans, seen, hidden)
+            carried = time.perf_counter()
+            self._seconds["model"] += carried - accepted
         for span in spans:
             if span.request.done:
                 self._leave(span.request)
             elif span.request.row >= 0:
                 self.scheduler.remember(span.request)
-        self._seconds["scheduler"] += time.perf_counter() - drawn
+        self._seconds["scheduler"] += accepted - drawn + time.perf_counter() - carried
         return [span.request for span in spans if span.draws]
 
     def _plan(self) -> list[Span]:

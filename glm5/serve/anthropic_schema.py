@@ -29,7 +29,7 @@ Block = Mapping[str, Any]
 
 
 class ThinkingConfig(Fields):
-    """`thinking`. Absent means off. `budget_tokens` is kept; with `display: omitted` the text of thoughts is withheld."""
+    """`thinking`. Absent means off. `budget_tokens` is kept; `display: omitted` withholds the text of thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None

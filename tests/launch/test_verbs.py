@@ -164,7 +164,11 @@ def test_tokenizer_and_data(shell: Any, tiny: Any, tmp_path: Path) -> None:
 def test_generate(shell: Any, tiny: Any) -> None:
     options = ("--max-tokens", 5, "--temperature", 0)
     found = shell.invoke("generate", tiny.final, "def f", *options, "--json").json()
-    assert set(found) == {"text", "ids", "logprobs", "finish_reason"}
+    assert set(found) == {"text", "ids", "logprobs", "finish_reason", "difference_to_learner"}
+    tokens = len(found["ids"])
+    assert found["difference_to_learner"] == {"tokens": tokens, "unequal": 0, "mean_abs": 0.0, "max_abs": 0.0}
+    fast = shell.invoke("generate", tiny.final, "def f", *options, "--fast", "--json").json()["difference_to_learner"]
+    assert fast["tokens"] > 0 and fast["max_abs"] < 1e-3
     engine = Engine.from_pretrained(tiny.final)
     prompt = engine.tokenizer.encode("def f")
     scored = engine.score([[*prompt, *found["ids"]]])[0][len(prompt) - 1 :]

@@ -101,7 +101,7 @@ template <class T>
 static void attend(const T* q, const Lines<T>& latents, const i64* indices, T* out, float* target, i64 B, i64 Q, i64 N,
                    i64 W, i64 C, i64 K, float scale) {
     i64 Wp = up16(W), Kp = up16(K), Np = (N + 3) / 4 * 4;
-#pragma omp parallel if (B * Q > 1)
+#pragma omp parallel if (B * Q > 1 && B * Q * N * K * (W + C) > SHARED)
     {
         std::vector<float> qf(Np * Wp), picked(Kp * Wp), p(Np * Kp), acc(Np * Wp);
 #pragma omp for schedule(dynamic, 8)

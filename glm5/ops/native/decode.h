@@ -49,7 +49,7 @@ static void thin_linear(const T* x, const T* w, T* out, i64 M, i64 N, i64 K) {
     i64 Kp = up16(K);
     std::vector<float> wide(M * Kp);
     for (i64 m = 0; m < M; m++) widen(x + m * K, &wide[m * Kp], K, Kp);
-#pragma omp parallel if ((M + 3) / 4 * N * K > 65536)
+#pragma omp parallel if ((M + 3) / 4 * N * K > SHARED / 4)  // widening weights costs as much as four rows
     {
         std::vector<float> scratch(16 * Kp), y(16 * M);
 #pragma omp for schedule(static)
@@ -79,7 +79,7 @@ static void thin_experts(const T* x, const T* gate_up, const T* down, const i64*
     // Rows in the order of `order`: those of one expert lie side by side.
     std::unique_ptr<float[]> wide(new float[slots * Dp]), parts(new float[slots * Dp]);
     std::vector<float> inner(slots * Ip, 0.0f);
-#pragma omp parallel
+#pragma omp parallel if (slots * 3 * D * I > SHARED)
     {
         std::vector<float> scratch(16 * std::max(Dp, Ip)), y(16 * most), z(16 * most);
 #pragma omp for schedule(static)
@@ -119,7 +119,7 @@ static void thin_experts(const T* x, const T* gate_up, const T* down, const i64*
 template <class T>
 static void thin_absorb(const T* q, const T* w, const float* cos, const float* sin, T* out, i64 M, i64 N, i64 H, i64 R,
                         i64 C, i64 step) {
-#pragma omp parallel for schedule(static) if (N * H * C > 65536)
+#pragma omp parallel for schedule(static) if (M * N * H * C > SHARED)
     for (i64 n = 0; n < N; n++)
         for (i64 m = 0; m < M; m++) {
             const T *from = q + (m * N + n) * (H + R), *up = w + n * step * C;
@@ -144,7 +144,7 @@ static void thin_values(const T* x, const T* w, T* out, i64 M, i64 N, i64 C, i64
     i64 Cp = up16(C);
     std::vector<float> wide(M * N * Cp);
     for (i64 r = 0; r < M * N; r++) widen(x + r * C, &wide[r * Cp], C, Cp);
-#pragma omp parallel for schedule(static) if (N * V * C > 65536)
+#pragma omp parallel for schedule(static) if (M * N * V * C > SHARED)
     for (i64 n = 0; n < N; n++)
         for (i64 v = 0; v < V; v += 16)
             for (i64 m = 0; m < M; m++) {

@@ -134,7 +134,7 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
     std::unique_ptr<float[]> scores(new float[group * lines * width]);
     for (i64 g = 0; g < tasks; g += group) {
         i64 here = std::min(group, tasks - g);
-#pragma omp parallel
+#pragma omp parallel if (queries * S * J * d > SHARED)
         {
             std::vector<float> tile(d * TILE), qf(lines * J * d), wf(lines * J);
             std::vector<int32_t> order(width + 16);
