@@ -233,7 +233,11 @@ def thin_moe(x: Tensor, gate: Tensor, bias: Tensor, matrices: list[Tensor], top:
 @torch.no_grad()
 def test_thin_moe(experts: int, top: int, normalise: bool, rows: int, dtype: torch.dtype) -> None:
     """Against the formula of §1.5 in float64, including a tie that the lower expert must win."""
-    x, gate, bias = randn(rows, 10, seed=8).to(dtype), randn(experts, 10, seed=19).to(dtype), 0.2 * randn(experts, seed=20)
+    x, gate, bias = (
+        randn(rows, 10, seed=8).to(dtype),
+        randn(experts, 10, seed=19).to(dtype),
+        0.2 * randn(experts, seed=20),
+    )
     gate[4], bias[1], bias[4] = gate[1], 3.0, 3.0
     shapes = [(experts, 14, 10), (experts, 10, 7), (18, 10), (10, 9)]
     matrices = [randn(*shape, seed=21 + i).to(dtype) for i, shape in enumerate(shapes)]
