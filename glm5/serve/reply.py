@@ -51,12 +51,14 @@ class Scored:
 class Reply:
     """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
 
-    `matched` then says what ended it: a stop string, a stop id, or nothing (None).
+    `matched` then says what ended it: a stop string, a stop id, or nothing (None). `drafts` is how many tokens the
+    engine drafts in a step; those of the steps so far are `draft_tokens`, and `accepted_draft_tokens` of them stand in
+    the sample.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Prompt, stops: Sequence[str], stop_ids: Iterable[int],
-        *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0,
+        *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0, drafts: int = 0,
     ) -> None:  # fmt: skip
         self.index = index
         self.prompt = prompt
@@ -67,6 +69,8 @@ class Reply:
         self.matched: str | int | None = None
         self.ids: list[int] = []
         self.reasoning_tokens = 0
+        self.draft_tokens = 0
+        self.accepted_draft_tokens = 0
         self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -78,6 +82,7 @@ class Reply:
         self._parser = ChatParser(prompt.tools, prompt.thinking, calls=bool(prompt.tools))
         self._most_calls = math.inf if parallel_calls else 1
         self._call_ids: dict[int, str] = {}
+        self._drafts = drafts
         self._told = 0
         self._offsets = StreamDecoder(tokenizer)
         self._offset = 0
@@ -90,6 +95,9 @@ class Reply:
         """What the new tokens add, as deltas of a chat message. Sets `finish_reason` at the end."""
         if self.finish_reason is not None:
             return []
+        if self.ids and delta.token_ids:  # a step of the engine; the first token came from the prompt, without drafts
+            self.draft_tokens += self._drafts
+            self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
         events: list[Event] = []
         for token, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
             self._count(token, logprob, top)

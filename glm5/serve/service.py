@@ -120,6 +120,7 @@ class Service:
         """One reply for each sample of `stream`."""
         owners = [job for job in jobs for _ in range(job[0].samples())]
         stop_ids = stream.requests[0].stop_ids
+        options["drafts"] = getattr(self.thread.engine, "drafts", 0)
         return [
             Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
             for i, (body, prompt) in enumerate(owners)
@@ -155,11 +156,17 @@ def cached_tokens(stream: Stream) -> int:
 
 
 def openai_usage(stream: Stream, replies: Sequence[Reply]) -> Mapping[str, Any]:
+    """`usage` of the OpenAI surface. An extension: where the engine drafts tokens, `completion_tokens_details` says how
+    many it drafted for this answer (`draft_tokens`) and how many were kept (`accepted_draft_tokens`)."""
+    details = {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)}
+    if drafted := sum(reply.draft_tokens for reply in replies):
+        accepted = sum(reply.accepted_draft_tokens for reply in replies)
+        details |= {"draft_tokens": drafted, "accepted_draft_tokens": accepted}
     prompt, completion = sum(len(part.prompt) for part in stream.parts), sum(reply.tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached_tokens(stream)},
-        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
+        "completion_tokens_details": details,
     }

@@ -1,4 +1,4 @@
-"""The chat page at `/`: one file without outside requests, and the policy that keeps it so."""
+"""The chat page at `/`: one document without outside requests, and the policy that keeps it so."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-PAGE = Path(__file__).with_name("page.html")
+HERE = Path(__file__).parent
+SCRIPTS = ("markdown.js", "state.js", "view.js", "stream.js", "chat.js")
+"""In this order; they share one scope."""
 
 
 def page_route(model_name: str) -> APIRouter:
     """GET / with the page for one model."""
-    text = PAGE.read_text(encoding="utf-8").replace("{{model}}", html.escape(model_name))
+    text = page_text(model_name)
     headers = {
         "Content-Security-Policy": content_policy(text),
         "X-Content-Type-Options": "nosniff",
@@ -32,8 +34,19 @@ def page_route(model_name: str) -> APIRouter:
     return routes
 
 
+def page_text(model_name: str) -> str:
+    """The document with its style and scripts inside. Filled in one pass: a model's name is no place to fill."""
+    parts = {
+        "model": html.escape(model_name),
+        "style": _read("page.css"),
+        "script": "".join(map(_read, SCRIPTS)),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+
+
 def content_policy(text: str) -> str:
-    """Only this page's own script and style, known by their hashes, and only requests to where it came from."""
+    """Only this page's own script and style, known by their hashes, and only requests to where it came from. Browsers
+    that know trusted types refuse to read any text as markup."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -44,12 +57,18 @@ def content_policy(text: str) -> str:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
         )
     )
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str, tag: str) -> str:
     found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     if found is None:
-        raise ValueError(f"{PAGE.name} has no <{tag}>")
+        raise ValueError(f"page.html has no <{tag}>")
     return f"'sha256-{base64.b64encode(hashlib.sha256(found.group(1).encode()).digest()).decode()}'"
