@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -76,7 +77,8 @@ def glm5_jobs(told: dict[str, str]) -> dict[str, Job]:
     directory = told["model"]
     model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, told["dtype"]))
     drafts = int(told.get("drafts", "0"))
-    engine = Engine(model, exact=False, speculative=drafts, max_batch=64, host_cache_bytes=1 << 28)
+    overlap = "overlap" in told
+    engine = Engine(model, exact=False, speculative=drafts, max_batch=64, host_cache_bytes=1 << 28, overlap=overlap)
     prompts = text_prompts(directory, 64, PROMPT)
 
     def run(ids: list[list[int]], tokens: int = TOKENS, temperature: float = 0.0) -> dict[str, float]:
@@ -247,6 +249,50 @@ def turns(final: dict[str, Process], job: str, repeats: int, length: int = 0) ->
     return runs
 
 
+def over_http(model: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """Tokens per second and time to the first one as a client of `glm5 serve` sees them, streaming."""
+    import asyncio
+
+    import httpx
+    from _timing import spread
+
+    command = [sys.executable, "-m", "glm5", "serve", model, "--port", "0", "--dtype", dtype]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    address = server.stdout.readline().removeprefix("Ready on ").strip()
+    prompts = text_prompts(model, BATCH, PROMPT)
+
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, float]:
+        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        began, first = time.perf_counter(), 0.0
+        async with client.stream("POST", f"{address}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - began
+        return first, time.perf_counter() - began
+
+    async def many(count: int) -> dict[str, float]:
+        async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+            await client.post(f"{address}/flush_cache")
+            began = time.perf_counter()
+            found = await asyncio.gather(*(one(client, prompt) for prompt in prompts[:count]))
+            return {"first": max(f for f, _ in found), "seconds": time.perf_counter() - began}
+
+    try:
+        runs = {count: [asyncio.run(many(count)) for _ in range(repeats + 1)][1:] for count in (1, BATCH)}
+    finally:
+        server.terminate()
+        server.wait()
+    return {
+        f"{count} at once": {
+            "tokens_per_second": spread([count * TOKENS / s for s in column(runs[count], "seconds")]),
+            "first": spread(column(runs[count], "first")),
+        }
+        for count in runs
+    }
+
+
 def column(runs: list[dict[str, float]], key: str) -> list[float]:
     return [run[key] for run in runs]
 
@@ -313,6 +359,11 @@ def own(told: dict[str, str], repeats: int) -> dict[str, Any]:
             "accepted": [spread(column(runs["drafts"], f"accepted {k + 1}"))["median"] for k in range(DRAFTS)],
         }
     final.pop("drafts").close()
+    final["overlap"] = Process(__file__, told | {"overlap": "1"})
+    for job in ("batch", "crowd"):
+        runs = turns(final, job, repeats)
+        found[f"plain over overlap, {job}"] = ratio(column(runs["plain"], "decode"), column(runs["overlap"], "decode"))
+    final.pop("overlap").close()
     again = turns(final, "prefix", repeats)["plain"]
     found["first token, shared prefix"] = {
         "ratio": ratio(column(again, "seconds"), column(again, "again")),
@@ -347,6 +398,7 @@ def main() -> None:
     told = {name: what | {"model": options.model} for name, what in contestants().items()}
     found = {} if options.own else race(told, options.repeats)
     found |= own(told["glm5 bf16"], options.repeats)
+    found["over HTTP"] = over_http(options.model, "bfloat16", options.repeats)
     shapes = {"prompt": PROMPT, "tokens": TOKENS, "batch": BATCH, "shared": SHARED, "repeats": options.repeats}
     peaks = {dtype: matmul_peak(dtype=dtype) for dtype in ("float32", "bfloat16")}
     print(json.dumps({**machine(), **shapes, "matmul_gflops": peaks, **found}, indent=1))

@@ -107,10 +107,10 @@ class Engine:
         self._grammars: Grammars | None = None
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> Engine:
+    def from_pretrained(cls, path: str | Path, *, dtype: str = "float32", **options: Any) -> Engine:
         """Load model and, where the directory has one, tokenizer. `options` are those of the constructor."""
         directory = Path(path)
-        model = GLM5ForCausalLM.from_pretrained(directory)
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         tokenizer = Tokenizer.load(directory) if (directory / "tokenizer.json").exists() else None
         return cls(model, tokenizer, **options)
 
