@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import Checkpoint, Json, app, assignments, model_config, show
+from glm5.cli.options import Checkpoint, Dtype, Json, app, assignments, model_config, show
 from glm5.errors import UsageError
 
 
@@ -74,14 +74,16 @@ def generate(
     max_tokens: int = 128,
     temperature: float = 1.0,
     seed: int = 0,
+    exact: Annotated[bool, typer.Option("--exact/--fast", help="Learner's bits, or speed; --json tells apart.")] = True,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt (plain text, no chat template)."""
     from glm5.chat import Tokenizer
+    from glm5.engine.difference import measure
     from glm5.engine.engine import Engine
     from glm5.records import SamplingParams
 
-    engine = Engine.from_pretrained(model)
+    engine = Engine.from_pretrained(model, exact=exact)
     if tokenizer is not None:
         engine.tokenizer = Tokenizer.load(tokenizer)
     if ids:
@@ -98,7 +100,8 @@ def generate(
     text = "" if engine.tokenizer is None else engine.tokenizer.decode(done.token_ids)
     result = {"text": text, "ids": done.token_ids, "logprobs": done.logprobs, "finish_reason": done.finish_reason}
     if as_json:
-        show(result, True)
+        difference = measure(engine, [prompt_ids], [done], temperature)
+        show({**result, "difference_to_learner": vars(difference)}, True)
     else:
         typer.echo(",".join(map(str, done.token_ids)) if ids else text)
 
@@ -125,11 +128,43 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: Annotated[str | None, typer.Option(help="Required for addresses other than loopback.")] = None,
+    dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
+    exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: repeatable to the bit, or speed.")] = False,
+    speculative: Annotated[int, typer.Option(min=0, help="Engine: tokens the MTP layer drafts per step.")] = 0,
+    max_batch: Annotated[int, typer.Option(min=1, help="Engine: samples that advance together.")] = 64,
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens of cache.")] = None,
+    host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
+    max_requests: Annotated[int, typer.Option(min=1, help="Limit: requests at once (429 beyond).")] = 512,
+    max_samples: Annotated[int, typer.Option(min=1, help="Limit: samples of an engine at once (429).")] = 256,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Limit: body of a request, in MiB (413).")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Limit: prompt plus answer (400).")] = None,
+    request_seconds: Annotated[
+        float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer (504).")
+    ] = 1800,
+    stop_seconds: Annotated[float, typer.Option(min=0, max=86_400, help="Limit: time to finish at the end.")] = 10,
 ) -> None:
-    """Serve OpenAI chat completions and a chat page."""
-    from glm5.serve.app import run
+    """Serve OpenAI, Anthropic and SGLang requests, and a chat page."""
+    from glm5.serve.limits import Limits
+    from glm5.serve.options import EngineOptions
 
-    run(model, host=host, port=port, api_key=api_key)
+    options = EngineOptions(exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value)
+    limits = Limits(
+        body_bytes=max_body_mb << 20,
+        requests=max_requests,
+        samples=max_samples,
+        tokens=max_tokens,
+        request_seconds=request_seconds,
+        stop_seconds=stop_seconds,
+    )
+    if dp == 1:
+        from glm5.serve.app import run
+
+        run(model, host, port, api_key, limits=limits, options=options)
+    else:
+        from glm5.serve.router.app import run as route
+
+        route(model, host, port, api_key, engines=dp, limits=limits, options=options)
 
 
 @app.command("eval")

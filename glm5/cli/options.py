@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,13 @@ Sources = Annotated[list[str], typer.Argument(help='Folders, text files, JSONL, 
 Out = Annotated[Path, typer.Option(help="Directory to write.")]
 Recipe = Annotated[Path, typer.Argument(help="A TOML recipe, e.g. recipes/laptop.toml.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
+
+
+class Dtype(enum.Enum):
+    """Types that a model can be run in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:

@@ -25,8 +25,10 @@ ADMIN_PATHS = (
 """These change what the server does for everybody: they need the key where there is one, and without one they answer
 this machine alone."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-UNCOUNTED = (*OPEN_PATHS, "/metrics", *ADMIN_PATHS)
-"""These must work while a server is full."""
+WORKERS_PATH = "/workers"
+"""Of a router: its engine processes, and below it what is done to one of them. As protected as ADMIN_PATHS."""
+UNCOUNTED = (*OPEN_PATHS, "/metrics")
+"""These must work while a server is full, and so must what changes it."""
 
 
 class Guard:
@@ -35,6 +37,7 @@ class Guard:
     A browser sends such a page's requests along without asking, and lets it read the answers once its name resolves to
     our address; the first shows in Origin and Sec-Fetch-Site, the second in Host. Beyond `requests` at once the rest is
     told to come back. `observe` hears the path and status of every answer. Every answer carries an id of its request.
+    A `trusted` one stands behind another, and asks nobody who they are.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class Guard:
         allowed_hosts: Collection[str] | None,
         requests: int,
         observe: Callable[[str, int], None],
+        trusted: bool = False,
     ) -> None:
         self.app = app
         self.api_key = api_key
         self.allowed_hosts = allowed_hosts
         self.requests = requests
         self.observe = observe
+        self.trusted = trusted
         self.under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +62,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         path, request_id = scope["path"], f"req_{uuid.uuid4().hex[:24]}"
-        counted = path not in UNCOUNTED
+        counted = path not in UNCOUNTED and not _is_admin(path)
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -68,7 +73,7 @@ class Guard:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        error = self._refusal(scope)
+        error = None if self.trusted else self._refusal(scope)
         if error is None and counted and self.under_way >= self.requests:
             text = f"The server is busy with its {self.requests} requests; try again in a moment."
             error = ApiError(429, text, code="rate_limit_exceeded")
@@ -88,11 +93,11 @@ class Guard:
             return ApiError(403, f"This server does not answer for the host {host!r}.", code="wrong_host")
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         # Some admin paths may be read with GET, and act all the same.
-        acts = scope["method"] not in ("GET", "HEAD") or scope["path"] in ADMIN_PATHS
+        acts = scope["method"] not in ("GET", "HEAD") or _is_admin(scope["path"])
         if acts and (site in ("cross-site", "same-site") or _is_foreign(origin, host)):
             return ApiError(403, "Pages of other sites may not use this server.", code="cross_site")
         if self.api_key is None:
-            if scope["path"] in ADMIN_PATHS and not _is_local(scope):
+            if _is_admin(scope["path"]) and not _is_local(scope):
                 return ApiError(403, "Without an API key, this path answers this machine alone.", code="local_only")
         elif scope["path"] not in OPEN_PATHS and not self._knows_key(headers):
             text = "Wrong or missing API key; send it as Authorization: Bearer KEY or as x-api-key: KEY."
@@ -105,6 +110,10 @@ class Guard:
         offered += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
         wanted = (self.api_key or "").encode()
         return any(hmac.compare_digest(key.encode(), wanted) for key in offered)
+
+
+def _is_admin(path: str) -> bool:
+    return path in ADMIN_PATHS or path == WORKERS_PATH or path.startswith(f"{WORKERS_PATH}/")
 
 
 def _is_foreign(origin: str | None, host: str) -> bool:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.errors import CheckpointError, ConfigError, Glm5Error, UsageError
+from glm5.errors import CheckpointError, ConfigError, Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.serve import anthropic, native, openai
-from glm5.serve.access import LOOPBACK_NAMES, Guard, is_loopback
-from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError, error_response
+from glm5.serve.access import Guard
+from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.limits import Limits
+from glm5.serve.listen import address_error, announce, bind, hosts_answered
 from glm5.serve.metrics import CONTENT_TYPE, Metrics
+from glm5.serve.options import EngineOptions
 from glm5.serve.page import page_route
 from glm5.serve.schema import Sampling
 from glm5.serve.service import Service
@@ -45,11 +45,13 @@ def create_app(
     api_key: str | None = None,
     limits: Limits | None = None,
     allowed_hosts: Collection[str] | None = None,
+    trusted: bool = False,
 ) -> FastAPI:
     """The server as an ASGI application; its engine thread runs for the time of the lifespan.
 
     `defaults` are the sampling parameters of requests that give none. `allowed_hosts` are the host names that requests
-    may be addressed to; None allows all.
+    may be addressed to; None allows all. `trusted` is for an application that only a router can reach, which has asked
+    already.
     """
     limits, metrics = limits or Limits(), Metrics()
     thread = EngineThread(engine, limits.samples, metrics)
@@ -77,9 +79,10 @@ def create_app(
         allowed_hosts=allowed_hosts,
         requests=limits.requests,
         observe=metrics.answered,
+        trusted=trusted,
     )
-    for kind in (Glm5Error, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _on_error)
+    for kind in HANDLED:
+        app.add_exception_handler(kind, on_error)
     return app
 
 
@@ -100,18 +103,6 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         return PlainTextResponse(service.metrics.text(await service.numbers()), media_type=CONTENT_TYPE)
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
-    if isinstance(error, HTTPException):
-        text = f"{request.method} {path:.200}: {error.detail}."
-        return error_response(ApiError(error.status_code, text), path, error.headers)
-    if isinstance(error, Glm5Error):
-        return error_response(ApiError.of(error), path)
-    return error_response(ApiError(500, INTERNAL), path)
-
-
 def load_defaults(directory: Path) -> SamplingParams:
     """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError where it holds nonsense."""
     path = directory / "generation_config.json"
@@ -128,6 +119,22 @@ def load_defaults(directory: Path) -> SamplingParams:
     return SamplingParams(**checked.model_dump(include=set(found)))
 
 
+def load_app(
+    directory: Path, limits: Limits, options: EngineOptions, *, model_name: str | None = None, **rest: Any
+) -> FastAPI:
+    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError where there is no
+    model, or no tokenizer that fits it."""
+    engine = Engine.from_pretrained(directory, **asdict(options))
+    if engine.tokenizer is None:
+        raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
+    if engine.tokenizer.vocab_size > engine.model.config.vocab_size:
+        raise CheckpointError(
+            f"The tokenizer of {directory} has more ids than the model; use the one it was trained with."
+        )
+    name, defaults = model_name or directory.resolve().name, load_defaults(directory)
+    return create_app(engine, engine.tokenizer, model_name=name, defaults=defaults, limits=limits, **rest)
+
+
 def run(
     directory: str | Path,
     host: str = "127.0.0.1",
@@ -136,6 +143,7 @@ def run(
     *,
     model_name: str | None = None,
     limits: Limits | None = None,
+    options: EngineOptions | None = None,
 ) -> None:
     """Serve a checkpoint directory until interrupted; port 0 takes a free one. Prints the address when ready.
 
@@ -143,50 +151,46 @@ def run(
         UsageError: the address is taken or not ours, or it is open to others and there is no API key.
         CheckpointError: no model, or no tokenizer that fits it.
     """
-    local = is_loopback(host)
-    if not local and not api_key:
-        raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
-    directory, api_key, limits = Path(directory), api_key or None, limits or Limits()
-    with _bind(host, port) as listener:
-        engine = Engine.from_pretrained(directory)
-        if engine.tokenizer is None:
-            raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
-        if engine.tokenizer.vocab_size > engine.model.config.vocab_size:
-            raise CheckpointError(
-                f"The tokenizer of {directory} has more ids than the model; use the one it was trained with."
-            )
-        app = create_app(
-            engine,
-            engine.tokenizer,
-            model_name=model_name or directory.resolve().name,
-            defaults=load_defaults(directory),
+    hosts, limits = hosts_answered(host, api_key), limits or Limits()
+    with bind(host, port) as listener:
+        app = load_app(
+            Path(directory),
+            limits,
+            options or EngineOptions(),
+            model_name=model_name,
             api_key=api_key,
-            limits=limits,
-            allowed_hosts={*LOOPBACK_NAMES, host} if local and not api_key else None,
+            allowed_hosts=hosts,
         )
-        # The engine thread gives up first, so that streams end with a sentence rather than with a broken connection.
-        patience = max(1, round(limits.stop_seconds)) + 2
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience)
         try:
-            _Server(config, app.state.service).run(sockets=[listener])
-        except KeyboardInterrupt:
-            pass
+            listen(app, listener, announce)
         except OSError as error:  # another server began to listen while this one was loading
-            raise _address_error(error, host, port) from None
+            raise address_error(error, host, port) from None
+
+
+def listen(
+    app: FastAPI, listener: socket.socket, ready: Callable[[Iterable[socket.socket]], None], **config: Any
+) -> None:
+    """Answer until interrupted; `ready` is called once. `config` goes to uvicorn."""
+    # The engine thread gives up first, so that streams end with a sentence rather than with a broken connection.
+    patience = max(1, round(app.state.service.limits.stop_seconds)) + 2
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience, **config)
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(settings, app.state.service, ready).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens once it does, and tells the engine thread first when it is to stop."""
+    """Says when it listens, and tells the engine thread first when it is to stop."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, ready: Callable[[Iterable[socket.socket]], None]
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        self._ready(sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.ensure_future(
@@ -194,21 +198,3 @@ class _Server(uvicorn.Server):
         )
         await super().shutdown(sockets)
         await stopping
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: connecting before the model is loaded fails at once."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise _address_error(error, host, port) from None
-    return listener
-
-
-def _address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return UsageError(f"Port {port} on {host} is in use; choose another one with --port.")
-    return UsageError(f"Cannot serve on {host}:{port}: {error}.")

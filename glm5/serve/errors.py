@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 from glm5.errors import EngineError, Glm5Error
 
@@ -108,6 +110,23 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
     }
     body = error.body(anthropic=speaks_anthropic(path))
     return JSONResponse(body, error.status, {**own.get(error.status, {}), **(headers or {})})
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """The answer to whatever a route raises; for `HANDLED`."""
+    path = request.url.path
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        text = f"{request.method} {path:.200}: {error.detail}."
+        return error_response(ApiError(error.status_code, text), path, error.headers)
+    if isinstance(error, Glm5Error):
+        return error_response(ApiError.of(error), path)
+    return error_response(ApiError(500, INTERNAL), path)
+
+
+HANDLED: tuple[type[Exception], ...] = (Glm5Error, HTTPException, ClientDisconnect, Exception)
+"""Kinds of errors that an application leaves to `on_error`."""
 
 
 def speaks_anthropic(path: str) -> bool:

@@ -93,7 +93,7 @@ def check(response: Any, status: int, param: str | None = None, code: str | None
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"regex": "a+"}, "regex"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
         ({"continue_final_message": True}, "messages"),
     ],
 )

@@ -1,0 +1,45 @@
+"""Where a server listens, and what it says about that. Free of torch."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable
+
+from glm5.errors import UsageError
+from glm5.serve.access import LOOPBACK_NAMES, is_loopback
+
+
+def hosts_answered(host: str, api_key: str | None) -> set[str] | None:
+    """Host names that requests may be addressed to; None where all may. Raises UsageError where a server without a key
+    would let others in."""
+    if not is_loopback(host) and not api_key:
+        raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
+    return None if api_key else {*LOOPBACK_NAMES, host}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: connecting before the model is loaded fails at once."""
+    # Where the protocol is not named, asyncio leaves out TCP_NODELAY, and answers wait 40 ms for an acknowledgement.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise address_error(error, host, port) from None
+    return listener
+
+
+def address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return UsageError(f"Port {port} on {host} is in use; choose another one with --port.")
+    return UsageError(f"Cannot serve on {host}:{port}: {error}.")
+
+
+def announce(sockets: Iterable[socket.socket]) -> None:
+    """Say on stdout where the server can be reached."""
+    for listener in sockets:
+        host, port = listener.getsockname()[:2]
+        print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -1,0 +1,26 @@
+"""How a server sets up its engine. Free of torch, and plain values: a process in front of engines hands them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Keywords of `Engine`, which explains them, with a server's defaults: fast rather than exact.
+
+    Attributes:
+        exact: whether an answer's bits are the same whatever runs beside it; costs speed.
+        speculative: tokens that the MTP layer drafts per step.
+        cache_tokens: size of the cache; None lets the engine choose.
+        host_cache_bytes: bytes of host memory for prefixes that the cache has no room for.
+        max_batch: samples that advance together.
+        dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
+    """
+
+    exact: bool = False
+    speculative: int = 0
+    cache_tokens: int | None = None
+    host_cache_bytes: int = 0
+    max_batch: int = 64
+    dtype: str = "float32"

@@ -1,0 +1,82 @@
+"""Which requests belong together: those of one session, else those that begin alike.
+
+They should meet the same engine, because its prefix cache holds what they share. The session is what the client says
+it is, in a header or in the body; where it says nothing, a conversation is known by its system prompt and, when that
+engine has too much to do, by its first message behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+HEADERS = ("x-session-id", "x-smg-routing-key")
+FIELDS = ("session_id", "prompt_cache_key", "user")
+"""The more a field says about the session, the earlier it is asked."""
+BEGINNING = 256
+"""Characters of a plain prompt, or four times its ids, that are compared."""
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """`key` finds the engine of a request; `spill` finds another one where that is overloaded (see `HashRing.pick`)."""
+
+    key: str
+    spill: str | None = None
+
+
+def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
+    """Of a request of any surface. A body that is no JSON object belongs anywhere; its engine will say so."""
+    for name in HEADERS:
+        if headers.get(name):
+            return Affinity(f"session:{headers[name]}")
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return Affinity("")
+    metadata = fields.get("metadata")
+    named = [fields.get(name) for name in FIELDS] + ([metadata.get("user_id")] if isinstance(metadata, dict) else [])
+    for value in named:
+        if isinstance(value, str | int) and value != "":
+            return Affinity(f"session:{value}")
+    return _by_beginning(fields)
+
+
+def _by_beginning(fields: Mapping[str, Any]) -> Affinity:
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return Affinity(_digest(_start(next((fields[k] for k in ("prompt", "text", "input_ids") if k in fields), ""))))
+    system = [_text(fields["system"])] if fields.get("system") else []
+    rest = [message for message in messages if isinstance(message, dict)]
+    while rest and rest[0].get("role") in ("system", "developer"):
+        system.append(_text(rest.pop(0).get("content")))
+    first = _text(rest[0].get("content")) if rest else ""
+    if not system:
+        return Affinity(_digest(first))
+    return Affinity(_digest(*system), _digest(*system, first))
+
+
+def _text(content: Any) -> str:
+    """Text alone: clients move marks like `cache_control` from turn to turn."""
+    if isinstance(content, list):
+        return "".join(str(block.get("text", "")) for block in content if isinstance(block, dict))
+    return str(content)
+
+
+def _start(prompt: Any) -> str:
+    """The beginning of a prompt, or of the first of several."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        return _start(prompt[0])
+    return str(prompt[: BEGINNING // 4] if isinstance(prompt, list) else prompt)[:BEGINNING]
+
+
+def _digest(*parts: str) -> str:
+    found = blake2b(digest_size=16)
+    for part in parts:
+        found.update(part.encode("utf-8", "surrogatepass") + b"\0")
+    return f"text:{found.hexdigest()}"

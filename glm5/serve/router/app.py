@@ -1,0 +1,195 @@
+"""Several engine processes behind one address: `glm5 serve DIR --dp N` (§4.1).
+
+This process loads no model and no torch. It asks who may ask, keeps the requests of a session on one engine, and
+replaces engines that fail (see `affinity`, `relay`, `pool`, `control`, and `glm5.engine.hash_ring`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from glm5.errors import UsageError
+from glm5.serve.access import ADMIN_PATHS, WORKERS_PATH, Guard
+from glm5.serve.errors import HANDLED, ApiError, Stopping, on_error
+from glm5.serve.limits import Limits, read_body
+from glm5.serve.listen import address_error, announce, bind, hosts_answered
+from glm5.serve.metrics import CONTENT_TYPE
+from glm5.serve.options import EngineOptions
+from glm5.serve.router.affinity import affinity_of
+from glm5.serve.router.control import expositions, tell_all
+from glm5.serve.router.metrics import RouterMetrics
+from glm5.serve.router.pool import WorkerPool
+from glm5.serve.router.process import WorkerJob
+from glm5.serve.router.relay import Relay
+from glm5.serve.router.workers import Patience
+
+SESSION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate")
+"""Go to the engine of their session."""
+ANY_PATHS = (
+    "/",
+    "/v1/models",
+    "/v1/models/{name:path}",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/get_model_info",
+    "/model_info",
+    "/get_server_info",
+    "/server_info",
+    "/get_weight_version",
+    "/health_generate",
+)
+"""Go to the engine with the least to do."""
+LARGE = 1 << 16
+"""Bytes; longer bodies are parsed outside of the event loop."""
+
+
+def create_router(
+    pool: WorkerPool,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    allowed_hosts: Collection[str] | None = None,
+) -> FastAPI:
+    """The router as an ASGI application. Whoever runs it starts and closes the pool."""
+    limits, metrics = limits or Limits(), RouterMetrics()
+    app = FastAPI(title="glm5", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def to_session(request: Request) -> Response:
+        body = await read_body(request, limits)
+        if len(body) > LARGE:
+            affinity = await asyncio.to_thread(affinity_of, request.headers, body)
+        else:
+            affinity = affinity_of(request.headers, body)
+        return Relay(pool, request, body, affinity, limits, metrics)
+
+    async def to_any(request: Request) -> Response:
+        return Relay(pool, request, await read_body(request, limits), None, limits, metrics)
+
+    async def to_all(request: Request) -> Response:
+        return await tell_all(pool, request, await read_body(request, limits))
+
+    for paths, endpoint in ((SESSION_PATHS, to_session), (ANY_PATHS, to_any), (ADMIN_PATHS, to_all)):
+        for path in paths:
+            app.add_api_route(path, endpoint, methods=["GET", "POST"])
+    _add_watching(app, pool, metrics)
+    app.add_middleware(
+        Guard,
+        api_key=api_key or None,
+        allowed_hosts=allowed_hosts,
+        requests=limits.requests,
+        observe=metrics.answered,
+    )
+    for kind in HANDLED:
+        app.add_exception_handler(kind, on_error)
+    return app
+
+
+def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> None:
+    """Health, metrics, and the workers."""
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> dict[str, Any]:
+        if pool.stopping:
+            raise Stopping("The server is shutting down.")
+        if not pool.up:
+            raise ApiError(503, "No engine is up at the moment; try again in a while.", code="no_engine", retry_after=5)
+        return {"status": "ok", "workers": {"up": pool.up, "of": len(pool.places)}}
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return PlainTextResponse(metrics.text(pool, await expositions(pool)), media_type=CONTENT_TYPE)
+
+    @app.get(WORKERS_PATH)
+    async def workers() -> dict[str, Any]:
+        shown = [place.shown() for place in pool.places]
+        return {"workers": shown, "weight_version": str(pool.version), "paused": pool.paused}
+
+    @app.post(f"{WORKERS_PATH}/{{rank:int}}/drain")
+    async def drain(rank: int) -> dict[str, Any]:
+        pool.drain(rank)
+        return pool.places[rank].shown()
+
+    @app.post(f"{WORKERS_PATH}/{{rank:int}}/resume")
+    async def resume(rank: int) -> dict[str, Any]:
+        pool.resume(rank)
+        return pool.places[rank].shown()
+
+
+def run(
+    directory: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    *,
+    engines: int,
+    model_name: str | None = None,
+    limits: Limits | None = None,
+    options: EngineOptions | None = None,
+    patience: Patience | None = None,
+) -> None:
+    """Serve a checkpoint directory with several engine processes until interrupted; port 0 takes a free one. Prints the
+    address when all are ready.
+
+    Raises:
+        UsageError: no engines; the address is taken or not ours, or it is open to others and there is no API key.
+        Glm5Error: what the engines say where they do not start.
+    """
+    if engines < 1:
+        raise UsageError(f"A server needs at least one engine, not {engines}.")
+    hosts, limits = hosts_answered(host, api_key), limits or Limits()
+    job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions())
+    with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(engines, job, patience or Patience(), listener, api_key, hosts))
+
+
+async def _serve(
+    engines: int,
+    job: WorkerJob,
+    patience: Patience,
+    listener: socket.socket,
+    api_key: str | None,
+    hosts: Collection[str] | None,
+) -> None:
+    pool = WorkerPool(engines, job, patience)
+    try:
+        await pool.start()
+        app = create_router(pool, api_key=api_key, limits=job.limits, allowed_hosts=hosts)
+        # The workers give up first, so that streams end with a sentence rather than with a broken connection.
+        timeout = max(1, round(job.limits.stop_seconds)) + 4
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=timeout)
+        await _Server(config, pool).serve(sockets=[listener])
+    finally:
+        await pool.close()
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does, and lets the workers finish before it ends."""
+
+    def __init__(self, config: uvicorn.Config, pool: WorkerPool) -> None:
+        super().__init__(config)
+        self._pool = pool
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = sockets[0].getsockname()[:2] if sockets else ("", 0)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another server began to listen while the engines were loading
+            raise address_error(error, host, port) from None
+        announce(sockets or ())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._pool.stop()
+        await super().shutdown(sockets)
+        # Before uvicorn raises the signal that it was stopped by, which ends this process.
+        await self._pool.close()

@@ -1,0 +1,130 @@
+"""What reaches all workers at once: weights, pauses, aborts, the cache; and what is asked about them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from glm5.serve.errors import ApiError
+from glm5.serve.router.pool import PAUSE, UPDATE, WorkerPool
+from glm5.serve.router.workers import Worker
+
+CONTINUE = "/continue_generation"
+METRICS_SECONDS = 5.0
+
+
+async def tell_all(pool: WorkerPool, request: Request, body: bytes) -> Response:
+    """Send a request to every worker that runs, and answer for all: well only if all did well.
+
+    Weights come with a version, the same for all; workers that do not take what others took are replaced by ones that
+    do. A worker that starts meanwhile is told before it joins.
+    """
+    path, method, pushed = request.url.path, request.method, None
+    async with pool.pushing if path in (UPDATE, PAUSE, CONTINUE) else contextlib.nullcontext():
+        workers = pool.live()
+        if not workers:
+            raise ApiError(503, "No engine is up at the moment; try again in a while.", code="no_engine", retry_after=5)
+        if path == UPDATE and method == "POST":
+            body, pushed = _with_version(body, pool.version + 1)
+        answers = dict(
+            zip((w.rank for w in workers), await asyncio.gather(*(_tell(w, method, path, body) for w in workers)))
+        )
+        well = {rank for rank, answer in answers.items() if answer is not None and answer.status_code == 200}
+        if well and pushed is not None:
+            pool.pushed, pool.version = pushed, int(pushed["weight_version"])
+            for worker in workers:
+                if worker.rank not in well:
+                    pool.condemn(worker)
+        elif path in (PAUSE, CONTINUE) and well:
+            pool.paused = path == PAUSE
+    return _combined(answers)
+
+
+async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Response | None:
+    """None where the worker is lost."""
+    try:
+        headers = {"content-type": "application/json"}
+        return await worker.client.request(method, path, content=body, headers=headers)
+    except httpx.TransportError:
+        return None
+
+
+def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | None]:
+    """An update with a version, and what a worker that starts later needs of it; None where it is none."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return body, None
+    if not isinstance(fields, dict):
+        return body, None
+    if fields.get("weight_version") is None:
+        fields["weight_version"] = version
+    kept = {name: fields[name] for name in ("model_path", "load_format", "weight_version") if name in fields}
+    return json.dumps(fields).encode(), kept
+
+
+def _combined(answers: Mapping[int, httpx.Response | None]) -> Response:
+    """One answer: numbers are sums, other fields those of the first worker, and `workers` has each one's own."""
+    bodies = {rank: _body(answer) for rank, answer in answers.items()}
+    statuses = {rank: 503 if answer is None else answer.status_code for rank, answer in answers.items()}
+    each = [{"id": rank, "status": statuses[rank], "answer": bodies[rank]} for rank in answers]
+    failed = {rank: status for rank, status in statuses.items() if status != 200}
+    if not failed:
+        first = next(iter(bodies.values()))
+        return JSONResponse({**first, **_sums(list(bodies.values())), "workers": each})
+    worst = max(failed, key=lambda rank: failed[rank])
+    texts = {rank: _sentence(bodies[rank]) for rank in failed}
+    if len(failed) == len(answers) and len(set(texts.values())) == 1:
+        text = texts[worst]
+    else:
+        text = f"{len(failed)} of {len(answers)} workers failed. " + " ".join(
+            f"Worker {rank}: {said}" for rank, said in texts.items()
+        )
+    old = bodies[worst].get("error")
+    known = old if isinstance(old, dict) else {}
+    error = ApiError(failed[worst], text, param=known.get("param"), code=known.get("code") or "worker_failed")
+    answer = {**error.body(), "workers": each}
+    if any("success" in body for body in bodies.values()):
+        answer |= {"success": False, "message": str(error), "num_paused_requests": 0}
+    return JSONResponse(answer, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+
+
+def _sums(bodies: list[dict[str, Any]]) -> dict[str, int]:
+    counted = [k for k, v in bodies[0].items() if isinstance(v, int) and not isinstance(v, bool)]
+    return {name: sum(int(body.get(name, 0)) for body in bodies) for name in counted}
+
+
+def _body(answer: httpx.Response | None) -> dict[str, Any]:
+    if answer is None:
+        return ApiError(503, "The process ended before it answered.", code="engine_lost").body()
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"text": answer.text[:500]}
+
+
+def _sentence(body: Mapping[str, Any]) -> str:
+    error = body.get("error")
+    return str(error.get("message", "")) if isinstance(error, dict) else str(body.get("text", ""))
+
+
+async def expositions(pool: WorkerPool) -> dict[int, str]:
+    """The metrics of all workers that answer in time."""
+
+    async def one(worker: Worker) -> tuple[int, str]:
+        try:
+            async with asyncio.timeout(METRICS_SECONDS):
+                answer = await worker.client.get("/metrics")
+        except (httpx.TransportError, TimeoutError):
+            return worker.rank, ""
+        return worker.rank, answer.text if answer.status_code == 200 else ""
+
+    return dict(await asyncio.gather(*(one(worker) for worker in pool.live())))

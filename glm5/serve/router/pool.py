@@ -1,0 +1,309 @@
+"""The engine processes behind a router: watched, replaced, drained, and told about new weights.
+
+The rank of a worker is on the hash ring while it takes requests. One that ends, or misses its heartbeats, leaves the
+ring, is killed and gets a successor under the same rank, which takes over what was pushed to the others (weights, a
+pause) before it joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from glm5.engine.hash_ring import HashRing
+from glm5.errors import EngineError
+from glm5.obs.logs import get_logger
+from glm5.serve.errors import ApiError, Stopping
+from glm5.serve.router.affinity import Affinity
+from glm5.serve.router.process import WorkerJob
+from glm5.serve.router.workers import Patience, Worker, ending, launch, private_folder
+
+log = get_logger("serve")
+
+UPDATE, PAUSE, VERSION = "/update_weights_from_disk", "/pause_generation", "/get_weight_version"
+
+
+@dataclass
+class Place:
+    """A rank, and who holds it."""
+
+    rank: int
+    state: str = "starting"  # starting, up, draining, drained, down
+    worker: Worker | None = None
+    replaced: int = 0
+    wanted: bool = True  # false while an administrator keeps the rank out
+
+    def shown(self) -> dict[str, Any]:
+        worker = self.worker
+        return {
+            "id": self.rank,
+            "state": self.state,
+            "pid": worker.process.pid if worker else None,
+            "in_flight": worker.in_flight if worker else 0,
+            "missed_heartbeats": worker.missed if worker else 0,
+            "replaced": self.replaced,
+        }
+
+
+class WorkerPool:
+    """`count` workers for one job (whose socket is filled in). Belongs to one event loop."""
+
+    def __init__(self, count: int, job: WorkerJob, patience: Patience | None = None) -> None:
+        self.patience = patience or Patience()
+        self.places = [Place(rank) for rank in range(count)]
+        self.stopping = False
+        self.pushing = asyncio.Lock()  # held while all workers are told something, and while one joins
+        self.pushed: dict[str, Any] | None = None  # the last weights: body of an update
+        self.version = 0
+        self.paused = False
+        self._job = job
+        self._ring = HashRing()
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = Path()  # of the sockets; made at the start
+        self._launched = 0
+
+    async def start(self) -> None:
+        """Return once all workers take requests. Raises what the first one to fail has to say. `close` must follow."""
+        self._folder = private_folder()
+        starting = [asyncio.ensure_future(self._launch(place.rank)) for place in self.places]
+        try:
+            workers = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            for outcome in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(outcome, Worker):
+                    await self._end(outcome)
+            raise
+        for place, worker in zip(self.places, workers, strict=True):
+            self._enter(place, worker)
+            self._spawn(self._keep(place, worker))
+
+    def stop(self) -> None:
+        """Take no more requests, and tell the workers: what runs on them may finish within the time of their limits."""
+        self.stopping = True
+        self._ring = HashRing()
+        self._news()
+        for worker in self.live():
+            worker.signal(signal.SIGTERM)
+
+    async def close(self, seconds: float = 5.0) -> None:
+        """End all processes, by force those that do not end by themselves in time."""
+        if not self.stopping:
+            self.stop()
+        if ends := [asyncio.ensure_future(worker.process.wait()) for worker in self.live()]:
+            await asyncio.wait(ends, timeout=seconds)
+        for task in list(self._tasks):
+            task.cancel()
+        for place in self.places:
+            if place.worker is not None:
+                await self._end(place.worker)
+                place.worker = None
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+        if self._folder != Path():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def up(self) -> int:
+        """How many workers take requests."""
+        return len(self._ring)
+
+    def live(self) -> list[Worker]:
+        """All that run, those that are being drained included."""
+        return [place.worker for place in self.places if place.worker is not None]
+
+    async def pick(self, affinity: Affinity | None, avoid: Collection[Worker] = ()) -> tuple[Worker, bool]:
+        """The worker for a request, and whether that is another than its first choice. None goes to whoever has least
+        to do. Those of `avoid` are taken only where there is no other.
+
+        Raises:
+            Stopping: the server shuts down.
+            ApiError: no worker took requests for some time.
+        """
+        try:
+            async with asyncio.timeout(self.patience.wait):
+                while not self.stopping:
+                    if len(self._ring):
+                        return self._choose(affinity, {worker.rank for worker in avoid if self._holds(worker)})
+                    await self._changed.wait()
+        except TimeoutError:
+            text = "No engine is up at the moment; try again in a while."
+            raise ApiError(503, text, code="no_engine", retry_after=5) from None
+        raise Stopping("The server is shutting down.")
+
+    def _choose(self, affinity: Affinity | None, avoid: set[int]) -> tuple[Worker, bool]:
+        load = {worker.rank: worker.in_flight for worker in self.live()}
+        avoid = avoid if self._ring.ranks - avoid else set()
+        if affinity is None:
+            rank = min(self._ring.ranks - avoid, key=lambda rank: (load[rank], rank))
+            return self._at(rank), False
+        rank = self._ring.pick(affinity.key, load, spill=affinity.spill, avoid=avoid)
+        return self._at(rank), rank != self._ring.owner(affinity.key)
+
+    def _at(self, rank: int) -> Worker:
+        worker = self.places[rank].worker
+        if worker is None:
+            raise EngineError(f"Rank {rank} is on the ring without a worker.")
+        return worker
+
+    def _holds(self, worker: Worker) -> bool:
+        return self.places[worker.rank].worker is worker
+
+    def suspect(self, worker: Worker) -> None:
+        """Look after a worker that broke a connection now rather than at its next heartbeat."""
+        worker.stirred.set()
+
+    def condemn(self, worker: Worker) -> None:
+        """Replace a worker that is alive but of no use."""
+        worker.doomed = True
+        worker.stirred.set()
+        self._leave(self.places[worker.rank])
+
+    def drain(self, rank: int) -> None:
+        """Take a worker out: it finishes what runs on it, ends, and is not replaced until `resume`."""
+        place = self._place(rank)
+        place.wanted = False
+        self._leave(place)
+        if place.worker is not None:
+            place.state = "draining"
+            self._spawn(self._drained(place.worker))
+
+    def resume(self, rank: int) -> None:
+        """Let a rank that was drained come back; one that is still finishing goes on first."""
+        self._place(rank).wanted = True
+        self._news()
+
+    def _place(self, rank: int) -> Place:
+        if not 0 <= rank < len(self.places):
+            raise ApiError(404, f"There is no worker {rank}; there are 0 to {len(self.places) - 1}.")
+        return self.places[rank]
+
+    async def _drained(self, worker: Worker) -> None:
+        await worker.idle()
+        worker.signal(signal.SIGTERM)
+
+    # The life of a rank.
+
+    async def _keep(self, place: Place, worker: Worker | None) -> None:
+        """Hold a rank: watch its worker to the end, start the next one."""
+        loop, wait = asyncio.get_running_loop(), self.patience.back_off
+        while not self.stopping:
+            began = loop.time()
+            if worker is not None:
+                reason = await self._watch(worker)
+                self._leave(place)
+                await self._end(worker)
+                place.worker, place.state = None, "down" if place.wanted else "drained"
+                if self.stopping:
+                    return
+                if place.wanted:
+                    place.replaced += 1
+                    log.warning("Engine process %d %s; another one takes its place.", place.rank, reason)
+            while not place.wanted:
+                await self._changed.wait()
+            if loop.time() - began > self.patience.stable:
+                wait = self.patience.back_off
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, self.patience.back_off_most)
+            place.state = "starting"
+            worker = await self._successor(place)
+
+    async def _successor(self, place: Place) -> Worker | None:
+        """A worker that is on the ring, or None where that failed."""
+        worker = None
+        try:
+            worker = await self._launch(place.rank)
+            async with self.pushing:
+                await self._catch_up(worker)
+                self._enter(place, worker)
+            return worker
+        except BaseException as error:
+            if worker is not None:
+                await self._end(worker)
+            if not isinstance(error, Exception):
+                raise
+            # Whatever it was, the rank is tried again.
+            log.error("Engine process %d does not come up: %s", place.rank, str(error) or type(error).__name__)
+            place.state = "down"
+            return None
+
+    async def _launch(self, rank: int) -> Worker:
+        self._launched += 1
+        job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"))
+        return await launch(rank, len(self.places), job, self.patience.start)
+
+    async def _catch_up(self, worker: Worker) -> None:
+        """Give a worker what the others have."""
+        if self.pushed is not None:
+            answer = await worker.client.post(UPDATE, json=self.pushed)
+            if answer.status_code != 200:
+                raise EngineError(f"It cannot take the weights of version {self.version}: {answer.text:.500}")
+            found = (await worker.client.get(VERSION)).json()["weight_version"]
+            if int(found) != self.version:
+                raise EngineError(f"It has weights of version {found}, the others have {self.version}.")
+        if self.paused:
+            await worker.client.post(PAUSE, json={"mode": "in_place"})
+
+    async def _watch(self, worker: Worker) -> str:
+        """Wait until a worker is of no use any more; returns why."""
+        ended = asyncio.ensure_future(worker.process.wait())
+        try:
+            while not self.stopping:
+                stirred = asyncio.ensure_future(worker.stirred.wait())
+                await asyncio.wait((ended, stirred), timeout=self.patience.beat, return_when=asyncio.FIRST_COMPLETED)
+                stirred.cancel()
+                worker.stirred.clear()
+                if ended.done():
+                    return f"ended with {ending(ended.result())}"
+                if worker.doomed:
+                    return "was given up"
+                health = await worker.health(self.patience.answer)
+                if self.stopping:
+                    break
+                worker.missed = worker.missed + 1 if health == "silent" else 0
+                if worker.missed >= self.patience.misses:
+                    return f"missed {worker.missed} heartbeats"
+                if health == "failed":
+                    return "has a broken engine"
+                if health == "leaving":
+                    break
+            self._leave(self.places[worker.rank])
+            await asyncio.wait((ended,), timeout=self._job.limits.stop_seconds + 5)
+            return f"ended with {ending(ended.result())}" if ended.done() else "did not finish in time"
+        finally:
+            ended.cancel()
+
+    async def _end(self, worker: Worker) -> None:
+        await worker.kill()
+        self._spawn(worker.release())
+
+    def _enter(self, place: Place, worker: Worker) -> None:
+        place.worker = worker
+        if place.wanted and not self.stopping:
+            place.state = "up"
+            self._ring.add(place.rank)
+        else:
+            place.state = "draining"
+            self._spawn(self._drained(worker))
+        self._news()
+
+    def _leave(self, place: Place) -> None:
+        self._ring.remove(place.rank)
+        self._news()
+
+    def _news(self) -> None:
+        """Wake whoever waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

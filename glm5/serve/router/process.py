@@ -1,0 +1,110 @@
+"""One engine process behind a router: `python -m glm5.serve.router.process`, which only `workers` starts.
+
+The router writes one line of JSON to stdin and keeps that pipe open; when it ends, however it ends, the pipe closes and
+this process ends too. One line of JSON comes back on stdout: that the socket is ready, or what went wrong. Whoever
+reaches the socket is trusted; it lies in a folder that only its user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from glm5 import process
+from glm5.errors import Glm5Error
+from glm5.serve.limits import Limits
+from glm5.serve.options import EngineOptions
+
+KEEP_ALIVE_SECONDS = 3600
+"""The router decides when an idle connection ends; a server that closes one may do so under a request."""
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """What a worker is told: the model, and the Unix socket to answer on."""
+
+    directory: str
+    socket: str
+    model_name: str | None
+    limits: Limits
+    options: EngineOptions
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> WorkerJob:
+        fields = json.loads(text)
+        limits, options = Limits(**fields.pop("limits")), EngineOptions(**fields.pop("options"))
+        return cls(limits=limits, options=options, **fields)
+
+
+def main() -> None:
+    """Serve until told to stop, or until the router is gone."""
+    process.tune()
+    # Stray prints of other packages go to stderr.
+    control = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    line = _first_line()
+    if not line:
+        return
+    job = WorkerJob.from_json(line)
+    threading.Thread(target=_end_with_router, args=(Path(job.socket),), daemon=True).start()
+    try:
+        _serve(job, control)
+    except Glm5Error as error:
+        _tell(control, {"error": str(error), "exit_code": error.exit_code})
+        sys.exit(error.exit_code)
+    except OSError as error:
+        _tell(control, {"error": str(error), "exit_code": 1})
+        sys.exit(1)
+
+
+def _serve(job: WorkerJob, control: TextIO) -> None:
+    from glm5.serve.app import listen, load_app  # torch takes seconds; the router may be gone until then
+
+    app = load_app(Path(job.directory), job.limits, job.options, model_name=job.model_name, trusted=True)
+
+    def ready(sockets: Iterable[socket.socket]) -> None:
+        _tell(control, {"ready": True})
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(job.socket)
+        listen(app, listener, ready, timeout_keep_alive=KEEP_ALIVE_SECONDS)
+
+
+def _first_line() -> bytes:
+    """Not through `sys.stdin`, whose lock a thread that waits for its end would hold when the interpreter ends."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (piece := os.read(0, 1 << 16)):
+            return b""
+        line += piece
+    return line
+
+
+def _end_with_router(path: Path) -> None:
+    while os.read(0, 1):
+        pass
+    # Nobody else is left to tidy up. Other workers may still have their sockets there.
+    for remove in (path.unlink, path.parent.rmdir):
+        with contextlib.suppress(OSError):
+            remove()
+    os._exit(1)
+
+
+def _tell(control: TextIO, news: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the router is gone
+        print(json.dumps(news), file=control, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""One engine process as the router sees it: started, asked for its health, ended.
+
+A worker is a whole server on a Unix socket in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from glm5.errors import EngineError, Glm5Error
+from glm5.serve.router.process import WorkerJob
+
+LONGEST_SOCKET = 100
+"""Bytes; the address of a Unix socket has room for little more."""
+
+Health = Literal["ok", "leaving", "failed", "silent"]
+"""`leaving`: somebody told it to stop; it lets answers finish and listens no more. `silent`: no answer came."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds, but for `misses`.
+
+    Attributes:
+        start: for a worker to load its model.
+        beat: between two heartbeats of a worker.
+        answer: for the answer to one.
+        misses: heartbeats in a row that may stay without an answer before a worker counts as hung.
+        back_off: before a worker that did not live long is replaced; doubles each time, up to `back_off_most`.
+        stable: what counts as a long life.
+        wait: for a worker, while none takes requests.
+    """
+
+    start: float = 900.0
+    beat: float = 5.0
+    answer: float = 5.0
+    misses: int = 3
+    back_off: float = 0.2
+    back_off_most: float = 30.0
+    stable: float = 30.0
+    wait: float = 30.0
+
+
+class Worker:
+    """A running process and the way to it."""
+
+    def __init__(self, rank: int, process: asyncio.subprocess.Process, path: Path) -> None:
+        self.rank = rank
+        self.process = process
+        self.in_flight = 0
+        self.missed = 0
+        self.doomed = False  # to be killed and replaced
+        self.path = path
+        self.stirred = asyncio.Event()  # look after it now
+        self._idle = asyncio.Event()
+        self._idle.set()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self.client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(path), limits=limits),
+            timeout=httpx.Timeout(None, connect=5.0),
+            base_url="http://worker",
+            trust_env=False,
+        )
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """For the time of a request."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._idle.wait()
+
+    async def health(self, seconds: float) -> Health:
+        """One heartbeat."""
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self.client.get("/health")
+        except httpx.ConnectError:
+            return "leaving"
+        except (httpx.TransportError, TimeoutError):
+            return "silent"
+        if answer.status_code == 200:
+            return "ok"
+        try:
+            return "leaving" if answer.json()["error"]["code"] == "stopping" else "failed"
+        except (ValueError, KeyError, TypeError):
+            return "failed"
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        """End the process where it has not ended. What is in flight finds out."""
+        self.signal(signal.SIGKILL)
+        await self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.path.unlink(missing_ok=True)
+
+    async def release(self) -> None:
+        """Close the connections once nobody uses them."""
+        await self.idle()
+        await self.client.aclose()
+
+
+async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
+    """Start one of `count` workers and wait until it answers. Raises Glm5Error with what it says where it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "glm5.serve.router.process"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=_environment(count),
+        start_new_session=True,  # Ctrl-C in a terminal is for the router, which lets answers finish
+    )
+    worker = Worker(rank, process, Path(job.socket))
+    try:
+        async with asyncio.timeout(seconds):
+            await _until_ready(process, job)
+    except TimeoutError:
+        await worker.kill()
+        raise EngineError(f"It was not ready within {seconds:g} seconds.") from None
+    except BaseException:
+        await worker.kill()
+        raise
+    return worker
+
+
+async def _until_ready(process: asyncio.subprocess.Process, job: WorkerJob) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(job.to_json().encode() + b"\n")
+        await process.stdin.drain()
+    said = await process.stdout.readline()
+    if not said:
+        raise EngineError(f"An engine process ended with {ending(await process.wait())} before it was ready.")
+    news = json.loads(said)
+    if "error" in news:
+        raise WorkerError(str(news["error"]), int(news["exit_code"]))
+
+
+class WorkerError(Glm5Error):
+    """What a worker that failed to start has said."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _environment(count: int) -> dict[str, str]:
+    """Workers share the cores, unless the user has said how many threads there are to be."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
+
+
+def private_folder() -> Path:
+    """A new folder that only this user can enter, with room for a socket's address."""
+    default = tempfile.gettempdir()
+    parent = default if len(os.fsencode(default)) + 40 < LONGEST_SOCKET else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="glm5-", dir=parent))  # mode 0700
+
+
+def ending(code: int) -> str:
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

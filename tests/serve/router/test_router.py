@@ -1,0 +1,511 @@
+"""The router in front of workers that the test plays: retries, streams that break, broadcasts, keys, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.cli import app as cli
+from glm5.errors import EngineError, UsageError
+from glm5.serve.access import ADMIN_PATHS
+from glm5.serve.app import create_app
+from glm5.serve.limits import Limits
+from glm5.serve.listen import bind
+from glm5.serve.metrics import Metrics
+from glm5.serve.options import EngineOptions
+from glm5.serve.router.affinity import affinity_of
+from glm5.serve.router.app import ANY_PATHS, SESSION_PATHS, create_router, run
+from glm5.serve.router.metrics import merged
+from glm5.serve.router.pool import WorkerPool
+from glm5.serve.router.process import WorkerJob
+from glm5.serve.router.relay import ATTEMPTS, Events
+from glm5.serve.router.workers import Patience, Worker
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+SSE = {"content-type": "text/event-stream; charset=utf-8"}
+LOCAL = ("127.0.0.1", 50000)
+Answer = Callable[[httpx.Request], Any]
+
+
+_OPEN = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    with _OPEN:
+        yield
+
+
+class Process:
+    """Stands in for a process that never ends."""
+
+    pid, stdin = 1, None
+
+    async def wait(self) -> int:
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        pass
+
+
+class Played:
+    """A router whose workers answer as told; `asked` lists what reached each."""
+
+    def __init__(self, *answers: Answer, limits: Limits | None = None, api_key: str | None = None, **patience: float):
+        self.limits = limits or Limits()
+        self.asked: list[list[httpx.Request]] = [[] for _ in answers]
+        job = WorkerJob("/nowhere", "", None, self.limits, EngineOptions())
+        self.pool = WorkerPool(len(answers), job, Patience(**{"wait": 0.2, **patience}))
+        for rank, answer in enumerate(answers):
+            self.pool._enter(self.pool.places[rank], self.worker(rank, answer))
+        self.app = create_router(self.pool, limits=self.limits, api_key=api_key)
+        # One event loop for all requests, to which the pool belongs.
+        self.client = _OPEN.enter_context(TestClient(self.app, raise_server_exceptions=False, client=LOCAL))
+
+    def worker(self, rank: int, answer: Answer) -> Worker:
+        async def handle(request: httpx.Request) -> httpx.Response:
+            self.asked[rank].append(request)
+            said = answer(request)
+            return await said if asyncio.iscoroutine(said) else said
+
+        worker = Worker(rank, Process(), Path("/nowhere"))  # type: ignore[arg-type]
+        worker.client = httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://worker")
+        return worker
+
+    def first(self, path: str = CHAT, body: Any = HI) -> int:
+        """The rank that a request goes to first."""
+        worker, _ = self.pool._choose(affinity_of({}, json.dumps(body).encode()), set())
+        return worker.rank
+
+    def counts(self) -> list[int]:
+        return [len(asked) for asked in self.asked]
+
+    def value(self, name: str) -> float:
+        lines = [line for line in self.client.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+        return float(lines[0].split()[-1])
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A body in pieces; an error among them is raised."""
+
+    def __init__(self, pieces: Sequence[bytes | Exception]) -> None:
+        self._pieces = pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+def says(text: str, status: int = 200, **headers: str) -> Answer:
+    return lambda request: httpx.Response(status, json={"said": text}, headers=headers)
+
+
+def streams(*pieces: bytes | Exception) -> Answer:
+    return lambda request: httpx.Response(200, headers=SSE, stream=Pieces(pieces))
+
+
+def breaks(request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadError("broken")
+
+
+GONE = httpx.RemoteProtocolError("peer closed connection without sending complete message body")
+
+
+def two(first: Answer, second: Answer, **options: Any) -> Played:
+    """`first` is that of the worker whom `HI` goes to."""
+    rank = Played(first, second).first()
+    return Played(*([first, second] if rank == 0 else [second, first]), **options)
+
+
+def test_a_request_whose_worker_is_lost_goes_to_another() -> None:
+    cut = lambda request: httpx.Response(200, stream=Pieces([b'{"said', GONE]))  # noqa: E731
+    for lost in (breaks, cut, streams(GONE), streams(b"data: half an ev", GONE)):
+        played = two(lost, says("fine"))
+        answer = played.client.post(CHAT, json=HI)
+        assert (answer.status_code, answer.json()) == (200, {"said": "fine"})
+        assert played.counts() == [1, 1] and played.value("glm5_router_retries_total") == 1
+        assert [json.loads(asked[0].content) for asked in played.asked] == [HI, HI]
+        assert sum(worker.in_flight for worker in played.pool.live()) == 0
+
+
+def test_a_request_that_ends_every_worker_is_given_up() -> None:
+    played = Played(*[breaks] * 5)
+    answer = played.client.post(CHAT, json=HI)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_lost"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert sum(played.counts()) == ATTEMPTS and max(played.counts()) == 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503, 504])
+def test_errors_of_a_worker_are_answers(status: int) -> None:
+    played = two(says("no", status, **{"retry-after": "7"}), says("fine"))
+    answer = played.client.post(CHAT, json=HI)
+    assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (status, {"said": "no"}, "7")
+    assert sum(played.counts()) == 1
+    # Its engine may have failed for good, which a heartbeat would tell.
+    assert any(worker.stirred.is_set() for worker in played.pool.live()) == (status == 500)
+
+
+def test_a_stream_that_breaks_ends_with_the_error_of_its_surface() -> None:
+    part = b'data: {"a":1}\n\ndata: {"a":2}\n\nda'
+    for path, whole in (
+        (CHAT, b'data: {"a":1}\n\ndata: {"a":2}\n\n'),
+        ("/generate", b'data: {"a":1}\n\ndata: {"a":2}\n\n'),
+    ):
+        played = Played(streams(part, b"ta: {", GONE), streams(part, b"ta: {", GONE))
+        answer = played.client.post(path, json=HI)
+        assert answer.status_code == 200 and answer.content.startswith(whole) and sum(played.counts()) == 1
+        rest = answer.content[len(whole) :].decode().split("\n\n")
+        assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "engine_lost"
+        assert rest[1:] == ["data: [DONE]", ""] and played.value("glm5_router_streams_cut_total") == 1
+    played = Played(streams(b"event: message_start\ndata: {}\n\n", GONE))
+    text = played.client.post(MESSAGES, json=HI).text
+    name, data = text.split("\n\n")[1].split("\n")
+    assert name == "event: error" and json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+def test_a_stream_that_breaks_behind_its_end_is_whole() -> None:
+    for path, end in ((CHAT, b"data: [DONE]\n\n"), (MESSAGES, b"event: message_stop\ndata: {}\n\n")):
+        played = Played(streams(b"data: 1\n\n", end, GONE))
+        assert played.client.post(path, json=HI).content == b"data: 1\n\n" + end
+
+
+def test_events_leave_whole() -> None:
+    text = b"".join(b"event: %d\ndata: {}\n\n" % i for i in range(5)) + b"data: [DONE]\n\n"
+    for size in range(1, len(text)):
+        events, out = Events(), []
+        for at in range(0, len(text), size):
+            out.append(events.feed(text[at : at + size]))
+            assert out[-1] == b"" or out[-1].endswith(b"\n\n")
+            assert events.complete == (b"".join(out) == text)
+        assert b"".join(out) == text
+
+
+def test_requests_wait_for_a_worker_and_not_for_ever() -> None:
+    played = Played(says("fine"))
+    played.client.post("/workers/0/drain")
+    began = time.monotonic()
+    answer = played.client.post(CHAT, json=HI)
+    assert 0.2 <= time.monotonic() - began < 10
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "no_engine"
+    assert int(answer.headers["retry-after"]) >= 1
+    health = played.client.get("/health")
+    assert health.status_code == 503 and "retry-after" in health.headers
+    answer = played.client.post(MESSAGES, json=HI)
+    assert answer.status_code == 503 and answer.json()["error"]["type"] == "overloaded_error"
+
+    async def work() -> httpx.Response:
+        late = Played(says("fine"), wait=30)
+        late.pool._leave(late.pool.places[0])
+        transport = httpx.ASGITransport(late.app, client=LOCAL)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asking = asyncio.ensure_future(client.post(CHAT, json=HI))
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            late.pool._enter(late.pool.places[0], late.pool.live()[0])
+            return await asyncio.wait_for(asking, 5)
+
+    assert asyncio.run(work()).status_code == 200
+
+
+def test_a_router_that_stops_says_so() -> None:
+    played = Played(says("fine"))
+    assert played.client.portal is not None
+    played.client.portal.call(played.pool.stop)
+    answer = played.client.post(CHAT, json=HI)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "stopping"
+    assert played.client.get("/health").status_code == 503 and "retry-after" in answer.headers
+
+
+def test_sessions_stay_and_overload_moves_them() -> None:
+    played = Played(*[says("x")] * 4)
+    for i in range(12):
+        before = played.counts()
+        for path in (CHAT, MESSAGES, "/v1/completions"):
+            played.client.post(path, json=HI, headers={"x-session-id": f"s{i}"})
+        assert sorted(now - then for now, then in zip(played.counts(), before)) == [0, 0, 0, 3]
+    assert min(played.counts()) > 0
+    home = played.first()
+    played.pool.live()[home].in_flight = 50
+    before = played.counts()
+    played.client.post(CHAT, json=HI)
+    assert played.counts()[home] == before[home] and sum(played.counts()) == sum(before) + 1
+    assert played.value("glm5_router_requests_moved_total") == 1
+
+
+def test_headers_and_addresses() -> None:
+    def echo(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"at": str(request.url), "headers": dict(request.headers)}, headers={"a": "b"})
+
+    played = Played(echo, api_key="secret")
+    sent = {"authorization": "Bearer secret", "anthropic-version": "1", "connection": "x", "accept": "a/b"}
+    answer = played.client.get("/v1/models/a%2Fb%20c?x=1&y=%20", headers=sent)
+    seen = answer.json()["headers"]
+    assert answer.json()["at"] == "http://worker/v1/models/a%2Fb%20c?x=1&y=%20" and answer.headers["a"] == "b"
+    assert seen["anthropic-version"] == "1" and seen["accept"] == "a/b" and seen["host"] == "worker"
+    assert "secret" not in str(seen) and answer.headers["x-request-id"].startswith("req_")
+    assert played.client.get("/nowhere", headers=sent).status_code == 404
+    assert len(played.asked[0]) == 1
+
+
+def test_the_router_asks_who_may_ask() -> None:
+    played = Played(says("x"), says("x"), api_key="secret")
+    for path in (*SESSION_PATHS, "/v1/models", *ADMIN_PATHS, "/metrics", "/workers", "/workers/0/drain"):
+        for headers in ({}, {"x-api-key": "no"}):
+            assert played.client.post(path, json={}, headers=headers).status_code == 401, path
+    good = {"x-api-key": "secret"}
+    assert played.client.post("/workers/1/drain", headers={**good, "origin": "http://evil"}).status_code == 403
+    assert played.counts() == [0, 0] and played.pool.up == 2
+    assert played.client.get("/health").status_code == 200
+    assert played.client.post(CHAT, json=HI, headers=good).status_code == 200
+    far = TestClient(Played(says("x")).app, client=("10.0.0.9", 1))
+    for path in ("/workers", "/workers/0/drain", "/flush_cache"):
+        assert far.request("GET" if path == "/workers" else "POST", path).status_code == 403
+    assert far.post(CHAT, json=HI).status_code == 200
+
+
+def test_limits_hold_at_the_router() -> None:
+    played = Played(says("x"), limits=Limits(body_bytes=100, requests=0))
+    answer = played.client.post(CHAT, json=HI)
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    assert played.client.get("/workers").status_code == 200
+    played = Played(says("x"), limits=Limits(body_bytes=100))
+    assert played.client.post(CHAT, json={**HI, "x": "y" * 100}).status_code == 413 and played.counts() == [0]
+
+    async def never(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    slow = Played(never, limits=Limits(request_seconds=-9.9))  # less the grace that a worker has to say so itself
+    answer = slow.client.post(CHAT, json=HI)
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+    assert slow.pool.live()[0].in_flight == 0
+
+
+def test_a_client_that_leaves_ends_the_request_of_its_worker(asgi: Any) -> None:
+    ended: list[str] = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: 1\n\n"
+                await asyncio.sleep(0.001)
+
+        async def aclose(self) -> None:
+            ended.append("closed")
+
+    async def stuck(request: httpx.Request) -> httpx.Response:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        raise AssertionError
+
+    async def work(answer: Answer) -> list[dict[str, Any]]:
+        played, left, sent = Played(answer), asyncio.Event(), []  # type: ignore[var-annotated]
+
+        async def pieces() -> AsyncIterator[dict[str, Any]]:
+            yield {"type": "http.request", "body": json.dumps(HI).encode()}
+            await left.wait()
+
+        asking = asyncio.ensure_future(asgi(played.app, CHAT, pieces(), sent))
+        while not played.asked[0]:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        left.set()
+        await asyncio.wait_for(asking, 5)
+        assert played.pool.live()[0].in_flight == 0
+        return sent
+
+    asyncio.run(work(lambda request: httpx.Response(200, headers=SSE, stream=Endless())))
+    sent = asyncio.run(work(stuck))
+    assert ended == ["closed", "cancelled"] and sent[0]["status"] == 499
+
+
+def test_what_goes_to_all() -> None:
+    good = lambda request: httpx.Response(200, json={"status": "ok", "aborted": 2})  # noqa: E731
+    played = Played(good, good)
+    answer = played.client.post("/abort_request", json={"rid": "x"}).json()
+    assert (
+        answer["aborted"] == 4 and answer["status"] == "ok" and [w["status"] for w in answer["workers"]] == [200, 200]
+    )
+    error = {"error": {"message": "Busy.", "code": "busy", "param": None}}
+    busy = lambda request: httpx.Response(400, json=error)  # noqa: E731
+    answer = Played(busy, busy).client.post("/flush_cache")
+    assert answer.status_code == 400 and answer.json()["error"] == {**error["error"], "type": "invalid_request_error"}
+    answer = Played(good, busy).client.post("/flush_cache")
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "1 of 2 workers failed. Worker 1: Busy."
+    answer = Played(breaks, good).client.post("/flush_cache")
+    assert answer.status_code == 503 and "Worker 0" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"]
+    none = Played(good)
+    none.pool.places[0].worker = None
+    assert none.client.post("/flush_cache").status_code == 503
+
+
+def test_weights_go_to_all_with_one_version() -> None:
+    took = lambda request: httpx.Response(200, json={"success": True, "message": "m", "num_paused_requests": 1})  # noqa: E731
+    no = lambda request: httpx.Response(400, json={"success": False, "error": {"message": "No."}})  # noqa: E731
+    played = Played(took, took)
+    answer = played.client.post("/update_weights_from_disk", json={"model_path": "/w"}).json()
+    assert answer["success"] is True and answer["num_paused_requests"] == 2
+    assert [json.loads(asked[0].content)["weight_version"] for asked in played.asked] == [1, 1]
+    assert played.pool.pushed == {"model_path": "/w", "weight_version": 1} and played.pool.version == 1
+    played.client.post("/update_weights_from_disk", json={"model_path": "/w", "weight_version": "7"})
+    played.client.post("/update_weights_from_disk", json={"model_path": "/v", "abort_all_requests": True})
+    assert played.pool.pushed == {"model_path": "/v", "weight_version": 8}
+    for body in (b"{", b"[]"):
+        played.client.post("/update_weights_from_disk", content=body)
+        assert played.asked[1][-1].content == body and played.pool.version == 8
+
+    refused = Played(no, no)
+    answer = refused.client.post("/update_weights_from_disk", json={"model_path": "/w"})
+    assert answer.status_code == 400 and answer.json()["success"] is False and answer.json()["message"] == "No."
+    assert refused.pool.pushed is None and refused.pool.version == 0 and refused.pool.up == 2
+    for half in (Played(took, no), Played(took, breaks)):
+        answer = half.client.post("/update_weights_from_disk", json={"model_path": "/w"})
+        assert answer.status_code >= 400 and "Worker 1" in answer.json()["error"]["message"]
+        assert answer.json()["success"] is False and half.pool.version == 1
+        assert half.pool.live()[1].doomed and not half.pool.live()[0].doomed and half.pool.up == 1
+
+
+def test_a_late_worker_gets_what_the_others_have() -> None:
+    def knows(version: int) -> Answer:
+        return lambda request: httpx.Response(200, json={"weight_version": str(version)})
+
+    played = Played(knows(0), knows(5))
+    late = played.pool.live()
+    asyncio.run(played.pool._catch_up(late[0]))
+    assert played.counts() == [0, 0]
+    played.pool.pushed, played.pool.version, played.pool.paused = {"model_path": "/w", "weight_version": 5}, 5, True
+    with pytest.raises(EngineError, match="version 0, the others have 5"):
+        asyncio.run(played.pool._catch_up(late[0]))
+    asyncio.run(played.pool._catch_up(late[1]))
+    paths = [request.url.path for request in played.asked[1]]
+    assert paths == ["/update_weights_from_disk", "/get_weight_version", "/pause_generation"]
+    assert json.loads(played.asked[1][-1].content) == {"mode": "in_place"}
+    with pytest.raises(EngineError, match="cannot take the weights"):
+        asyncio.run(played.pool._catch_up(played.worker(0, says("no", 400))))
+
+
+def test_metrics_are_one_exposition() -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    one, other = Metrics(), Metrics()
+    one.answered(CHAT, 200)
+    one.first_token(1, 0.2, 3)
+    other.answered("/v1/models/{name:path}", 503)
+    texts = [one.text({"running": 2, "seconds": {"model": 0.5}}), other.text({})]
+    played = Played(*[lambda request, text=text: httpx.Response(200, text=text) for text in texts], breaks)
+    response = played.client.get("/metrics")
+    families = {family.name: family for family in parser.text_string_to_metric_families(response.text)}
+    names = [line.split()[2] for line in response.text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)) and response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    ups = {sample.labels["worker"]: sample.value for sample in families["glm5_up"].samples}
+    assert ups == {"0": 1, "1": 0} and families["glm5_requests"].type == "counter"
+    buckets = [s for s in families["glm5_time_to_first_token_seconds"].samples if s.name.endswith("_count")]
+    assert {s.labels["worker"]: s.value for s in buckets} == {"0": 1, "1": 0}
+    (running,) = families["glm5_samples_running"].samples
+    assert running.labels == {"worker": "0"} and running.value == 2
+    assert [s.labels["worker"] for s in families["glm5_router_worker_up"].samples] == ["0", "1", "2"]
+    paths = {sample.labels.get("path") for sample in families["glm5_requests"].samples}
+    assert paths == {CHAT, "/v1/models/{name:path}"} and merged({}) == ""
+
+
+def test_every_path_of_an_engine_is_a_path_of_the_router(engine_of: Any, tokenizer: Tokenizer) -> None:
+    def paths(app: Any) -> set[str]:
+        return {route.path for route in _routes(app.routes)}
+
+    engine = paths(create_app(engine_of([5]), tokenizer, model_name="x"))
+    own = {"/health", "/ping", "/metrics", "/workers", "/workers/{rank:int}/drain", "/workers/{rank:int}/resume"}
+    assert paths(Played(says("x")).app) == engine | own
+    assert engine >= {*SESSION_PATHS, *ANY_PATHS, *ADMIN_PATHS}
+
+
+def _routes(routes: Sequence[Any]) -> Iterator[Any]:
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        if inner is not None:
+            yield from _routes(inner.routes)
+        elif hasattr(route, "path"):
+            yield route
+
+
+def test_a_drained_rank_comes_and_goes() -> None:
+    played = Played(says("x"), says("x"))
+    shown = played.client.post("/workers/1/drain").json()
+    assert shown["state"] == "draining" and played.pool.up == 1
+    assert [w["state"] for w in played.client.get("/workers").json()["workers"]] == ["up", "draining"]
+    for i in range(8):
+        played.client.post(CHAT, json=HI, headers={"x-session-id": str(i)})
+    assert played.counts() == [8, 0]
+    assert played.client.post("/workers/2/drain").status_code == 404
+    assert played.client.post("/workers/x/drain").status_code == 404
+    assert played.client.get("/health").json()["workers"] == {"up": 1, "of": 2}
+
+
+def test_run_refuses(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least one engine"):
+        run(tmp_path, engines=0)
+    with pytest.raises(UsageError, match="API key"):
+        run(tmp_path, host="0.0.0.0", engines=2)
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """The head and the body of an answer are two writes; the second would wait for the client's delayed ACK."""
+    found: list[int] = []
+
+    async def work() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with bind("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(answer, sock=listener):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                await reader.read()
+                writer.close()
+
+    asyncio.run(work())
+    assert found and found[0]
+
+
+def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    for module in ("app", "router.app"):
+        target = f"glm5.serve.{module}.run"
+        monkeypatch.setattr(target, lambda *a, module=module, **k: started.append((module, a, k)))
+    for arguments in ([], ["--dp", "3"]):
+        assert CliRunner().invoke(cli, ["serve", str(tmp_path), *arguments]).exit_code == 0
+    defaults = {"limits": Limits(), "options": EngineOptions()}
+    common = (tmp_path, "127.0.0.1", 8000, None)
+    assert started == [("app", common, defaults), ("router.app", common, {"engines": 3, **defaults})]
+    given = (
+        "--exact --speculative 2 --max-batch 8 --cache-tokens 999 --host-cache-mb 3 --max-requests 4 --max-samples 5"
+    )
+    given += " --max-body-mb 6 --max-tokens 70 --request-seconds 8.5 --stop-seconds 9"
+    assert CliRunner().invoke(cli, ["serve", str(tmp_path), *given.split()]).exit_code == 0
+    assert started[-1][2]["options"] == EngineOptions(True, 2, 999, 3 << 20, 8)
+    assert started[-1][2]["limits"] == Limits(
+        body_bytes=6 << 20, requests=4, samples=5, tokens=70, request_seconds=8.5, stop_seconds=9
+    )
+    assert not EngineOptions().exact
+    for wrong in ("--dp 0", "--dp -1", "--max-samples 0", "--stop-seconds inf", "--request-seconds 0"):
+        assert CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()]).exit_code == 2
+    assert len(started) == 3
