@@ -1,7 +1,7 @@
 """The engine beside transformers on one trained checkpoint: decoding, batches, shared prefixes, drafts; prints JSON.
 
-Contestants are processes of their own. Transformers runs `generate` with every dtype x attention x experts setting,
-each also with the allocator setting that `glm5` gives its own process; its fastest then take turns with ours and, where
+Contestants are processes of their own. Transformers runs `generate` with every dtype x attention x experts setting;
+its fastest, also with the allocator setting that `glm5` gives its own process, then takes turns with ours and, where
 `gguf` and `llama-cpp-python` are installed, with llama.cpp's, so that a slow moment of the machine hits all alike. A
 ratio is their time over ours, round by round. Prompts are held-out text.
 
@@ -37,12 +37,11 @@ Job = Callable[[int], "float | dict[str, float]"]
 def contestants() -> dict[str, dict[str, str]]:
     """Name -> what its process is told."""
     found = {"glm5 bf16": {"dtype": "bfloat16"}, "glm5 fp32": {"dtype": "float32"}}
-    for dtype, attention, experts, allocator in itertools.product(
-        ("bfloat16", "float32"), ("eager", "sdpa"), ("eager", "grouped_mm", "batched_mm"), ("default", "tuned")
+    for dtype, attention, experts in itertools.product(
+        ("bfloat16", "float32"), ("eager", "sdpa"), ("eager", "grouped_mm", "batched_mm")
     ):
-        told = {"dtype": dtype, "attention": attention, "experts": experts}
-        name = f"transformers {dtype} {attention} {experts} {allocator} allocator"
-        found[name] = told | (TUNED if allocator == "tuned" else {})
+        name = f"transformers {dtype} {attention} {experts}"
+        found[name] = {"dtype": dtype, "attention": attention, "experts": experts}
     if importlib.util.find_spec("gguf") and importlib.util.find_spec("llama_cpp"):
         found |= {f"llama.cpp {kind}": {"gguf": kind} for kind in TYPES}
     return found
@@ -314,10 +313,9 @@ def race(told: dict[str, dict[str, str]], repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for job in JOBS:
         mine = fastest(job, "glm5")
-        rivals = {
-            label: fastest(job, "transformers", f"{word} allocator")
-            for label, word in (("as installed", "default"), ("with our allocator setting", "tuned"))
-        }
+        best = fastest(job, "transformers")
+        told[f"{best}, our allocator setting"] = told[best] | TUNED
+        rivals = {"transformers": best, "transformers, our allocator setting": f"{best}, our allocator setting"}
         rivals |= {name: name for name in heat if name.startswith("llama.cpp")}
         final = {name: Process(__file__, told[name]) for name in (mine, *rivals.values())}
         runs = turns(final, job, repeats)

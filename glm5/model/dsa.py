@@ -39,11 +39,6 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
         self.weights_proj = linear(config.hidden_size, self.heads)
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """Every parameter, in the order of `glm5.ops.thin.mla`."""
-        norm = self.k_norm
-        return self.wq_b.weight, self.wk.weight, norm.weight, norm.bias, self.weights_proj.weight
-
     def project(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, theta: float) -> IndexerState:
         """x [M, D] (after the input norm) and q_latent [M, q_lora_rank] (after its norm), both flat."""
         cos, sin = ctx.rope(self.rope_dim, theta)

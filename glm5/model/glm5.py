@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
+from glm5.model.few_tokens import run_few
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
 from glm5.model.layers import MLP, Linear, RMSNorm
@@ -83,14 +84,16 @@ class GLM5Model(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.config = config
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
         x = ctx.flat(self.embed_tokens(input_ids))
         indices: Tensor | None = None
         with thin.allowed(not ctx.exact):
-            for layer in self.layers:
-                x, indices = call(layer, x, ctx, indices)
+            if not run_few(self, self.config, self.layers, x, ctx):
+                for layer in self.layers:
+                    x, indices = call(layer, x, ctx, indices)
         return self.norm(x)
 
 

@@ -9,10 +9,8 @@ from glm5.config.model import GLM5Config
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.layers import RMSNorm, linear
-from glm5.ops import thin
 from glm5.ops.attention import max_selected_logits, sparse_attention
 from glm5.ops.dense import dense_attention, max_logits
-from glm5.ops.native import Kernels
 from glm5.ops.rope import rope
 
 
@@ -51,10 +49,6 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat (see `ForwardContext.flat`) -> (output [M, D], selected key slots [B, T, K] or None)."""
-        if ctx.cache is not None and not ctx.exact and self.use_dsa and not ctx.attend_dense:
-            native = thin.thin(x, self.o_proj.weight)
-            if native is not None and ctx.cache.latents.dtype == x.dtype:
-                return self._decode(native, x, ctx, indices)
         cos, sin = ctx.rope(self.rope_dim, self.theta)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope + self.rope_dim))
@@ -121,32 +115,6 @@ class MLA(nn.Module):
                 self.layer, self.indexer.score_selected(state, index_keys, indices), target, indices >= 0
             )
         return self._values(out, ctx)
-
-    def _decode(self, native: Kernels, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A handful of new tokens, all steps of the sparse form in one call."""
-        cache, pages = ctx.cache, ctx.pages
-        assert cache is not None and pages is not None
-        x, out, index, slot = x.contiguous(), torch.empty_like(x), self.indexer, cache.slots[self.layer]
-        start, end = ctx.key_range()
-        if index is not None:
-            indices = torch.empty(*ctx.positions.shape, min(self.topk, ctx.key_length), dtype=torch.long)
-        if indices is None:
-            raise ValueError(f"layer {self.layer} has no indexer and no layer before it selected keys")
-        tensors = [
-            x,
-            *(m.weight for m in (self.q_a_proj, self.q_a_layernorm, self.q_b_proj, self.kv_a_proj_with_mqa)),
-            *(m.weight for m in (self.kv_a_layernorm, self.kv_b_proj, self.o_proj)),
-            *([None] * 5 if index is None else index.weights()),
-            *(cache.latents[slot], cache.index_keys[slot], out, *ctx.rope(self.rope_dim, self.theta)),
-            *(ctx.places, pages.rows, pages.table, start, end, indices),
-        ]
-        heads, dim = (0, 0) if index is None else (index.heads, index.dim)
-        low = self.q_a_proj.weight.shape[0]
-        sizes = (*x.shape, low, self.heads, self.nope, self.rope_dim, self.latent, self.v_dim, heads, dim)
-        eps = self.q_a_layernorm.eps
-        sizes = (*sizes, indices.shape[2], pages.table.shape[1], pages.shift, pages.size)
-        thin.mla(native, tensors, sizes, eps=eps, scale=self.scale)
-        return out, indices
 
     def _dense_cached(self, q: Tensor, latents: Tensor, ctx: ForwardContext) -> Tensor:
         """Absorbed dense attention over cached latents: nothing is expanded per key."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
+from glm5.model.few_tokens import run_few
 from glm5.model.layers import RMSNorm, linear
 
 
@@ -31,10 +32,12 @@ class MTPLayer(nn.Module):
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
         self.block = block
+        self.config = config
         self.shared_head = SharedHead(config)
 
     def forward(self, embedded: Tensor, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """embedded and hidden [M, D] flat -> next depth's hidden state [M, D], after the norm."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        x, _ = self.block(x, ctx, None)
+        if not run_few(self, self.config, [self.block], x, ctx):
+            x, _ = self.block(x, ctx, None)
         return self.shared_head.norm(x)

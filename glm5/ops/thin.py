@@ -6,10 +6,11 @@ whoever runs a model says that bits may depend on the number of tokens.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -82,7 +83,41 @@ def moe(
     return out
 
 
-def mla(native: Kernels, tensors: list[Tensor | None], sizes: tuple[int, ...], *, eps: float, scale: float) -> None:
-    """One MLA layer with DSA for a handful of new tokens (`thin_mla` in native/decode.h names tensors and sizes)."""
-    addresses = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
-    native.thin_mla(addresses, (ctypes.c_int64 * len(sizes))(*sizes), eps, scale)
+def blocks(
+    native: Kernels,
+    x: Tensor,
+    weights: Sequence[int | None],
+    widths: Sequence[int],
+    places: Sequence[Tensor],
+    sizes: Sequence[int],
+    indices: Tensor,
+    *,
+    eps: float,
+    latent_eps: float,
+    scale: float,
+    scaling: float,
+) -> None:
+    """Pre-norm blocks of MLA with DSA, one after the other, over x [M, D], which they change in place.
+
+    `weights` are 22 addresses per block (None where it has no such tensor): the two norms; q_a_proj, q_a_layernorm,
+    q_b_proj, kv_a_proj, kv_a_layernorm, kv_b_proj, o_proj; the indexer's wq_b, wk, k_norm weight and bias,
+    weights_proj; the layer's latents and index keys; router, its bias, gate_up and down of the feed-forward (of the
+    experts), the same two of the shared expert. `widths` are two per block, of feed-forward and shared expert. `places`
+    are cos, sin, slots of the new latents, `Pages.rows` and `.table`, start and end of the keys; `sizes` those of
+    `Shape` in native/decode.h, then experts, experts per token, and whether their weights are normalised. indices
+    [M, K] is working space that holds the selected keys of the last indexer.
+    """
+    addresses = array.array("Q", [address or 0 for address in weights])
+    numbers, wide = array.array("q", sizes), array.array("q", widths)
+    where = array.array("Q", [tensor.data_ptr() for tensor in places])
+    native.thin_blocks(
+        *(ctypes.c_void_p(a.buffer_info()[0]) for a in (addresses, wide)),
+        len(widths) // 2,
+        x,
+        *(ctypes.c_void_p(a.buffer_info()[0]) for a in (where, numbers)),
+        indices,
+        eps,
+        latent_eps,
+        scale,
+        scaling,
+    )

@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "thin_linear": (_P, _P, _P, _I, _I, _I),
     "thin_mlp": (_P, _P, _P, _P, _I, _I, _I),
     "thin_moe": (*[_P] * 8, *[_I] * 7, _F),
-    "thin_mla": (_P, _P, _F, _F),
+    "thin_blocks": (_P, _P, _I, _P, _P, _P, _P, _F, _F, _F, _F),
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),

@@ -5,13 +5,17 @@
 #include "elementwise.h"
 #include "indexer.h"
 
-// Sixteen dot products: lane r = w[r * stride ...] . x over K elements (rows past `count` give 0).
+// Sixteen dot products: lane r = w[r * stride ...] . x over K elements (rows past `count` give 0). Meanwhile the sixteen
+// rows behind are asked for: fetching is what takes time.
 template <class T>
 static inline v16 dots16(const T* w, i64 stride, i64 count, const float* x, i64 K) {
     v16 acc[16] = {};
     if (count == 16 && K % 16 == 0) {
+        const char* next = (const char*)(w + 16 * stride);
         for (i64 i = 0; i < K; i += 16) {
             v16 xi = at(x + i);
+            for (i64 line = 0; line < i64(256 * sizeof(T)); line += 64) __builtin_prefetch(next + line);
+            next += 256 * sizeof(T);
 #pragma GCC unroll 16
             for (int r = 0; r < 16; r++) acc[r] += xi * load16(w + r * stride + i);
         }
@@ -49,7 +53,7 @@ static void thin_linear(const T* x, const T* w, T* out, i64 M, i64 N, i64 K) {
     i64 Kp = up16(K);
     std::vector<float> wide(M * Kp);
     for (i64 m = 0; m < M; m++) widen(x + m * K, &wide[m * Kp], K, Kp);
-#pragma omp parallel if ((M + 3) / 4 * N * K > SHARED / 4)  // widening weights costs as much as four rows
+#pragma omp parallel if ((M + 3) / 4 * N * K > SHARED)
     {
         std::vector<float> scratch(16 * Kp), y(16 * M);
 #pragma omp for schedule(static)
@@ -209,24 +213,32 @@ static void layer_norm(const T* x, const T* weight, const T* bias, T* out, i64 D
     for (i64 i = 0; i < D; i++) store(out + i, (load(x + i) - mean) * r * load(weight + i) + load(bias + i));
 }
 
-// A whole MLA layer with DSA for a handful of new tokens: the same steps as MLA.forward, in absorbed form, writing
-// latents and index keys into their slots of the cache and reading the selected rows from there. Without an indexer (wq
-// null), `indices` are an input, else an output.
-template <class T>
-static void thin_mla(const void* const* tensors, const i64* sizes, float eps, float scale) {
-    i64 at_ = 0;
-    auto next = [&] { return (const T*)tensors[at_++]; };
-    const T *x = next(), *q_a = next(), *q_norm = next(), *q_b = next(), *kv_a = next(), *kv_norm = next(),
-            *kv_b = next(), *o = next(), *wq = next(), *wk = next(), *k_weight = next(), *k_bias = next(),
-            *w_proj = next();
-    T *latents = (T*)next(), *index_keys = (T*)next(), *out = (T*)next();
-    const float *cos = (const float*)next(), *sin = (const float*)next();
-    const i64 *slots = (const i64*)next(), *rows = (const i64*)next(), *table = (const i64*)next(),
-              *start = (const i64*)next(), *end = (const i64*)next();
-    i64* indices = (i64*)next();
-    i64 M = sizes[0], D = sizes[1], L = sizes[2], N = sizes[3], H = sizes[4], R = sizes[5], C = sizes[6], V = sizes[7],
-        J = sizes[8], d = sizes[9], K = sizes[10], per_row = sizes[11], shift = sizes[12], size = sizes[13], W = C + R;
+// Where a batch of new tokens stands in the cache: see `Lines`; `slots` [M] is where each leaves its own latent, and its
+// keys lie in start .. end - 1.
+struct Places {
+    const float *cos, *sin;
+    const i64 *slots, *rows, *table, *start, *end;
+};
 
+// Sizes of MLA with DSA: tokens, hidden, query rank, heads, nope, rope, latent, value, indexer heads and width, selected
+// slots; then the page table's.
+struct Shape {
+    i64 M, D, L, N, H, R, C, V, J, d, K, per_row, shift, size;
+};
+
+// One layer's attention in absorbed form: the same steps as MLA.forward, writing latents and index keys into their slots
+// of the cache and reading the selected rows from there. `weights` names q_a, q_norm, q_b, kv_a, kv_norm, kv_b, o, then
+// the indexer's wq, wk, k_norm weight and bias, weights_proj, then latents and index keys of the layer. Without an indexer
+// (wq null), `indices` are an input, else an output.
+template <class T>
+static void thin_mla(const T* x, const T* const* weights, const Places& at_, const Shape& s, i64* indices, T* out, float eps,
+                     float scale) {
+    const T *q_a = weights[0], *q_norm = weights[1], *q_b = weights[2], *kv_a = weights[3], *kv_norm = weights[4],
+            *kv_b = weights[5], *o = weights[6], *wq = weights[7], *wk = weights[8], *k_weight = weights[9],
+            *k_bias = weights[10], *w_proj = weights[11];
+    T *latents = (T*)weights[12], *index_keys = (T*)weights[13];
+    const float *cos = at_.cos, *sin = at_.sin;
+    i64 M = s.M, D = s.D, L = s.L, N = s.N, H = s.H, R = s.R, C = s.C, V = s.V, J = s.J, d = s.d, W = C + R;
     std::vector<T> low(M * L), latent_q(M * L), q(M * N * (H + R)), kv(M * W), absorbed(M * N * W), mixed(M * N * C),
         values(M * N * V);
     thin_linear(x, q_a, low.data(), M, L, D);
@@ -234,10 +246,10 @@ static void thin_mla(const void* const* tensors, const i64* sizes, float eps, fl
     thin_linear(latent_q.data(), q_b, q.data(), M, N * (H + R), L);
     thin_linear(x, kv_a, kv.data(), M, W, D);
     for (i64 m = 0; m < M; m++) {
-        T* to = latents + slots[m] * W;
-        const float *c = cos + m * (R / 2), *s = sin + m * (R / 2);
+        T* to = latents + at_.slots[m] * W;
+        const float *c = cos + m * (R / 2), *turn = sin + m * (R / 2);
         rms_norm(&kv[m * W], kv_norm, to, (float*)nullptr, i64(1), C, W, eps);
-        rope(&kv[m * W + C], to + C, c, s, 1, 1, R, 0, 0, 0, R, 1.0f);
+        rope(&kv[m * W + C], to + C, c, turn, 1, 1, R, 0, 0, 0, R, 1.0f);
     }
     if (wq) {
         std::vector<T> plain(M * J * d), turned(M * J * d), key(M * d), normed(d), w(M * J);
@@ -249,15 +261,49 @@ static void thin_mla(const void* const* tensors, const i64* sizes, float eps, fl
         for (i64 i = 0; i < M * J; i++) head_weights[i] = load(&w[i]) / std::sqrt(float(J));
         for (i64 m = 0; m < M; m++) {
             layer_norm(&key[m * d], k_weight, k_bias, normed.data(), d, 1e-6f);
-            T* to = index_keys + slots[m] * d;
+            T* to = index_keys + at_.slots[m] * d;
             rope(normed.data(), to, cos + m * (R / 2), sin + m * (R / 2), 1, 1, d, 0, 0, 0, R, 1.0f);
         }
-        Lines<T> keys{index_keys, rows, table, per_row, shift, size, 1, d};
-        select(turned.data(), keys, head_weights.data(), start, end, indices, M, J, d, K, 1.0f / std::sqrt(float(d)));
+        Lines<T> keys{index_keys, at_.rows, at_.table, s.per_row, s.shift, s.size, 1, d};
+        select(turned.data(), keys, head_weights.data(), at_.start, at_.end, indices, M, J, d, s.K,
+               1.0f / std::sqrt(float(d)));
     }
     thin_absorb(q.data(), kv_b, cos, sin, absorbed.data(), M, N, H, R, C, H + V);
-    Lines<T> lines{latents, rows, table, per_row, shift, size, 1, W};
-    attend(absorbed.data(), lines, indices, mixed.data(), (float*)nullptr, M, i64(1), N, W, C, K, scale);
+    Lines<T> lines{latents, at_.rows, at_.table, s.per_row, s.shift, s.size, 1, W};
+    attend(absorbed.data(), lines, indices, mixed.data(), (float*)nullptr, M, i64(1), N, W, C, s.K, scale);
     thin_values(mixed.data(), kv_b + H * C, values.data(), M, N, C, V, H + V);
     thin_linear(values.data(), o, out, M, D, N * V);
+}
+
+// Pre-norm blocks one after the other over the residual stream x [M, D]: attention as above, then the feed-forward. Each
+// block has 22 addresses (see `glm5.ops.thin.blocks`) and two widths, of its feed-forward (of an expert) and of its shared
+// expert. The router's settings are those of `thin_moe`.
+template <class T>
+static void thin_blocks(const void* const* tensors, const i64* widths, i64 blocks, T* x, const void* const* places,
+                        const i64* sizes, i64* indices, float eps, float latent_eps, float scale, float scaling) {
+    const i64 PER_BLOCK = 22;
+    Shape s;
+    memcpy(&s, sizes, sizeof(Shape));
+    const i64 *router = sizes + sizeof(Shape) / sizeof(i64), E = router[0], top = router[1], normalise = router[2];
+    Places at_{(const float*)places[0], (const float*)places[1], (const i64*)places[2], (const i64*)places[3],
+               (const i64*)places[4],   (const i64*)places[5],   (const i64*)places[6]};
+    i64 M = s.M, D = s.D;
+    std::vector<T> normed(M * D), out(M * D);
+    auto add = [&] {
+        for (i64 i = 0; i < M * D; i++) store(x + i, load(x + i) + load(&out[i]));
+    };
+    for (i64 block = 0; block < blocks; block++) {
+        const T* const* w = (const T* const*)tensors + block * PER_BLOCK;
+        rms_norm((const T*)x, w[0], normed.data(), (float*)nullptr, M, D, D, eps);
+        thin_mla((const T*)normed.data(), w + 2, at_, s, indices, out.data(), latent_eps, scale);
+        add();
+        rms_norm((const T*)x, w[1], normed.data(), (float*)nullptr, M, D, D, eps);
+        i64 inner = widths[2 * block], shared = widths[2 * block + 1];
+        if (w[16])
+            thin_moe((const T*)normed.data(), w[16], (const float*)w[17], w[18], w[19], w[20], w[21], out.data(), M, D, E,
+                     top, inner, shared, normalise, scaling);
+        else
+            thin_mlp((const T*)normed.data(), w[18], w[19], out.data(), M, D, inner);
+        add();
+    }
 }

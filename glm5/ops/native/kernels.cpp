@@ -67,8 +67,10 @@ BOTH(thin_moe,
       const void* shared_down, void* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise, float scaling),
      thin_moe(CP(x), CP(gate), bias, CP(gate_up), CP(down), CP(shared_up), CP(shared_down), P(out), M, D, E, top, I,
               shared, normalise, scaling))
-BOTH(thin_mla, (const void* const* tensors, const i64* sizes, float eps, float scale),
-     (thin_mla<T>(tensors, sizes, eps, scale)))
+BOTH(thin_blocks,
+     (const void* const* tensors, const i64* widths, i64 blocks, void* x, const void* const* places, const i64* sizes,
+      i64* indices, float eps, float latent_eps, float scale, float scaling),
+     thin_blocks(tensors, widths, blocks, P(x), places, sizes, indices, eps, latent_eps, scale, scaling))
 BOTH(combine, (const void* y, const i64* slots, const float* weights, void* out, i64 M, i64 K, i64 D),
      combine(CP(y), slots, weights, P(out), M, K, D))
 BOTH(combine_backward,

@@ -12,7 +12,7 @@ typedef int64_t i64;
 
 // So many multiply-adds are worth other threads. Fewer are done before those have come, and on a busy machine one would
 // wait for them until they get a core.
-static const i64 SHARED = 1 << 20;
+static const i64 SHARED = 1 << 18;
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16v __attribute__((vector_size(64), aligned(4), may_alias));
