@@ -92,6 +92,7 @@ static inline void gather(const Lines<T>& keys, i64 sequence, const i64* index, 
         if (j + ahead < n) {
             const char* next = (const char*)keys.at(sequence, index[j + ahead]);
             for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+            __builtin_prefetch(next + bytes - 1);  // a row need not begin where a line of cache does
         }
         widen(keys.at(sequence, index[j < n ? j : 0]), out + j * line, keys.width, line);
     }
