@@ -283,7 +283,7 @@ def test_clients_that_leave_end_their_work(calm: Routed) -> None:
     long = body("hi", max_tokens=3500, ignore_eos=True, n=8)
     with calm.client.stream("POST", CHAT, json={**long, "stream": True}) as response:
         next(response.iter_lines())
-        assert calm.value("glm5_samples_running") + calm.value("glm5_samples_waiting") == 8
+        wait_until(lambda: calm.value("glm5_samples_running") + calm.value("glm5_samples_waiting") == 8)
     with pytest.raises(httpx.ReadTimeout):
         calm.client.post(CHAT, json=long, timeout=0.7)
     wait_until(lambda: calm.value("glm5_samples_running") + calm.value("glm5_samples_waiting") == 0)
