@@ -282,7 +282,8 @@ def test_the_key_is_asked_for_at_the_router(calm: Routed) -> None:
 def test_clients_that_leave_end_their_work(calm: Routed) -> None:
     long = body("hi", max_tokens=3500, ignore_eos=True, n=8)
     with calm.client.stream("POST", CHAT, json={**long, "stream": True}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # a client that lets go of it has left
+        next(lines)
         wait_until(lambda: calm.value("glm5_samples_running") + calm.value("glm5_samples_waiting") == 8)
     with pytest.raises(httpx.ReadTimeout):
         calm.client.post(CHAT, json=long, timeout=0.7)
