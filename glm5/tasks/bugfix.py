@@ -172,7 +172,8 @@ class BugfixEnv:
         if set(call.arguments) != wanted:
             return "bad arguments"
         code = call.arguments.get("code", "-")
-        if not isinstance(code, str) or not code.strip() or len(code.encode()) > MOST_CODE_BYTES or "\n" in code:
+        fits = isinstance(code, str) and code.strip() and code.isprintable()  # no line breaks, NUL or lone surrogates
+        if not fits or len(code.encode()) > MOST_CODE_BYTES:
             return "code: one short line"
         return None
 

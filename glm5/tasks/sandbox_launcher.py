@@ -6,7 +6,8 @@ namespaces, file system, resource limits, identity, capabilities, system-call fi
 
 The request arrives as netstrings (`<length>:<bytes>`) on one descriptor, the verdict leaves as text lines on another:
 `error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never
-sees the second descriptor, and process 1 of its world is this file, which it cannot kill.
+sees the second descriptor, and process 1 of its world is this file, which it cannot kill. A byte
+on the control descriptor, or its end, tells the outer process to end the room; it leaves when the room is gone.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 14, 1 << 18, 2
 NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, uts, ipc, pid, network
 CLONE_NEWUSER = 0x10000000
 AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
-ATTR_READ_ONLY = 1 | 2 | 4  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+ATTR_NO_DEVICES = 4
+ATTR_READ_ONLY = 1 | 2 | ATTR_NO_DEVICES  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-SIGKILL, EPERM, ENOSYS = 9, 1, 38
+SIGINT, SIGKILL, EPERM, ENOSYS = 2, 9, 1, 38
 NOBODY = 65534
 BOX = "/box"
 
-# System calls that no exercise needs and that reach the network, the kernel's soft spots or memory outside the limits:
-# (x86_64, aarch64) numbers; None where the call is the same number on both or does not exist.
+# System calls that no exercise needs and that reach the network, the kernel's soft spots, its log, the scheduling of
+# other processes or memory outside the limits: (x86_64, aarch64) numbers.
 DENIED = {
     "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270),
@@ -40,7 +42,12 @@ DENIED = {
     "mq_open": (240, 180), "personality": (135, 92), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "pidfd_getfd": (438, 438), "mount_setattr": (442, 442), "memfd_secret": (447, 447),
+    "syslog": (103, 116), "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30), "move_pages": (279, 239),
+    "migrate_pages": (256, 238), "process_madvise": (440, 440),
 }  # fmt: skip
+NEWER_CALLS = 450  # from here on ENOSYS: calls that this table does not know; libraries fall back to older ones
+PRLIMIT = (302, 261)
 MACHINES = {"x86_64": (0, 0xC000003E, 56, 435), "aarch64": (1, 0xC00000B7, 220, 435)}  # column, audit, clone, clone3
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -92,6 +99,7 @@ def enter_namespaces(as_root: bool) -> None:
         ):
             with open(f"/proc/self/{name}", "w") as stream:
                 stream.write(text)
+    check(libc.sethostname(b"sandbox", 7), "sethostname")
 
 
 def sandbox_uid(as_root: bool) -> int:
@@ -119,20 +127,21 @@ def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "x").close()
         mount(path, target, None, MS_BIND | MS_REC)
-        if not path.startswith("/dev/"):  # a device node must stay a device
-            attributes = struct.pack("=4Q", ATTR_READ_ONLY, 0, 0, 0)
-            check(
-                libc.syscall(
-                    ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
-                    ctypes.c_size_t(len(attributes)),
-                ),
-                f"mount_setattr {target}",
-            )  # fmt: skip
+        # a device node must stay a device; read-only, its data can be written, its owner, mode and times cannot
+        attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
+        check(
+            libc.syscall(
+                ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
+                ctypes.c_size_t(len(attributes)),
+            ),
+            f"mount_setattr {target}",
+        )  # fmt: skip
     for (path,) in request.get("hide", []):
         mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
     os.mkdir(root + BOX)
-    options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
-    mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    if file_mb:  # else the folder is part of the read-only root
+        options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
+        mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
     check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and takes it away
@@ -146,7 +155,7 @@ def write_files(files: list[list[str]], uid: int) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
             stream.write(text)
-    if os.getuid() == 0:
+    if files and os.getuid() == 0:
         for folder, _, names in os.walk(BOX):
             for entry in (folder, *(f"{folder}/{name}" for name in names)):
                 os.chown(entry, uid, uid)
@@ -189,7 +198,10 @@ def filter_system_calls(machine: str) -> None:
     code += [(load, 0, 0, 0), (jump_ge, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 call table
     for numbers in DENIED.values():
         code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail | EPERM)]
+    code += [(jump_ge, 0, 1, NEWER_CALLS), (give, 0, 0, fail | ENOSYS)]
     code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags hide behind a pointer; libc falls back
+    code += [(jump_eq, 0, 4, PRLIMIT[column]), (load, 0, 0, 16)]  # a program may limit itself, never another process
+    code += [(jump_eq, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, fail | EPERM)]
     code += [(jump_eq, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, 0x7E020000), (give, 0, 0, fail | EPERM)]
     code += [(give, 0, 0, allow)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
@@ -197,18 +209,25 @@ def filter_system_calls(machine: str) -> None:
     check(libc.prctl(PR_SET_SECCOMP, 2, descriptor, 0, 0), "seccomp")
 
 
-def start_program(executable: str, machine: str) -> int:
-    """Fork and become the program. Returns the child's process id in the caller."""
+def start_program(executable: str, machine: str, program: list[str]) -> int:
+    """Fork and become the interpreter of `program`. Returns the child's process id once it has; raises SetupError when
+    it cannot, so that our failure never looks like the program's."""
+    failed, report = os.pipe()  # both ends close themselves in the program
     child = os.fork()
     if child:
+        os.close(report)
+        why = os.read(failed, 300).decode(errors="replace")
+        os.close(failed)
+        if why:
+            raise SetupError(why)
         return child
     try:
         filter_system_calls(machine)
         os.chdir(BOX)
         environment = {"PATH": "/usr/bin", "HOME": BOX, "TMPDIR": BOX}
-        os.execve(executable, [executable, "-I", "-S", "-B", "-X", "utf8", "main.py"], environment)
+        os.execve(executable, [executable, "-I", "-S", "-B", "-X", "utf8", *program], environment)
     except BaseException as error:  # a fork must never return into the parent's code
-        os.write(2, f"sandbox: {error}\n".encode())
+        os.write(report, f"start of the program: {error}".encode()[:300])
         os._exit(127)
 
 
@@ -223,10 +242,11 @@ def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, st
         build_root(root, request, uid, file_mb)
     os.umask(0o022)
     write_files(request.get("file", []), uid)
+    libc.signal(SIGINT, None)  # Python's handler would let the program interrupt process 1
     drop_privileges(uid, int(last_capability))
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # after the change of identity, which clears it
     limit(cpu_s, memory_mb, processes, file_mb)
-    child = start_program(executable, machine)
+    child = start_program(executable, machine, request["python"][0])
     os.write(status, b"ready\n")
     while True:
         pid, code = os.wait()
@@ -236,10 +256,21 @@ def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, st
     os.write(status, f"{verdict}\n".encode())
 
 
+def guard_room(first: int, status: int, control: int) -> None:
+    """Wait for the order to end the room, and then until its last process is gone."""
+    for descriptor in (0, 1, 2, status):
+        os.close(descriptor)  # the streams end with the room, not with us
+    os.read(control, 1)
+    os.kill(first, SIGKILL)
+    os.waitpid(first, 0)  # the kernel lets go of process 1 after all others of its namespace
+    os._exit(0)
+
+
 def main() -> None:
-    """`sandbox_launcher.py MODE REQUEST_FD STATUS_FD ROOT`; MODE is root, user or bubblewrap."""
-    mode, request_fd, status, root = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    """`sandbox_launcher.py MODE REQUEST_FD STATUS_FD CONTROL_FD ROOT`; MODE is root, user or bubblewrap."""
+    mode, request_fd, status, control, root = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
     os.set_inheritable(status, False)
+    os.set_inheritable(control, False)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:
         request = read_request(request_fd)
@@ -248,8 +279,8 @@ def main() -> None:
             enter_namespaces(mode == "root")
             first = os.fork()
             if first:
-                os.waitpid(first, 0)
-                os._exit(0)
+                guard_room(first, status, control)
+        os.close(control)
         be_process_one(request, mode, root, status, uid)
     except (SetupError, OSError, ValueError) as error:
         os.write(status, f"error {error}\n".encode())
