@@ -140,18 +140,34 @@ class PolicyStage(Stage):
     beta: float = 2.0
     clip_low: float = 0.2
     clip_high: float = 0.28
+    record: bool = False
+    """Write every batch of rollouts to `rollouts.jsonl` beside the metrics, from which its update can be repeated."""
 
 
-class ReasoningStage(PolicyStage):
+class RewardStage(PolicyStage):
+    """What stages that learn from rewards share. `clip_low` and `clip_high` are the bounds of PPO and Eq. 1."""
+
+    average: Literal["sequence", "token"] = "sequence"
+    """What the loss is a mean over: every sequence counts alike, or every token."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Weight of a penalty for leaving the stage's starting weights; the paper has none."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+
+
+class ReasoningStage(RewardStage):
     """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
 
     kind: Literal["reasoning"]
+    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
+    """PPO's old policy is the rollout's."""
 
 
-class AgenticStage(PolicyStage):
+class AgenticStage(RewardStage):
     """Agentic RL: multi-turn, asynchronous over a logical clock, double-sided importance sampling (§3.3, §4.1)."""
 
     kind: Literal["agentic"]
+    loss: Literal["double_sided", "ppo", "policy_gradient"] = "double_sided"
+    """PPO's old policy is the rollout's: with stale rollouts there is no other."""
     eps_low: float = 0.5
     eps_high: float = 1.0
     max_staleness: int = 4
@@ -172,10 +188,11 @@ class RewardModelConfig(Frozen):
     held_out_pairs: int = 200
 
 
-class GeneralStage(PolicyStage):
+class GeneralStage(RewardStage):
     """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
+    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
     reward_model: RewardModelConfig
 
 

@@ -15,6 +15,7 @@ from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample
+from glm5.rl.losses import Counts, Statistics, Tokens
 from glm5.train.loop import build_optimizer, clip_gradients
 from glm5.train.losses import target_logprobs
 
@@ -22,23 +23,17 @@ ROWS_PER_STEP = 16
 """Packed rows per forward pass; it bounds memory and changes no gradient."""
 
 
-@dataclass(frozen=True)
-class PolicyBatch:
-    """Sampled tokens of some train samples, one line each, [N, L] padded on the right; `mask` marks real tokens.
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch(Tokens):
+    """Sampled tokens of some train samples, one line each, [N, L] padded on the right; `versions` are those of the
+    weights that sampled them."""
 
-    `logprobs` are the learner's (with gradient); the others come from the samples.
-    """
-
-    logprobs: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
     versions: Tensor
-    samples: Sequence[TrainSample]
-    entropy: float
+    samples: Sequence[TrainSample] = ()
 
 
-PolicyLoss = Callable[[PolicyBatch], tuple[Tensor, dict[str, float]]]
+PolicyLoss = Callable[[PolicyBatch], tuple[Tensor, Statistics]]
+"""Loss and statistics of a micro-batch as parts of the step that `Tokens.whole` counts (see `policy_loss`)."""
 
 
 @dataclass
@@ -57,10 +52,21 @@ class Agreement:
 
 
 class Learner:
-    """Owns the trained model and its optimizer. The indexers are frozen, as in all of the paper's RL (§3.2)."""
+    """Owns the trained model and its optimizer. The indexers are frozen, as in all of the paper's RL (§3.2).
 
-    def __init__(self, model: GLM5ForCausalLM, config: OptimConfig, *, row_length: int, temperature: float) -> None:
-        self.model, self.config = model, config
+    With a `reference` model, batches have its log-probabilities too, for a KL penalty.
+    """
+
+    def __init__(
+        self,
+        model: GLM5ForCausalLM,
+        config: OptimConfig,
+        *,
+        row_length: int,
+        temperature: float,
+        reference: GLM5ForCausalLM | None = None,
+    ) -> None:
+        self.model, self.config, self.reference = model, config, reference
         self.row_length, self.temperature = row_length, temperature
         self.version = 0
         self.agreement = Agreement()
@@ -71,29 +77,25 @@ class Learner:
         self.optimizer.state.clear()
 
     def step(self, samples: Sequence[TrainSample], loss_of: PolicyLoss, rate: float) -> dict[str, float]:
-        """One update from all samples. Micro-batches add up: each loss is weighted by its share of the samples, so
-        `loss_of` must average per sequence, or per token where all its samples come in one micro-batch."""
+        """One update from all samples, in micro-batches whose losses, gradients and statistics add up to those of the
+        whole batch. Returns the statistics, `grad_norm` and `lr`; DataError for a gradient that is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
+        whole = Counts.of(sample.loss_mask for sample in samples)
+        total = Statistics()
         for part in self._parts(samples):
-            batch = self.forward(part)
-            share = len(part) / len(samples)
-            loss, stats = loss_of(batch)
-            (loss * share).backward()
+            batch = self.forward(part, whole)
+            loss, statistics = loss_of(batch)
+            loss.backward()
+            total.merge([statistics])
             self._compare(batch)
-            for key, value in {**stats, "loss": float(loss.detach()), "entropy": batch.entropy}.items():
-                if key.endswith("_max"):
-                    totals[key] = max(totals.get(key, 0.0), value)
-                else:
-                    totals[key] = totals.get(key, 0.0) + share * value
         norm = float(clip_gradients(self.model, self.config.clip))
         if not math.isfinite(norm):
             raise DataError(f"The policy gradient of update {self.version + 1} is not finite; lower optim.lr.")
         self.optimizer.step()
         self.version += 1
-        return totals | {"grad_norm": norm, "lr": rate}
+        return total.numbers() | {"grad_norm": norm, "lr": rate}
 
     def _parts(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         budget = ROWS_PER_STEP * self.row_length
@@ -107,11 +109,16 @@ class Learner:
             used += len(sample.ids)
         return parts
 
-    def forward(self, samples: Sequence[TrainSample]) -> PolicyBatch:
-        """Log-probabilities of all sampled tokens, computed over packed rows, returned one line per sample."""
+    def forward(self, samples: Sequence[TrainSample], whole: Counts | None = None) -> PolicyBatch:
+        """Log-probabilities of all sampled tokens, computed over packed rows, returned one line per sample. `whole`
+        counts the optimizer step that the samples are a part of; None means that they are all of it."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
         logprobs, entropy = packed_logprobs(self.model, batch, self.temperature)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = packed_logprobs(self.reference, batch, self.temperature)[0]
         order = sorted(range(len(samples)), key=lambda i: (places[i].row, places[i].start))
         counts = [sum(s.loss_mask) for s in samples]
         width = max(counts)
@@ -130,19 +137,23 @@ class Learner:
                 out[i, : counts[i]] = torch.tensor(picked)
             return out
 
+        versions = lines(lambda s: [float(v) for v in s.weight_versions]).long()
         return PolicyBatch(
             logprobs=torch.where(mask, logprobs[position], 0.0),
             rollout_logprobs=lines(lambda s: s.rollout_logprobs),
             advantages=lines(lambda s: s.advantages),
             mask=mask,
-            versions=lines(lambda s: [float(v) for v in s.weight_versions]).long(),
+            ref_logprobs=None if reference is None else reference[position],
+            entropy=entropy[position],
+            fresh=mask & (versions == self.version),
+            whole=whole,
+            versions=versions,
             samples=samples,
-            entropy=float(entropy.mean()),
         )
 
     def _compare(self, batch: PolicyBatch) -> None:
-        same = batch.mask & (batch.versions == self.version)
-        self.agreement.add(batch.logprobs.detach()[same], batch.rollout_logprobs[same])
+        assert batch.fresh is not None
+        self.agreement.add(batch.logprobs.detach()[batch.fresh], batch.rollout_logprobs[batch.fresh])
 
 
 def packed_logprobs(model: GLM5ForCausalLM, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

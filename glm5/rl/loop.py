@@ -7,16 +7,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from glm5.chat import Tokenizer
-from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage
+from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage, RewardStage
 from glm5.engine.engine import Engine
 from glm5.engine.request import Request
 from glm5.errors import ConfigError, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.optim.schedules import learning_rate
-from glm5.records import Outcome, SamplingParams, Trajectory
+from glm5.records import SamplingParams
+from glm5.rl import replay
 from glm5.rl.algos import Algorithm
-from glm5.rl.buffer import Buffer, staleness
+from glm5.rl.buffer import Buffer
 from glm5.rl.learner import Agreement, Learner
+from glm5.rl.update import update
 from glm5.rl.weight_sync import publish
 from glm5.seeds import derive_seed
 from glm5.tasks import Episode, Family, make_family
@@ -96,7 +97,15 @@ class PolicyLoop:
         self.env_ticks = stage.env_ticks if isinstance(stage, AgenticStage) else 0
         self.reset_on_push = asynchronous
         self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
-        self.learner = Learner(model, stage.optim, row_length=stage.row_length, temperature=stage.temperature)
+        self.learner = Learner(
+            model,
+            stage.optim,
+            row_length=stage.row_length,
+            temperature=stage.temperature,
+            # Before any state of the stage is loaded, the model is what the stage starts from.
+            reference=model.clone() if isinstance(stage, RewardStage) and stage.kl_weight else None,
+        )
+        self.record = io.folder.parent / replay.FILE if stage.record else None
         self.engine = Engine(model.clone(), tokenizer, max_batch=self.concurrency, max_length=stage.max_context + 1)
         self.buffer = Buffer(stage.group, self.max_staleness)
         self.prompts = PromptStream(stage.families, seed)
@@ -121,6 +130,8 @@ class PolicyLoop:
         if done:
             self._restore(done, extra)
         self.io.metrics.rewind(self.io.name, done)
+        if self.record is not None:
+            replay.rewind(self.record, self.io.name, done)
         self.io.advance(done, {})
         try:
             while self.learner.version < steps:
@@ -223,23 +234,9 @@ class PolicyLoop:
 
     def _update(self) -> dict[str, float]:
         groups = self.buffer.take(self.stage.prompts)
-        numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
-        samples, more = self.algorithm.samples(groups)
-        if not samples:
-            raise RolloutError(
-                f"{self.io.name}: none of {self.stage.prompts} prompts leaves room for an answer within max_context = "
-                f"{self.stage.max_context} tokens; raise it."
-            )
-        config = self.stage.optim
-        rate = learning_rate(
-            self.learner.version,
-            steps=config.steps,
-            peak=config.lr,
-            final=config.final_lr,
-            warmup=config.warmup,
-            shape=config.schedule,
-        )
-        numbers |= more | self.learner.step(samples, self.algorithm.loss, rate)
+        if self.record is not None:
+            replay.write(groups, self.record, self.io.name, self.learner.version + 1)
+        numbers = update(self.learner, self.algorithm, self.stage, groups)
         numbers["dropped_groups"] = float(self.buffer.dropped)
         self._push_in = self.train_ticks if self.learner.version % self.push_every == 0 else -1
         return numbers
@@ -249,16 +246,3 @@ class PolicyLoop:
         self._pushed, self._push_in = self.learner.version, -1
         if self.reset_on_push:
             self.learner.reset_optimizer()
-
-
-def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
-    """Reward, solved share, output length and staleness of one batch."""
-    count = len(trajectories)
-    stale = [staleness(t, learner_version) for t in trajectories]
-    return {
-        "reward": sum(t.reward for t in trajectories) / count,
-        "solved": sum(t.outcome is Outcome.SOLVED for t in trajectories) / count,
-        "length": sum(len(turn.output_ids) for t in trajectories for turn in t.turns) / count,
-        "staleness_mean": sum(stale) / count,
-        "staleness_max": float(max(stale)),
-    }

@@ -53,9 +53,12 @@ def policy_batch(seed: int = 0) -> PolicyBatch:
     advantages = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     zero = torch.zeros(())
     return PolicyBatch(
-        torch.where(mask, logprobs, zero).requires_grad_(), torch.where(mask, logprobs + noise, zero),
-        torch.where(mask, advantages, zero), mask, torch.zeros(3, 5), (), 0.0,
-    )  # fmt: skip
+        logprobs=torch.where(mask, logprobs, zero).requires_grad_(),
+        rollout_logprobs=torch.where(mask, logprobs + noise, zero),
+        advantages=torch.where(mask, advantages, zero),
+        mask=mask,
+        versions=torch.zeros(3, 5),
+    )
 
 
 def gradient_of(algorithm: Any, batch: PolicyBatch) -> torch.Tensor:
@@ -122,7 +125,7 @@ def test_a_teacher_equal_to_the_student_changes_nothing(small: Any) -> None:
     batch = Learner(student, OPTIM, row_length=32, temperature=0.9).forward(rows)
     loss, stats = algorithm.loss(batch)
     loss.backward()
-    assert stats["reverse_kl"] == 0.0  # bit for bit: the advantages are differences of equal numbers
+    assert stats.numbers()["reverse_kl"] == 0.0  # bit for bit: the advantages are differences of equal numbers
     assert all(p.grad is None or not p.grad.any() for p in student.parameters())
 
 
@@ -147,7 +150,7 @@ def test_distillation_loss_and_gradient(small: Any) -> None:
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     assert torch.allclose(gradient, -share * advantage, atol=1e-6)  # on-policy: r = rho = 1
     assert float(loss.detach()) == pytest.approx(float(-(share * advantage).sum()), abs=1e-5)
-    assert stats["reverse_kl"] == pytest.approx(float(-advantage[batch.mask].mean()), abs=1e-5)
+    assert stats.numbers()["reverse_kl"] == pytest.approx(float(-advantage[batch.mask].mean()), abs=1e-5)
 
 
 def test_a_domain_without_teacher_is_refused(small: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.learner import PolicyBatch
+from glm5.rl.losses import Statistics
 
 
 class Algorithm(Protocol):
@@ -18,6 +19,6 @@ class Algorithm(Protocol):
         """Token rows with advantages, and numbers for the metrics."""
         ...
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
-        """Loss of one micro-batch and its statistics."""
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
+        """What one micro-batch adds to the step's loss, and its statistics."""
         ...

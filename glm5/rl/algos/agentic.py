@@ -9,16 +9,19 @@ from torch import Tensor
 from glm5.config.recipe import AgenticStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import mean_centred
+from glm5.rl.algos.objectives import agentic_objective, kl_penalty
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import double_sided_is_loss
+from glm5.rl.losses import Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
 class AgenticRL:
-    """Tokens of the environment are not in the loss; stale tokens are weighted by their own rollout probability."""
+    """Tokens of the environment are not in the loss; stale tokens are weighted by their own rollout probability. The
+    stage may name another loss."""
 
     def __init__(self, stage: AgenticStage) -> None:
         self.stage = stage
+        self.objective, self.penalty = agentic_objective(stage), kl_penalty(stage)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         rows = []
@@ -28,13 +31,5 @@ class AgenticRL:
         turns = [len(t.turns) for group in groups for t in group]
         return rows, {"turns": sum(turns) / len(turns)}
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
-        return double_sided_is_loss(
-            batch.logprobs,
-            batch.rollout_logprobs,
-            batch.advantages,
-            batch.mask,
-            eps_low=self.stage.eps_low,
-            eps_high=self.stage.eps_high,
-            average="sequence",
-        )
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
+        return policy_loss(self.objective, batch, self.stage.average, self.penalty)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from glm5.data.packing import pack_batch
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample, Trajectory
+from glm5.rl.advantages import distillation
 from glm5.rl.learner import PolicyBatch, packed_logprobs
-from glm5.rl.losses import icepop_grpo_loss
+from glm5.rl.losses import IcePop, Statistics, policy_loss
 from glm5.tasks import make_family
 from glm5.tasks.episode import to_samples
 
@@ -45,6 +47,7 @@ class Distillation:
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, GLM5ForCausalLM]) -> None:
         self.stage, self.teachers = stage, teachers
+        self.objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
@@ -68,17 +71,8 @@ class Distillation:
             rows[i].advantages = [next(logprobs) if wanted else 0.0 for wanted in rows[i].loss_mask]
             rows[i].teacher = name
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
-        advantages = batch.advantages - batch.logprobs.detach()
-        loss, stats = icepop_grpo_loss(
-            batch.logprobs,
-            batch.logprobs.detach(),
-            batch.rollout_logprobs,
-            advantages,
-            batch.mask,
-            beta=self.stage.beta,
-            clip_low=self.stage.clip_low,
-            clip_high=self.stage.clip_high,
-        )
-        picked = advantages[batch.mask]
-        return loss, stats | {"reverse_kl": float(-picked.mean()) if picked.numel() else 0.0}
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
+        advantages = distillation(batch.advantages, batch.logprobs)
+        loss, statistics = policy_loss(self.objective, replace(batch, advantages=advantages), "sequence")
+        statistics.tokens_mean("reverse_kl", -advantages, batch.mask)
+        return loss, statistics

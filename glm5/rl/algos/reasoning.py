@@ -6,19 +6,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from glm5.config.recipe import PolicyStage
+from glm5.config.recipe import GeneralStage, ReasoningStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import group_normalised
+from glm5.rl.algos.objectives import kl_penalty, reasoning_objective
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import icepop_grpo_loss
+from glm5.rl.losses import Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
 class ReasoningRL:
-    """GRPO with IcePop. One gradient step per batch, so the old policy is the learner's own value, detached."""
+    """GRPO with IcePop, or the loss that the stage names. One gradient step per batch, so that the old policy of Eq. 1
+    is the learner's own value, detached."""
 
-    def __init__(self, stage: PolicyStage) -> None:
+    def __init__(self, stage: ReasoningStage | GeneralStage) -> None:
         self.stage = stage
+        self.objective, self.penalty = reasoning_objective(stage), kl_penalty(stage)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         rows = []
@@ -27,14 +30,5 @@ class ReasoningRL:
                 rows.extend(to_samples(trajectory, advantage))
         return rows, {}
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, dict[str, float]]:
-        return icepop_grpo_loss(
-            batch.logprobs,
-            batch.logprobs.detach(),
-            batch.rollout_logprobs,
-            batch.advantages,
-            batch.mask,
-            beta=self.stage.beta,
-            clip_low=self.stage.clip_low,
-            clip_high=self.stage.clip_high,
-        )
+    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
+        return policy_loss(self.objective, batch, self.stage.average, self.penalty)

@@ -1,0 +1,35 @@
+"""Policy losses: each equation is an object over the tokens of a micro-batch, and one function averages and measures.
+
+`policy_loss(objective, tokens, average)` is what the algorithms use. `icepop_grpo_loss` and `double_sided_is_loss` are
+the same two equations of the paper as plain functions of tensors.
+"""
+
+from __future__ import annotations
+
+from glm5.rl.losses.averaging import Average, Counts, average_over
+from glm5.rl.losses.double_sided import DoubleSided, double_sided_is_loss
+from glm5.rl.losses.icepop import IcePop, icepop_grpo_loss
+from glm5.rl.losses.kl import KLPenalty
+from glm5.rl.losses.measure import Statistics
+from glm5.rl.losses.policy_gradient import PolicyGradient
+from glm5.rl.losses.policy_loss import policy_loss
+from glm5.rl.losses.ppo import PPO
+from glm5.rl.losses.tokens import Objective, Terms, Tokens
+
+__all__ = [
+    "PPO",
+    "Average",
+    "Counts",
+    "DoubleSided",
+    "IcePop",
+    "KLPenalty",
+    "Objective",
+    "PolicyGradient",
+    "Statistics",
+    "Terms",
+    "Tokens",
+    "average_over",
+    "double_sided_is_loss",
+    "icepop_grpo_loss",
+    "policy_loss",
+]

@@ -1,0 +1,50 @@
+"""From values per token to one number, and how micro-batches of an optimizer step add up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Average = Literal["sequence", "token"]
+
+
+def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
+    """ "token": mean over all masked tokens. "sequence": mean within each sequence, then over non-empty ones.
+
+    values and mask (bool) are [B, T]; 0 where the mask is empty. Eq. 1 averages over sequences, Eq. 5 over tokens.
+    """
+    values = torch.where(mask, values, torch.zeros_like(values))
+    if average == "token":
+        return values.sum() / mask.sum().clamp_min(1)
+    lengths = mask.sum(-1)
+    present = (lengths > 0).sum().clamp_min(1)
+    return (values.sum(-1) / lengths.clamp_min(1)).sum() / present
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a mean divides by: sequences with a sampled token, and sampled tokens."""
+
+    sequences: int
+    tokens: int
+
+    @classmethod
+    def of(cls, masks: Iterable[Sequence[bool]]) -> Counts:
+        """Counts of loss masks, one per sequence."""
+        lengths = [sum(mask) for mask in masks]
+        return cls(sum(length > 0 for length in lengths), sum(lengths))
+
+    @classmethod
+    def of_mask(cls, mask: Tensor) -> Counts:
+        """Counts of a mask [B, T]."""
+        lengths = mask.sum(-1)
+        return cls(int((lengths > 0).sum()), int(lengths.sum()))
+
+    def share_of(self, whole: Counts, average: Average) -> float:
+        """The weight of this part's mean in the mean of the whole; 0 where the whole is empty."""
+        part, total = (self.sequences, whole.sequences) if average == "sequence" else (self.tokens, whole.tokens)
+        return part / total if total else 0.0

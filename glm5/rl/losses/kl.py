@@ -1,0 +1,57 @@
+"""Estimators of KL(policy || reference) from tokens that the policy sampled (Schulman, "Approximating KL divergence",
+2020), with d = log pi_ref - log pi_theta:
+
+    k1 = -d              unbiased, may be negative
+    k2 = d^2 / 2         biased, never negative
+    k3 = e^d - 1 - d     unbiased, never negative; GRPO's choice (arXiv:2402.03300, Eq. 4)
+
+As a term of a loss it is the derivative that counts, and there the roles differ. On-policy, k2's is unbiased for the
+gradient of KL(policy || reference), k3's for that of KL(reference || policy), and k1's has the mean 0: it regularises
+nothing. For stale tokens none of this holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from glm5.errors import ConfigError
+from glm5.rl.losses.tokens import MAX_LOG_RATIO, Tokens
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(d: Tensor) -> Tensor:
+    """-d."""
+    return -d
+
+
+def k2(d: Tensor) -> Tensor:
+    """d^2 / 2."""
+    return 0.5 * d.square()
+
+
+def k3(d: Tensor) -> Tensor:
+    """e^d - 1 - d, accurate where d is small."""
+    return d.expm1() - d
+
+
+ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """`weight` times the estimate, to be added to any policy loss."""
+
+    weight: float
+    estimator: Estimator = "k3"
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """The estimates [B, T], without the weight, of cleaned tokens. ConfigError where there is no reference."""
+        if tokens.ref_logprobs is None:
+            raise ConfigError("A KL penalty needs a reference: give the learner a reference model.")
+        d = tokens.ref_logprobs.detach() - tokens.logprobs
+        return ESTIMATORS[self.estimator](d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

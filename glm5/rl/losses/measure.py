@@ -1,0 +1,72 @@
+"""What is worth knowing about a policy update, in a form in which micro-batches can be merged: sums and counts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from glm5.rl.losses.kl import k3
+from glm5.rl.losses.tokens import MAX_LOG_RATIO, Terms, Tokens
+from glm5.train.tally import Tally
+
+RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
+"""Edges of the histogram's bins, 2^-3 to 2^3, a factor of 2^(2/3) apart. 1 is the middle of a bin, and the bounds 1/2
+and 2 of the paper's masks are edges. Bin 0 lies below the first edge, the last bin above the last one."""
+
+BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
+
+_WEIGHTS, _SQUARES = "_weights", "_squared_weights"
+
+
+class Statistics(Tally):
+    """The statistics of one or several micro-batches; `merge` makes one of many, `numbers` is for the metrics."""
+
+    def tokens_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """A mean over the tokens of `mask`, of values [B, T]."""
+        picked = values.detach()[mask].double()
+        self.mean(name, float(picked.sum()), float(picked.numel()))
+
+    def numbers(self) -> dict[str, float]:
+        """Flat numbers. A mean over no tokens is 0. `ess_share` is the effective sample size of the weights over the
+        number of tokens, (sum w)^2 / (n sum w^2): 1 where all tokens count alike, 0 where none counts."""
+        found = dict.fromkeys(self._means, 0.0) | super().numbers()
+        weights, squares = found.pop(_WEIGHTS, 0.0), found.pop(_SQUARES, 0.0)
+        if _WEIGHTS in self._sums:
+            found["ess_share"] = weights**2 / (squares * found["tokens"]) if squares else 0.0
+        return found
+
+
+@torch.no_grad()
+def measure(tokens: Tokens, terms: Terms) -> Statistics:
+    """Statistics of cleaned tokens under an equation.
+
+    `masked_share` and `clipped_share` of tokens, `ratio_mean` of the equation's ratio, `ess_share` of its weights (what
+    multiplies the advantages). `ratio_bin_NN` counts pi_theta / pi_rollout between `RATIO_EDGES`, whatever the
+    equation. `mismatch_mean` and `mismatch_max` of |log rho|, rho = pi_train_old / pi_infer_old, and `mismatch_kl`, the
+    k3 estimate of KL(engine || learner), are over tokens that both computed with the same weights (`Tokens.fresh`).
+    `entropy` is the mean of the learner's distributions, where it gives them.
+    """
+    mask, statistics = tokens.mask, Statistics()
+    statistics.add("tokens", float(mask.sum()))
+    statistics.tokens_mean("masked_share", terms.masked, mask)
+    statistics.tokens_mean("clipped_share", terms.clipped, mask)
+    statistics.tokens_mean("ratio_mean", terms.ratio, mask)
+    weight = terms.weight[mask].double()
+    statistics.add(_WEIGHTS, float(weight.sum()))
+    statistics.add(_SQUARES, float(weight.square().sum()))
+    log_ratio = (tokens.logprobs - tokens.rollout_logprobs)[mask].double()
+    edges = torch.tensor([math.log(edge) for edge in RATIO_EDGES], dtype=torch.float64, device=log_ratio.device)
+    counts = torch.bincount(torch.bucketize(log_ratio, edges), minlength=len(BINS)).tolist()
+    for name, count in zip(BINS, counts, strict=True):
+        statistics.add(name, float(count))
+    fresh = mask if tokens.fresh is None else mask & tokens.fresh
+    log_rho = tokens.old - tokens.rollout_logprobs
+    statistics.tokens_mean("mismatch_mean", log_rho.abs(), fresh)
+    statistics.tokens_mean("mismatch_kl", k3(log_rho.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), fresh)
+    picked = log_rho.abs()[fresh]
+    statistics.peak("mismatch_max", float(picked.max()) if picked.numel() else 0.0)
+    if tokens.entropy is not None:
+        statistics.tokens_mean("entropy", tokens.entropy, mask)
+    return statistics

@@ -1,0 +1,21 @@
+"""The plain policy gradient (REINFORCE, Williams 1992): maximise E_t[ A_t log pi_theta(y_t) ], every token as if it had
+been sampled from the policy that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """A log pi. The ratio to the rollout is reported and changes nothing: what is stale is trained on as it is."""
+
+    def __call__(self, tokens: Tokens) -> Terms:
+        ratio = ratio_of(tokens.logprobs, tokens.rollout_logprobs).detach()
+        nowhere = torch.zeros_like(tokens.mask)
+        objective = tokens.advantages.detach() * tokens.logprobs
+        return Terms(objective, torch.ones_like(ratio), ratio, nowhere, nowhere)

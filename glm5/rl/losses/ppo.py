@@ -1,0 +1,43 @@
+"""The clipped surrogate of PPO (arXiv:1707.06347, Eq. 7), symmetric or with the wider upper bound of DAPO
+(arXiv:2503.14476, Eq. 8), which Eq. 1 of the paper uses too.
+
+    maximise E_t[ min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t) ],  r_t = pi_theta(y_t) / pi_old(y_t)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+
+
+@dataclass(frozen=True)
+class PPO:
+    """min(r A, clip(r) A) against the old policy that is named.
+
+    "rollout" takes the engine's log-probabilities at the time of sampling. Where rollouts are stale it is the only old
+    policy there is: a token's own version is long gone from the learner, and the decoupled objective, which keeps a
+    proximal policy beside the behaviour policy, is not what this is. "old" takes `Tokens.old`.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    against: Literal["rollout", "old"] = "rollout"
+
+    def __call__(self, tokens: Tokens) -> Terms:
+        base = tokens.rollout_logprobs if self.against == "rollout" else tokens.old
+        ratio = ratio_of(tokens.logprobs, base.detach())
+        surrogate, weight, clipped = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
+        return Terms(surrogate, weight, ratio, torch.zeros_like(clipped), clipped)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
+    """min(r A, clip(r) A), the factor of A in it, and where that is the clipped one: three [B, T]."""
+    limited = ratio.clamp(1.0 - low, 1.0 + high)
+    clipped = limited * advantages < ratio * advantages
+    surrogate = torch.minimum(ratio * advantages, limited * advantages)
+    return surrogate, torch.where(clipped, limited, ratio), clipped

@@ -1,0 +1,50 @@
+"""One update of the policy from finished trajectories. It needs no engine: they may come from a file (`replay`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from glm5.config.recipe import PolicyStage
+from glm5.errors import RolloutError
+from glm5.optim.schedules import learning_rate
+from glm5.records import Outcome, Trajectory
+from glm5.rl.algos import Algorithm
+from glm5.rl.buffer import staleness
+from glm5.rl.learner import Learner
+
+
+def update(
+    learner: Learner, algorithm: Algorithm, stage: PolicyStage, groups: Sequence[Sequence[Trajectory]]
+) -> dict[str, float]:
+    """Advantages, train samples and one optimizer step at the rate that the learner's version has in the stage's
+    schedule. Returns the numbers of rollouts and update; RolloutError where no trajectory has a sampled token."""
+    numbers = rollout_numbers([t for group in groups for t in group], learner.version)
+    samples, more = algorithm.samples(groups)
+    if not samples:
+        raise RolloutError(
+            f"{stage.name}: none of {len(groups)} prompts leaves room for an answer within max_context = "
+            f"{stage.max_context} tokens; raise it."
+        )
+    config = stage.optim
+    rate = learning_rate(
+        learner.version,
+        steps=config.steps,
+        peak=config.lr,
+        final=config.final_lr,
+        warmup=config.warmup,
+        shape=config.schedule,
+    )
+    return numbers | more | learner.step(samples, algorithm.loss, rate)
+
+
+def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
+    """Reward, solved share, output length and staleness of one batch."""
+    count = len(trajectories)
+    stale = [staleness(t, learner_version) for t in trajectories]
+    return {
+        "reward": sum(t.reward for t in trajectories) / count,
+        "solved": sum(t.outcome is Outcome.SOLVED for t in trajectories) / count,
+        "length": sum(len(turn.output_ids) for t in trajectories for turn in t.turns) / count,
+        "staleness_mean": sum(stale) / count,
+        "staleness_max": float(max(stale)),
+    }
