@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from glm5.tasks.contract import Family, Problem, split_of
+from glm5.tasks.difficulty import FilteredFamily, PassCount, count_passes, family_key, write_pass_counts
 from glm5.tasks.episode import Episode, count_forks, play, to_samples
 from glm5.tasks.families import FAMILIES, make_family
 from glm5.tasks.general import rules_score
+from glm5.tasks.math_answer import Answer, check_answer
+from glm5.tasks.mixture import Mixture
 from glm5.tasks.needle import needle_text
 from glm5.tasks.sandbox import Job, Limits, Sandbox, SandboxResult, sandbox_available
 
 __all__ = [
     "FAMILIES",
+    "Answer",
     "Episode",
     "Family",
+    "FilteredFamily",
     "Job",
     "Limits",
+    "Mixture",
+    "PassCount",
     "Problem",
     "Sandbox",
     "SandboxResult",
+    "check_answer",
     "count_forks",
+    "count_passes",
+    "family_key",
     "make_family",
     "needle_text",
     "play",
@@ -26,4 +36,5 @@ __all__ = [
     "sandbox_available",
     "split_of",
     "to_samples",
+    "write_pass_counts",
 ]

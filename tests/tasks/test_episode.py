@@ -27,7 +27,11 @@ from glm5.tasks import FAMILIES, Episode, Problem, count_forks, make_family, pla
 TOKENIZER = Tokenizer.byte_level()
 SPECIAL = TOKENIZER.special
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
-FAMILY_NAMES = [pytest.param(name, marks=needs_sandbox if name == "bugfix" else ()) for name in FAMILIES]
+RUN_CODE = ("bugfix", "code", "python_tool")
+FAMILY_NAMES = [
+    pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ()) for name in FAMILIES if name != "verifiers"
+]
+THINKERS = ("arithmetic", "bugfix", "code", "math", "python_tool")
 
 
 def sampled(ids: Sequence[int], reason: str = "stop", version: int = 3) -> Completion:
@@ -108,7 +112,7 @@ WON = StepResult(done=True, reward=1.0, outcome=Outcome.SOLVED)
 @pytest.mark.parametrize("version", ["5.0", "5.2"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_gold_policy_earns_one_and_its_ids_are_the_templates(name: str, version: str) -> None:
-    options = {"thinking": None} if name in ("arithmetic", "bugfix") else {}
+    options = {"thinking": None} if name in THINKERS else {}
     drawn = [make_family(name, 2, **options).problem("train", index) for index in range(10)]
     problems = [*{problem.prompt: problem for problem in drawn}.values()]  # the completer knows a problem by its prompt
     completer = GoldCompleter(problems, version)
@@ -127,7 +131,7 @@ def test_gold_policy_earns_one_and_its_ids_are_the_templates(name: str, version:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_wrong_policy_earns_nothing(name: str) -> None:
-    options = {"thinking": False} if name in ("arithmetic", "bugfix") else {}
+    options = {"thinking": False} if name in THINKERS else {}
     episodes = [Episode(make_family(name, 2, **options).problem("train", i).env(), TOKENIZER) for i in range(4)]
     for trajectory in play(episodes, FixedCompleter(ids_of("nonsense<|user|>"))):
         assert (trajectory.reward, trajectory.outcome, len(trajectory.turns)) == (0.0, Outcome.FAILED, 1)

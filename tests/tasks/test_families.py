@@ -19,7 +19,11 @@ from glm5.tasks.sandbox import SandboxResult
 from glm5.tasks.toolcall import ToolCallFamily
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
-NAMES_OF_ALL = [pytest.param(name, marks=needs_sandbox if name == "bugfix" else ()) for name in FAMILIES]
+RUN_CODE = ("bugfix", "code", "python_tool")
+SHORT = ("arithmetic", "bugfix", "general", "toolcall")  # for models that know bytes and short rows only
+NAMES_OF_ALL = [
+    pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ()) for name in FAMILIES if name != "verifiers"
+]
 
 
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
@@ -41,20 +45,21 @@ def test_problems_repeat_and_differ(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
-def test_demonstrations_solve_their_problems_and_are_short(name: str) -> None:
+def test_demonstrations_solve_their_problems_and_are_short_where_they_must_be(name: str) -> None:
     family = make_family(name, 1)
-    for index in range(40):
+    for index in range(40 if name != "python_tool" else 8):
         problem = family.problem("heldout" if index % 2 else "train", index)
         conversation = problem.demonstration(index)
         env = problem.env()
         opening, tools, thinking = env.start()
         assert list(opening) == conversation[: len(opening)]
         assert list(tools) == list(problem.tools) and thinking == problem.thinking
-        assert len(problem.prompt.encode()) <= 40
+        assert name not in SHORT or len(problem.prompt.encode()) <= 40
         expected = list(conversation[len(opening) :])
         while expected:
             message = expected.pop(0)
-            assert message.role == "assistant" and len(message.content.encode()) <= 45
+            assert message.role == "assistant"
+            assert name not in SHORT or len(message.content.encode()) <= 45
             assert (message.reasoning is not None) <= thinking
             result = env.step(message)
             assert list(result.messages) == expected[: len(result.messages)]

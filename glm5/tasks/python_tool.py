@@ -1,0 +1,203 @@
+"""Tool-integrated reasoning: questions that want a computation, and a `python` tool to do it with (§3.2, TIR).
+
+The policy may call `python` with a program for several turns and hears what it printed, then gives its final answer.
+The programs run in the sandbox, each in a fresh one. The reward is 1 iff the answer is exactly right, by whatever way
+it was found. Malformed calls are answered once; the second ends the episode.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from glm5.errors import ConfigError
+from glm5.records import Env, Message, Outcome, StepResult, ToolCall
+from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.math_answer import Answer, check_answer
+from glm5.tasks.python_problems import LEVELS, QUESTIONS, Question
+from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
+
+TOOLS: tuple[ToolSpec, ...] = (function_tool("python", "code"),)
+MOST_CODE_BYTES = 8000
+MOST_CALLS = 4  # in one message
+MOST_MALFORMED = 2
+AT_ONCE = threading.Semaphore(4)
+"""Sandboxes that may run at a time, however many episodes there are."""
+
+
+@functools.cache
+def default_sandbox() -> Sandbox:
+    """The sandbox that problems share unless given another. Raises `GradingError` where code cannot be isolated."""
+    return Sandbox(Limits(cpu_s=2, wall_s=10.0, memory_mb=256, processes=2, file_mb=4, output_kb=64))
+
+
+def observation(result: SandboxResult, most: int) -> str:
+    """What the policy hears of a run: its output, else that there was none; the last line of an error; why it was
+    stopped. At most `most` characters, the middle left out."""
+    text = result.stdout
+    if result.killed_reason is not None:
+        text += f"[stopped: {result.killed_reason}]"
+    elif result.exit_code:
+        lines = result.stderr.strip().splitlines()
+        text += f"[{lines[-1] if lines else f'exit code {result.exit_code}'}]"
+    text = text or "[no output]"
+    if len(text) > most:
+        half = max(1, (most - len("[...]")) // 2)
+        text = f"{text[:half]}[...]{text[-half:]}"
+    return text
+
+
+@dataclass(frozen=True)
+class PythonProblem:
+    """One question with the tool at hand."""
+
+    id: str
+    question: Question = field(compare=False)
+    level: int
+    max_turns: int
+    most_output: int
+    thinking: bool
+    prompt: str
+    sandbox: Sandbox = field(compare=False)
+    domain: str = "tool_reasoning"
+    tools: Sequence[ToolSpec] = TOOLS
+
+    @property
+    def key(self) -> str:
+        return f"python_tool {self.prompt}"
+
+    @functools.cached_property
+    def answer(self) -> Answer:
+        return self.question.answer
+
+    def grade(self, message: Message) -> float:
+        """1.0 iff the final answer is exactly right."""
+        return float(check_answer(message.content, self.answer))
+
+    def env(self) -> Env:
+        return PythonToolEnv(self)
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Compute, hear, tell. One in four first forgets to print and hears nothing; that turn is out of the loss."""
+        rng = random.Random(f"python_tool-demonstration-{rng_seed}-{self.id}")
+        program = self.question.program
+        messages = [Message("user", self.prompt)]
+        if self.max_turns > 2 and "\n" not in program and rng.random() < 0.25:
+            silent = program.removeprefix("print(").removesuffix(")")
+            messages += [self._call("compute it", silent, train=False), Message("tool", "[no output]")]
+            thought = "print it"
+        else:
+            thought = "compute it"
+        messages += [self._call(thought, program), Message("tool", self.question.printed)]
+        reasoning = "read it off" if self.thinking else None
+        return [*messages, Message("assistant", self.question.printed.strip(), reasoning=reasoning)]
+
+    def _call(self, thought: str, code: str, train: bool = True) -> Message:
+        call = ToolCall("python", {"code": code})
+        return Message("assistant", reasoning=thought if self.thinking else None, tool_calls=(call,), train=train)
+
+
+class PythonToolEnv:
+    """The episode: at most `max_turns` assistant messages; one without a call is the final answer."""
+
+    def __init__(self, problem: PythonProblem) -> None:
+        self.problem, self.domain = problem.id, problem.domain
+        self._source = problem
+        self._turns = self._malformed = self._calls = 0
+
+    def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
+        return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
+
+    def step(self, message: Message | None) -> StepResult:
+        """Run the calls of a message, or grade when it has none. Raises `GradingError` when the sandbox fails."""
+        self._turns += 1
+        if message is not None and not message.tool_calls:
+            reward = self._source.grade(message)
+            return self._end(Outcome.SOLVED if reward else Outcome.FAILED, reward)
+        texts, bad = self._observe(message)
+        self._malformed += bad
+        if self._malformed >= MOST_MALFORMED:
+            return self._end(Outcome.MALFORMED)
+        if self._turns >= self._source.max_turns:
+            return self._end(Outcome.TRUNCATED)
+        return StepResult(messages=tuple(Message("tool", text) for text in texts))
+
+    def _observe(self, message: Message | None) -> tuple[list[str], bool]:
+        if message is None:
+            return ["error: bad call"], True
+        texts, bad = [], False
+        for number, call in enumerate(message.tool_calls):
+            problem = "too many calls at once" if number >= MOST_CALLS else _misuse(call)
+            bad |= problem is not None
+            texts.append(f"error: {problem}" if problem else self._run(call.arguments["code"]))
+        return texts, bad
+
+    def _run(self, code: str) -> str:
+        self._calls += 1
+        with AT_ONCE:
+            result = self._source.sandbox.run_python(code)
+        return observation(result, self._source.most_output)
+
+    def _end(self, outcome: Outcome, reward: float = 0.0) -> StepResult:
+        detail = {"calls": self._calls, "malformed": self._malformed}
+        return StepResult(done=True, reward=reward, outcome=outcome, detail=detail)
+
+
+def _misuse(call: ToolCall) -> str | None:
+    """What is wrong with a call, in few words; None when it can be carried out."""
+    if call.name != "python":
+        return "no such tool"
+    if set(call.arguments) != {"code"}:
+        return "bad arguments"
+    code = call.arguments["code"]
+    if not isinstance(code, str) or not code.strip():
+        return "code: a program"
+    data = code.encode("utf-8", "ignore")
+    if len(data) > MOST_CODE_BYTES or data.decode() != code:  # lone surrogates are no text
+        return "code: a short program"
+    return None
+
+
+class PythonToolFamily:
+    """`levels` restricts the questions, `max_turns` counts assistant messages, `most_output` characters of a tool's
+    answer. Raises `GradingError` where code cannot be isolated.
+
+    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    """
+
+    name = "python_tool"
+    domain = "tool_reasoning"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        levels: Sequence[int] = LEVELS,
+        max_turns: int = 4,
+        most_output: int = 400,
+        thinking: bool | None = True,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        if not levels or any(level not in LEVELS for level in levels):
+            raise ConfigError(f"python_tool levels {list(levels)}: use some of {list(LEVELS)}.")
+        if max_turns < 2 or most_output < 100:
+            raise ConfigError(
+                f"python_tool max_turns={max_turns}, most_output={most_output}: it takes at least 2 turns, a call and "
+                "an answer, and 100 characters."
+            )
+        self.seed, self.levels, self.thinking = seed, tuple(levels), thinking
+        self.max_turns, self.most_output = max_turns, most_output
+        self.sandbox = sandbox or default_sandbox()
+
+    def problem(self, split: str, index: int) -> PythonProblem:
+        return draw(self._make, self.name, self.seed, split, index)
+
+    def _make(self, rng: random.Random, name: str) -> PythonProblem:
+        level = rng.choice(self.levels)
+        question = rng.choice(QUESTIONS[level])(rng)
+        thinking = rng.random() < 0.5 if self.thinking is None else self.thinking
+        return PythonProblem(
+            name, question, level, self.max_turns, self.most_output, thinking, question.text, self.sandbox
+        )

@@ -1,0 +1,168 @@
+"""Verifiable instructions: every reference keeps its rules, every broken rule is noticed, nothing else pays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm5.errors import ConfigError
+from glm5.records import Message, Outcome, ToolCall
+from glm5.tasks.instruction_rules import (
+    CLOSERS,
+    COMMON,
+    KEYS,
+    KINDS,
+    OPENERS,
+    SPECIAL,
+    TOPICS,
+    Rule,
+    bullets_of,
+    compatible,
+    json_of,
+    paragraphs_of,
+    sentences_of,
+    words_of,
+)
+from glm5.tasks.instructions import FILLER, LEVELS, InstructionFamily, InstructionProblem, _most_together
+
+
+def broken(rule: Rule, text: str) -> str:
+    """A text that differs from `text` and breaks `rule`."""
+    v = rule.values
+    return {
+        "between": lambda: text + " " + " ".join(["more"] * 40),
+        "require": lambda: text.lower().replace(str(v[1]), "thing") if v else text,
+        "forbid": lambda: f"{text} {v[0]}",
+        "repeat": lambda: f"{text} {v[0]}",
+        "letter": lambda: f"{text} {v[0]}ebu",
+        "lower": lambda: text.replace("e", "E", 1) if "e" in text else text + " X",
+        "upper": lambda: text + " a",
+        "commas": lambda: f"{text}, so",
+        "begin": lambda: f"Well {text}",
+        "end": lambda: f"{text} so",
+        "bullets": lambda: f"{text}\n- one more",
+        "paragraphs": lambda: f"{text}\n\none more.",
+        "sentences": lambda: f"{text} One more.",
+        "json": lambda: text.replace(str(v[0]), "other", 1),
+    }[rule.kind]()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_references_earn_one_and_every_break_is_noticed(level: int) -> None:
+    family, seen = InstructionFamily(seed=level, levels=(level,)), set()
+    for index in range(400):
+        problem = family.problem("heldout" if index % 2 else "train", index)
+        assert len(problem.rules) == level == len({KINDS[rule.kind].group for rule in problem.rules})
+        text = problem.demonstration(index)[-1].content
+        env = problem.env()
+        env.start()
+        result = env.step(Message("assistant", text))
+        assert (result.reward, result.outcome, result.detail["share"]) == (1.0, Outcome.SOLVED, 1.0), (
+            problem.prompt,
+            text,
+        )
+        for rule in problem.rules:
+            seen.add(rule.kind)
+            wrong = broken(rule, text)
+            assert not rule.holds(wrong), (rule.words, wrong)
+            result = problem.env().step(Message("assistant", wrong))
+            assert result.reward == 0.0 and rule.kind in result.detail["broken"] and result.detail["share"] < 1
+    assert seen == set(KINDS)
+
+
+def test_saying_nothing_or_little_earns_nothing() -> None:
+    for kind in KINDS:
+        problem = InstructionFamily(levels=(1,), kinds=(kind,)).problem("train", 0)
+        topic = problem.topic
+        for text in ("", " ", "x", topic, problem.prompt, f"{topic} " * 30, "- \n" * 3, "{}", "word " * 5000):
+            assert problem.env().step(Message("assistant", text)).reward == 0.0, (kind, text)
+        text = problem.answer(random.Random(0))
+        assert problem.env().step(Message("assistant", text)).reward == 1.0
+        assert problem.env().step(Message("assistant", text, tool_calls=(ToolCall("x", {}),))).reward == 0.0
+        assert problem.env().step(None).outcome is Outcome.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text", "holds"),
+    [("between", (2, 3), "one two", True), ("between", (2, 3), "one", False),
+    ("between", (2, 3), "it's two-fold", True),
+     ("require", ("warm", "north"), "Warm, NORTH!", True), ("require", ("warm", "north"), "warmer north", False),
+     ("forbid", ("the", "and"), "then sand", True), ("forbid", ("the", "and"), "The end", False),
+     ("repeat", ("broad", 2), "broad Broad", True), ("repeat", ("broad", 2), "broad broader", False),
+     ("letter", ("z",), "no such", True), ("letter", ("z",), "Zoo", False),
+     ("lower", (), "small only", True), ("lower", (), "123", False), ("upper", (), "BIG 1", True),
+     ("upper", (), "", False),
+     ("commas", (), "a; b", True), ("commas", (), "a，b", False),
+     ("begin", ("Once",), '"once upon', True), ("begin", ("Once",), "At once", False),
+     ("end", ("again",), "never again.", True), ("end", ("again",), "again so", False),
+     ("bullets", (2,), "- a\n- b", True), ("bullets", (2,), "- a\n\n- b\n", True),
+     ("bullets", (2,), "Here:\n- a\n- b", False),
+     ("bullets", (2,), "- a\n- ", False), ("bullets", (2,), "* a\n* b", False), ("bullets", (0,), "x", True),
+     ("paragraphs", (2,), "a\n\nb", True), ("paragraphs", (2,), "a\nb", False),
+     ("paragraphs", (2,), "a\n \n\n\nb", True),
+     ("sentences", (2,), "A b. C?!", True), ("sentences", (2,), "A b. C", False),
+     ("sentences", (1,), "Pi is 3.14.", True),
+     ("json", ("a", "b"), '{"b": "x", "a": "y"}', True),
+     ("json", ("a", "b"), '```json\n{"a": "x", "b": "y"}\n```', True),
+     ("json", ("a", "b"), '{"a": "x"}', False), ("json", ("a", "b"), '{"a": "x", "b": "y", "c": "z"}', False),
+     ("json", ("a", "b"), '{"a": 1, "b": "y"}', False), ("json", ("a", "b"), 'so: {"a": "x", "b": "y"}', False),
+     ("json", ("a", "b"), '{"a": " ", "b": "y"}', False), ("json", ("a", "b"), '["a", "b"]', False)],
+)  # fmt: skip
+def test_rules(kind: str, values: tuple[str | int, ...], text: str, holds: bool) -> None:
+    assert Rule(kind, values).holds(text) is holds
+
+
+@settings(deadline=2000, max_examples=150)
+@given(st.text(max_size=400), st.integers(0, 50))
+def test_no_text_raises_and_random_texts_earn_nothing(text: str, index: int) -> None:
+    problem = InstructionFamily(levels=(3,)).problem("train", index)
+    if problem.topic not in text.lower():
+        assert problem.env().step(Message("assistant", text)).reward == 0.0
+    assert len(problem.kept(text)) == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 4000, "9" * 4000, '{"a":' * 600, "." * 3999 + "x", "\n" * 3999, " \n" * 1999, "\ud800" * 99]
+)
+def test_hostile_texts_end(text: str) -> None:
+    for kind in KINDS:
+        problem = InstructionFamily(levels=(1,), kinds=(kind,)).problem("train", 1)
+        assert problem.env().step(Message("assistant", text)).reward == 0.0
+
+
+def test_parts_of_texts() -> None:
+    assert words_of("It's A b-c.") == ["it's", "a", "b", "c"]
+    assert bullets_of("- a\n- b") == ["a", "b"] and bullets_of("a\n- b") == []
+    assert paragraphs_of("a\nb\n\nc") == ["a\nb", "c"] and sentences_of("One. Two") == 0
+    assert json_of("[1]") == [1] and json_of("{") is None and json_of("[" * 100_000) is None
+
+
+def test_the_listed_words_do_not_contradict_the_rules() -> None:
+    listed = {*TOPICS, *SPECIAL, *(w.lower() for w in OPENERS), *CLOSERS, *KEYS, *FILLER}
+    assert len(listed) == sum(map(len, (TOPICS, SPECIAL, OPENERS, CLOSERS, KEYS, FILLER))), "a word in two lists"
+    assert not listed & set(COMMON) and not any(letter in word for letter in "jqxz" for word in listed)
+
+
+def test_compatible_rules_and_options() -> None:
+    assert compatible("lower", ["between", "end"]) and not compatible("lower", ["upper"])
+    assert (
+        not compatible("json", ["commas"]) and not compatible("bullets", ["json"]) and not compatible("json", ["json"])
+    )
+    assert _most_together(tuple(KINDS)) >= max(LEVELS)
+    for options in ({"levels": (9,)}, {"kinds": ("rhyme",)}, {"levels": (3,), "kinds": ("lower", "upper", "json")}):
+        with pytest.raises(ConfigError, match="instructions"):
+            InstructionFamily(**options)  # type: ignore[arg-type]
+    rules = (Rule("lower", ()), Rule("commas", ()))
+    keys = {InstructionProblem("x", "tea", order, 2).key for order in (rules, rules[::-1])}
+    assert len(keys) == 1
+
+
+def test_train_and_heldout_prompts_do_not_overlap() -> None:
+    family = InstructionFamily()
+    prompts = {
+        split: {family.problem(split, index).prompt for index in range(20_000)} for split in ("train", "heldout")
+    }
+    assert min(map(len, prompts.values())) > 5000 and not prompts["train"] & prompts["heldout"]
