@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -140,8 +140,18 @@ class PolicyStage(Stage):
     beta: float = 2.0
     clip_low: float = 0.2
     clip_high: float = 0.28
+    rollouts: Literal["exact", "fast"] = "exact"
+    """How the engine computes. "exact": with the learner's own functions, so that both give equal log-probabilities,
+    bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the loss to deal with."""
+    rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     record: bool = False
     """Write every batch of rollouts to `rollouts.jsonl` beside the metrics, from which its update can be repeated."""
+
+    @model_validator(mode="after")
+    def _exact_is_fp32(self) -> Self:
+        if self.rollouts == "exact" and self.rollout_dtype != "float32":
+            raise ValueError(f'{self.name}: rollout_dtype = "{self.rollout_dtype}" needs rollouts = "fast"')
+        return self
 
 
 class RewardStage(PolicyStage):

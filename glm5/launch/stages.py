@@ -194,7 +194,8 @@ def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
 def _policy(state: RunState, stage: PolicyStage, algorithm: Algorithm, io: StageIO) -> dict[str, float]:
     loop = PolicyLoop(state.need_model(), state.need_tokenizer(), stage, algorithm, io, state.recipe.seed)
     numbers = loop.run()
-    state.agreement[stage.name] = loop.learner.agreement
+    if stage.rollouts == "exact":
+        state.agreement[stage.name] = loop.learner.agreement
     state.need_model().requires_grad_(True)
     return numbers
 

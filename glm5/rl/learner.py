@@ -54,7 +54,8 @@ class Agreement:
 class Learner:
     """Owns the trained model and its optimizer. The indexers are frozen, as in all of the paper's RL (§3.2).
 
-    With a `reference` model, batches have its log-probabilities too, for a KL penalty.
+    With a `reference` model, batches have its log-probabilities too, for a KL penalty. `exact` computes in the way that
+    an exact engine repeats bit for bit; without it torch may choose faster forms.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Learner:
         row_length: int,
         temperature: float,
         reference: GLM5ForCausalLM | None = None,
+        exact: bool = True,
     ) -> None:
-        self.model, self.config, self.reference = model, config, reference
+        self.model, self.config, self.reference, self.exact = model, config, reference, exact
         self.row_length, self.temperature = row_length, temperature
         self.version = 0
         self.agreement = Agreement()
@@ -114,11 +116,11 @@ class Learner:
         counts the optimizer step that the samples are a part of; None means that they are all of it."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
-        logprobs, entropy = packed_logprobs(self.model, batch, self.temperature)
+        logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = packed_logprobs(self.reference, batch, self.temperature)[0]
+                reference = packed_logprobs(self.reference, batch, self.temperature, self.exact)[0]
         order = sorted(range(len(samples)), key=lambda i: (places[i].row, places[i].start))
         counts = [sum(s.loss_mask) for s in samples]
         width = max(counts)
@@ -156,8 +158,10 @@ class Learner:
         self.agreement.add(batch.logprobs.detach()[batch.fresh], batch.rollout_logprobs[batch.fresh])
 
 
-def packed_logprobs(model: GLM5ForCausalLM, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def packed_logprobs(
+    model: GLM5ForCausalLM, batch: Batch, temperature: float = 1.0, exact: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of all loss tokens of a packed batch, in row-major order."""
-    hidden = model.model(batch.ids, packed_context(batch.documents))
+    hidden = model.model(batch.ids, packed_context(batch.documents, exact=exact))
     targets, wanted = batch.targets()
     return target_logprobs(model, hidden, targets, wanted, temperature)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from glm5.chat import Tokenizer
 from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage, RewardStage
@@ -23,6 +27,12 @@ from glm5.seeds import derive_seed
 from glm5.tasks import Episode, Family, make_family
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
+
+WORK = ("generate", "environment", "update", "publish")
+"""What the loop's time is spent on; "environment" is waiting for answers while there is nothing to generate."""
+
+TIMES = tuple(f"{work}_seconds" for work in WORK)
+"""Metrics that differ between two runs of one recipe."""
 
 ENV_THREADS = 16
 """Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
@@ -104,9 +114,16 @@ class PolicyLoop:
             temperature=stage.temperature,
             # Before any state of the stage is loaded, the model is what the stage starts from.
             reference=model.clone() if isinstance(stage, RewardStage) and stage.kl_weight else None,
+            exact=stage.rollouts == "exact",
         )
         self.record = io.folder.parent / replay.FILE if stage.record else None
-        self.engine = Engine(model.clone(), tokenizer, max_batch=self.concurrency, max_length=stage.max_context + 1)
+        self.engine = Engine(
+            model.clone().cast(getattr(torch, stage.rollout_dtype)),
+            tokenizer,
+            max_batch=self.concurrency,
+            max_length=stage.max_context + 1,
+            exact=stage.rollouts == "exact",
+        )
         self.buffer = Buffer(stage.group, self.max_staleness)
         self.prompts = PromptStream(stage.families, seed)
         self._running: list[_Running] = []
@@ -117,6 +134,7 @@ class PolicyLoop:
         self._pushed = 0
         self._most_lost = max(8, 2 * stage.prompts)
         self._push_in = -1  # ticks until finished weights become visible; -1 = nothing on its way
+        self._seconds = dict.fromkeys(WORK, 0.0)
 
     def run(self) -> dict[str, float]:
         """All updates of the stage; resumes where no rollout was in flight. Returns the last update's numbers.
@@ -140,7 +158,7 @@ class PolicyLoop:
                     self.buffer.drop_stale(self.learner.version)
                     if self.buffer.ready >= self.stage.prompts:
                         numbers = self._update()
-                        self.io.metrics.write(self.io.name, self.learner.version, numbers)
+                        self.io.metrics.write(self.io.name, self.learner.version, numbers | self._times())
                         self.io.advance(1, numbers)
                         if self._push_in == 0 and not self.in_flight:
                             self._push()
@@ -187,7 +205,8 @@ class PolicyLoop:
                 f"{self.io.name}: no rollout may start and no batch is complete. The state in {self.io.folder} was "
                 "written with other settings; delete it to start this stage again."
             )
-        self.engine.step()
+        with self._timed("generate"):
+            self.engine.step()
         self._clock += 1
         for running in [r for r in self._running if r.request.done]:
             self._running.remove(running)
@@ -195,7 +214,8 @@ class PolicyLoop:
             self._reacting.append((self._due(), running, answer))
         while self._reacting and self._reacting[0][0] <= self._clock:
             _, running, answer = self._reacting.pop(0)
-            answer.result()
+            with self._timed("environment"):
+                answer.result()
             self._continue(running.episode, running.member)
         if self._push_in > 0:
             self._push_in -= 1
@@ -236,13 +256,27 @@ class PolicyLoop:
         groups = self.buffer.take(self.stage.prompts)
         if self.record is not None:
             replay.write(groups, self.record, self.io.name, self.learner.version + 1)
-        numbers = update(self.learner, self.algorithm, self.stage, groups)
+        with self._timed("update"):
+            numbers = update(self.learner, self.algorithm, self.stage, groups)
         numbers["dropped_groups"] = float(self.buffer.dropped)
         self._push_in = self.train_ticks if self.learner.version % self.push_every == 0 else -1
         return numbers
 
     def _push(self) -> None:
-        publish(self.learner.model, self.engine, self.learner.version)
+        with self._timed("publish"):
+            publish(self.learner.model, self.engine, self.learner.version)
         self._pushed, self._push_in = self.learner.version, -1
         if self.reset_on_push:
             self.learner.reset_optimizer()
+
+    @contextmanager
+    def _timed(self, work: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[work] += time.perf_counter() - began
+
+    def _times(self) -> dict[str, float]:
+        """Where the time since the last update went, for the metrics only: no result depends on it."""
+        found = {f"{work}_seconds": seconds for work, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(WORK, 0.0)
+        return found

@@ -22,7 +22,7 @@ from glm5.rl.algos.distill import Distillation
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.loop import PolicyLoop
+from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.rl.losses import PPO, DoubleSided, IcePop, PolicyGradient, policy_loss
 
 OPTIM = OptimConfig(steps=4, lr=5e-3, save_every=2)
@@ -108,7 +108,7 @@ def test_arms_train_and_repeat(toy: str, talker: Any, tokenizer: Any, stage_io: 
         model, io = talker(), stage_io(folder)
         algorithm: Any = AgenticRL(stage) if isinstance(stage, AgenticStage) else ReasoningRL(stage)
         PolicyLoop(model, tokenizer, stage, algorithm, io, 0).run()
-        rows = [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(io.metrics.path)]
+        rows = [{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)]
         ends.append((rows, model.lm_head.weight.detach()))
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
     rows = ends[0][0]
@@ -136,7 +136,7 @@ def test_a_resumed_run_keeps_its_reference(toy: str, talker: Any, tokenizer: Any
                 PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), stage_io(folder, stop_after=stop), 0).run()
         io = stage_io(folder)
         PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
-        found.append([{k: v for k, v in row.items() if k != "time"} for row in read_metrics(io.metrics.path)])
+        found.append([{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)])
     assert found[0] == found[1] and found[0][-1]["kl"] > 0
 
 

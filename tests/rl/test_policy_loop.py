@@ -18,7 +18,7 @@ from glm5.records import Outcome, Trajectory
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.buffer import staleness
-from glm5.rl.loop import PolicyLoop, PromptStream
+from glm5.rl.loop import TIMES, PolicyLoop, PromptStream
 
 LIMITS: dict[str, Any] = dict(max_tokens=8, max_context=80, row_length=80, max_turns=4)
 
@@ -71,7 +71,7 @@ def run(model: Any, tokenizer: Any, stage: PolicyStage, io: Any, seed: int = 0) 
 
 
 def numbers_of(io: Any) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(io.metrics.path)]
+    return [{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)]
 
 
 def assert_same(a: Any, b: Any) -> None:

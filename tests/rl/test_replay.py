@@ -23,7 +23,7 @@ from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import Learner
-from glm5.rl.loop import PolicyLoop
+from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.rl.update import update
 
 LIMITS: dict[str, Any] = dict(
@@ -247,7 +247,7 @@ def test_replaying_repeats_the_updates_bit_for_bit(
         numbers = update(learner, algorithm, stage, groups)
         assert name == "stage" and step == learner.version
         assert numbers == {key: rows[step][key] for key in numbers}, step
-        assert set(rows[step]) - set(numbers) == {"stage", "step", "time", "dropped_groups"}
+        assert set(rows[step]) - set(numbers) == {"stage", "step", "time", "dropped_groups", *TIMES}
         for key, tensor in model.state_dict().items():
             assert torch.equal(tensor, after[step][key]), (step, key)
         if isinstance(stage, AgenticStage) and step in resets:
