@@ -136,7 +136,8 @@ def test_a_resumed_run_keeps_its_reference(toy: str, talker: Any, tokenizer: Any
                 PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), stage_io(folder, stop_after=stop), 0).run()
         io = stage_io(folder)
         PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
-        found.append([{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)])
+        rows = read_metrics(io.metrics.path)
+        found.append([{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in rows])
     assert found[0] == found[1] and found[0][-1]["kl"] > 0
 
 
