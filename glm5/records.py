@@ -131,7 +131,8 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """The record of one episode. `group` joins the samples of one problem; `detail` is for people and reports."""
+    """The record of one episode. `group` joins the samples of one problem; `detail` is for people and reports;
+    `teacher` names who teaches the prompt in distillation."""
 
     problem: str
     domain: str
@@ -140,6 +141,7 @@ class Trajectory:
     reward: float
     outcome: Outcome
     detail: dict[str, Any] = field(default_factory=dict)
+    teacher: str = ""
 
     @property
     def weight_versions(self) -> tuple[int, ...]:

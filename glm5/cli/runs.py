@@ -140,14 +140,22 @@ def stages(
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
-    """Run supervised fine-tuning stages (resumes)."""
-    _run(recipe, overrides, kinds=("sft",))
+    """Run supervised fine-tuning stages (resumes), and tell what their data held."""
+    run = _run(recipe, overrides, kinds=("sft",))
+    for stage in json.loads((run / "results.json").read_text(encoding="utf-8"))["stages"]:
+        if "data/rows" in stage["numbers"]:  # runs of earlier versions lack it
+            typer.echo(f"{stage['name']}: {_told(stage['numbers'])}")
 
 
 @app.command()
 def rl(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
-    """Run reinforcement-learning and distillation stages (resumes)."""
-    _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
+    """Run stages of kind reasoning, agentic, general or distill (resumes), and tell how their last updates went."""
+    run = _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
+    told = ("reward", "solved", "reverse_kl", "pass_rate", "kept_share")
+    for stage in json.loads((run / "results.json").read_text(encoding="utf-8"))["stages"]:
+        numbers = stage["numbers"].items()
+        parts = [f"{name} {value:.3f}" for name, value in numbers if name.partition("/")[0] in told]
+        typer.echo(f"{stage['name']}: {', '.join(parts)}")
 
 
 @app.command()
@@ -198,6 +206,16 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     from glm5.report import build_report
 
     typer.echo(f"Report: {build_report(run)}")
+
+
+def _told(numbers: dict[str, float]) -> str:
+    """What an SFT stage was trained on, in one line."""
+    data = {name.removeprefix("data/"): value for name, value in numbers.items() if name.startswith("data/")}
+    left_out = {"too_long": "too long", "bad_lines": "bad lines", "untrained": "without a trained turn"}
+    parts = [f"{data[k]:,.0f} {k}" for k in ("conversations", "rows", "tokens")]
+    parts += [f"{data['trained_share']:.1%} of them trained", f"rows filled to {data['fill']:.1%}"]
+    parts += [f"{value:.2f} {name.replace('/', ' of ')}" for name, value in data.items() if name.startswith("epochs")]
+    return ", ".join(parts + [f"{data[k]:,.0f} {words}" for k, words in left_out.items() if data[k]])
 
 
 def _run(recipe: Path, overrides: list[str], kinds: tuple[str, ...] = (), resume: bool = True) -> Path:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from glm5.config.data import DataOptions
+from glm5.config.families import FamilyConfig
 from glm5.config.parallel import Layout
 from glm5.config.schema import Frozen
 from glm5.config.stages import expand
+from glm5.errors import nearest
 
 
 class OptimConfig(Frozen):
@@ -36,16 +39,6 @@ class OptimConfig(Frozen):
     """Steps between scores of held-out text within the stage; 0 leaves it to the end of the stage."""
     stall_seconds: float = Field(1800.0, ge=0)
     """A step that takes longer ends the process with a listing of what every thread was doing; 0 waits for ever."""
-
-
-class FamilyConfig(Frozen):
-    """One task family with its options, and its share of a mixture."""
-
-    name: str
-    weight: float = 1.0
-    options: dict[str, Any] = {}
-    render_tools: bool = True
-    """Whether tool specifications are part of the prompt; small models may know their tools by training alone."""
 
 
 class Stage(Frozen):
@@ -114,15 +107,40 @@ class DsaStage(GradientStage):
 
 
 class SftStage(GradientStage):
-    """Supervised fine-tuning on conversations: generated from task families, or `data` = a JSONL file of `messages`."""
+    """Supervised fine-tuning on conversations: demonstrations of task families, files of `messages`, or both (§3.1)."""
 
     kind: Literal["sft"]
     families: list[FamilyConfig] = []
     conversations: int = 2000
-    data: str | None = None
+    """How many demonstrations the families give."""
+    data: str | list[str] | dict[str, float] | None = None
+    """JSONL files of `messages`, or folders of such files. As a table, each with its share of the tokens in any unit,
+    where `families` stands for the demonstrations; otherwise every conversation comes once per epoch."""
+    thinking: Literal["preserved", "interleaved", "turn"] = "preserved"
+    """Which earlier reasoning a turn sees: "preserved" all, "interleaved" that since the last user message only, "turn"
+    all, and a turn without reasoning counts as not asked to think unless the data says otherwise."""
+    text_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the rows that hold plain text of the run's shards, every token of it a target."""
+    bad_lines: Literal["error", "skip"] = "error"
+    """What a malformed line of the files does: ends the run, or is counted and logged."""
+    too_long: Literal["drop", "cut", "error"] = "drop"
+    """What a conversation does that is longer than `row_length`: it is left out, or cut behind the last whole turn that
+    fits, and counted; or it ends the run."""
     mtp_weight: float = 0.0
     mtp_depths: int = 1
     bias_rate: float = 0.0
+
+    @model_validator(mode="after")
+    def _shares_name_all(self) -> Self:
+        if isinstance(self.data, dict):
+            if bad := [name for name, share in self.data.items() if not 0 < share < float("inf")]:
+                raise ValueError(f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}, not above 0")
+            if bool(self.families) != ("families" in self.data):
+                raise ValueError(
+                    f"{self.name}: `data` is a table of shares, so the demonstrations of `families` need one too, "
+                    "under the name families, and only where there are any"
+                )
+        return self
 
 
 class PolicyStage(Stage):
@@ -207,11 +225,22 @@ class GeneralStage(RewardStage):
 
 
 class DistillStage(PolicyStage):
-    """On-policy cross-stage distillation (§3.5): each family's prompts are tagged with one earlier stage as teacher."""
+    """On-policy cross-stage distillation (§3.5): every prompt is tagged with one teacher, that of its family.
+
+    A teacher is the name of an earlier stage (its final checkpoint), "start" (what the run starts from) or the path of
+    a checkpoint directory, which is told from a name by its slash.
+    """
 
     kind: Literal["distill"]
-    teachers: dict[str, str]
-    """Family name -> name of the stage whose final checkpoint teaches it."""
+    group: int = 1
+    teachers: dict[str, str] = {}
+    """Family name -> its teacher; the short form of `teacher` of the family."""
+    keep_teachers: bool = True
+    """Keep teachers in memory once they were needed. Without it they are read for every update, one at a time."""
+
+    def teacher_of(self, family: FamilyConfig) -> str | None:
+        """Who teaches the prompts of a family of this stage."""
+        return family.teacher or self.teachers.get(family.name)
 
 
 AnyStage = Annotated[
@@ -231,10 +260,32 @@ class EvalConfig(Frozen):
     max_context: int = 512
     text_bytes: int = 60_000
     """Held-out bytes that are scored."""
+    samples: int = Field(0, ge=0)
+    """Answers drawn per held-out problem for pass@k, beside the greedy one; 0 draws none."""
+    temperature: float = Field(1.0, gt=0)
+    """Of the drawn answers."""
+    ks: list[Annotated[int, Field(ge=1)]] = [1, 8]
+    """Which pass@k are reported; none may be above `samples`."""
+    rollouts: Literal["exact", "fast"] = "exact"
+    """How the engine computes answers, as in `PolicyStage`."""
     needle_bytes: list[int] = []
     needle_problems: int = 40
     mtp_prompts: int = 16
     mtp_tokens: int = 48
+
+    @field_validator("families")
+    @classmethod
+    def _all_problems_count(cls, families: list[FamilyConfig]) -> list[FamilyConfig]:
+        for family in families:
+            if family.difficulty is not None or family.teacher is not None:
+                raise ValueError(f"{family.name} is evaluated on all its problems; remove its difficulty and teacher")
+        return families
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> Self:
+        if self.samples and max(self.ks, default=1) > self.samples:
+            raise ValueError(f"pass@{max(self.ks)} needs at least as many samples a problem, not {self.samples}")
+        return self
 
 
 class RunRecipe(Frozen):
@@ -274,18 +325,51 @@ class RunRecipe(Frozen):
     @field_validator("stages")
     @classmethod
     def _names_fit(cls, stages: list[AnyStage], info: ValidationInfo) -> list[AnyStage]:
-        """Names differ, and teachers are known and come first: found now, not after hours of training."""
-        seen = {"start"} if info.data.get("start") else set()
+        """Names differ, teachers are known and come first, families suit their stage: found now, not after hours."""
+        names = {"start"} if info.data.get("start") else set()
+        teachers = set(names)
         for stage in stages:
-            if stage.name in seen:
+            if stage.name in names:
                 raise ValueError(f'two stages are named "{stage.name}"')
+            _check_families(stage)
             if isinstance(stage, DistillStage):
-                for family in stage.families:
-                    teacher = stage.teachers.get(family.name)
-                    if teacher not in seen:
-                        raise ValueError(
-                            f"{stage.name} has no teacher for {family.name}: set teachers.{family.name} to an earlier "
-                            f'stage, or to "start" in a run that has a `start`, not to {teacher!r}'
-                        )
-            seen.add(stage.name)
+                _check_teachers(stage, teachers)
+            names.add(stage.name)
+            if not isinstance(stage, TokenizerStage):
+                teachers.add(stage.name)
         return stages
+
+
+def is_path(teacher: str) -> bool:
+    """Whether a teacher's name is that of a directory; names of stages have no slash."""
+    return "/" in teacher
+
+
+def _check_families(stage: Stage) -> None:
+    """Raise ValueError for families that a stage of this kind cannot train on."""
+    families: list[FamilyConfig] = getattr(stage, "families", [])
+    if isinstance(stage, PolicyStage) and not families:
+        raise ValueError(f"{stage.name} has no families, so there is nothing to roll out; list at least one")
+    if isinstance(stage, PolicyStage) and not any(family.weight for family in families):
+        raise ValueError(f"{stage.name}: all weights of families are 0, so nothing is drawn; give one a weight")
+    if isinstance(stage, GeneralStage) and all(family.name != "general" for family in families):
+        raise ValueError(f'{stage.name} needs the family "general", which its reward model is trained on')
+    for family in families:
+        if family.difficulty is not None and not isinstance(stage, PolicyStage):
+            raise ValueError(f"{stage.name} has no rollouts, so {family.name} can have no difficulty there; remove it")
+        if family.teacher is not None and not isinstance(stage, DistillStage):
+            raise ValueError(
+                f'{stage.name} is not of kind "distill", so {family.name} can have no teacher there; remove it'
+            )
+
+
+def _check_teachers(stage: DistillStage, known: Collection[str]) -> None:
+    """Raise ValueError for a family whose teacher is neither one of the known names nor a path."""
+    for family in stage.families:
+        teacher = stage.teacher_of(family)
+        if teacher is None or not (is_path(teacher) or teacher in known):
+            raise ValueError(
+                f"{stage.name} has no teacher for {family.name}: set teachers.{family.name} to an earlier stage, to "
+                f'"start" in a run that has a `start`, or to a path with a slash, not to {teacher!r}'
+                + nearest(teacher or "", known)
+            )

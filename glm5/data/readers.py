@@ -132,7 +132,7 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
     """
     try:
         with path.open("rb") as file:
-            for number, line in _lines(file, limit):
+            for number, line in limited_lines(file, limit):
                 where = f"{path}:{number}"
                 if line is None:
                     report.add_bad(where, f"the line has more than {limit:,} bytes")
@@ -146,14 +146,14 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
                 except UnicodeDecodeError:
                     report.add_bad(where, "not UTF-8")
                 except (ValueError, RecursionError) as error:
-                    report.add_bad(where, _reason(error))
+                    report.add_bad(where, bad_json(error))
                 else:
                     yield from _unless_empty(document, report)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
+def limited_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers from 1; None stands for one of more than `limit` bytes, which is read past in pieces."""
     number = 0
     while line := file.readline(limit + 1):
@@ -166,7 +166,8 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
         yield number, None
 
 
-def _reason(error: ValueError | RecursionError) -> str:
+def bad_json(error: ValueError | RecursionError) -> str:
+    """What is wrong with a line that `json.loads` refused, in a few words."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg}, column {error.colno})"
     return "not JSON (nested too deeply)" if isinstance(error, RecursionError) else str(error)

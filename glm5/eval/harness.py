@@ -14,10 +14,12 @@ from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine
 from glm5.engine.speculative import generate_speculative
+from glm5.eval.passk import pass_scores
 from glm5.eval.text import bits_per_byte
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import SamplingParams, Trajectory
+from glm5.records import Outcome, SamplingParams, Trajectory
+from glm5.seeds import derive_seed
 from glm5.stats import wilson
 from glm5.tasks import Episode, make_family, needle_text, play
 from glm5.train.losses import target_logprobs
@@ -30,8 +32,11 @@ MTP_PROMPT = 48
 def evaluate(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, config: EvalConfig, shard: Shard | None, seed: int = 0
 ) -> dict[str, Any]:
-    """All suites of a configuration as plain data (the layout of `results.json`). Greedy; problems are held out.
+    """All suites of a configuration as plain data (the layout of `results.json`). Problems are held out.
 
+    A skill has its greedy score, of which `solved` is each problem's outcome ("1" or "0", in their order), so that two
+    stages can be compared problem by problem; with `config.samples` also "pass@k" (see `passk`) and of it `passed`, the
+    number of right samples of each problem. Environments that failed count as not solved, and `errors` counts them.
     What needs held-out text is left out where the corpus is so small that it has none.
     """
     model.eval()
@@ -43,8 +48,10 @@ def evaluate(
     found["skills"] = {}
     for family in config.families:
         trajectories = play_skill(model, tokenizer, family, config)
-        solved = sum(t.reward == 1.0 for t in trajectories)
-        found["skills"][family.name] = score(solved, len(trajectories))
+        found["skills"][family.name] = skill_score(trajectories)
+        if config.samples:
+            drawn = play_skill(model, tokenizer, family, config, derive_seed(seed, "pass@k", family.name))
+            found["skills"][family.name] |= sampled_score(drawn, config)
         samples += [_sample(t, family.name, tokenizer) for t in trajectories[:SAMPLES_SHOWN]]
     found["samples"] = samples
     found["needle"] = {
@@ -62,24 +69,56 @@ def score(successes: int, n: int) -> dict[str, float]:
     return {"score": interval.value, "low": interval.low, "high": interval.high, "n": n}
 
 
+def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Share of problems that earned the full reward, one trajectory each, and which ones they were."""
+    solved = [t.reward == 1.0 for t in trajectories]
+    entry: dict[str, Any] = score(sum(solved), len(solved))
+    entry["solved"] = "".join(str(int(right)) for right in solved)
+    if errors := sum(t.outcome is Outcome.ENV_ERROR for t in trajectories):
+        entry["errors"] = errors
+    return entry
+
+
+def sampled_score(trajectories: Sequence[Trajectory], config: EvalConfig) -> dict[str, Any]:
+    """pass@k of trajectories as `play_skill` draws them."""
+    passed = [0] * (len(trajectories) // config.samples)
+    for trajectory in trajectories:
+        passed[trajectory.group] += trajectory.reward == 1.0
+    entry: dict[str, Any] = {"pass@k": pass_scores(passed, config.samples, config.ks), "samples": config.samples}
+    entry["passed"] = " ".join(map(str, passed))
+    if errors := sum(t.outcome is Outcome.ENV_ERROR for t in trajectories):
+        entry["sample_errors"] = errors
+    return entry
+
+
 def play_skill(
-    model: GLM5ForCausalLM, tokenizer: Tokenizer, family: FamilyConfig, config: EvalConfig
+    model: GLM5ForCausalLM, tokenizer: Tokenizer, family: FamilyConfig, config: EvalConfig, seed: int | None = None
 ) -> list[Trajectory]:
-    """Greedy episodes of the family's held-out problems."""
+    """Greedy episodes of the family's held-out problems; with a seed, `config.samples` drawn ones of each instead, all
+    problems once, then all again, so that more samples leave the first ones as they are. `group` is the problem."""
     source = make_family(family.name, **family.options)
+    problems = [source.problem("heldout", index) for index in range(config.problems)]
     episodes = [
         Episode(
-            source.problem("heldout", index).env(),
+            problem.env(),
             tokenizer,
             max_turns=config.max_turns,
             max_context=config.max_context,
             group=index,
             render_tools=family.render_tools,
         )
-        for index in range(config.problems)
+        for _ in range(1 if seed is None else config.samples)
+        for index, problem in enumerate(problems)
     ]
-    engine = Engine(model, tokenizer, max_batch=min(64, config.problems), max_length=config.max_context + 1)
-    return play(episodes, engine, SamplingParams(max_tokens=config.max_tokens, temperature=0.0))
+    engine = Engine(
+        model,
+        tokenizer,
+        max_batch=min(64, len(episodes)),
+        max_length=config.max_context + 1,
+        exact=config.rollouts == "exact",
+    )
+    temperature = 0.0 if seed is None else config.temperature
+    return play(episodes, engine, SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=seed))
 
 
 def _sample(trajectory: Trajectory, family: str, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -19,19 +19,19 @@ from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import DistillStage, FamilyConfig, GradientStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, publish_dir, recover_dir
-from glm5.launch.stages import CORPUS, RunState, run_stage, units
+from glm5.launch.stages import CORPUS, RunState, check_teachers, run_stage, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
 from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
-from glm5.rl.algos.distill import domain_teachers
 from glm5.rl.learner import Agreement
+from glm5.rl.prompts import PromptStream
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO
 
@@ -108,11 +108,12 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
                 f"{stage.name}: stages of kind {stage.kind} run in one process, and this job has {world}; run the "
                 "stages before it with torchrun, and this one without."
             )
-    for config in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(recipe.stages)]:
+    others = [stage for stage in recipe.stages if not isinstance(stage, PolicyStage)]
+    for config in [*(recipe.evaluation.families if recipe.evaluation else []), *_families(others)]:
         make_family(config.name, **config.options)
     for stage in recipe.stages:
-        if isinstance(stage, DistillStage):
-            domain_teachers(stage)
+        if isinstance(stage, PolicyStage):
+            PromptStream(stage, recipe.seed)
 
 
 def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:
@@ -162,6 +163,7 @@ def _start(recipe: RunRecipe) -> RunState:
     )
     if source:
         state.tokenizer = Tokenizer.load(source)
+    check_teachers(state)
     return state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from glm5.config.recipe import (
     SftStage,
     Stage,
     TokenizerStage,
+    is_path,
 )
 from glm5.data.dedup import distinct
-from glm5.data.sft import write_conversations
 from glm5.data.shards import Shard, build_shards, open_shard
 from glm5.data.sources import Document, read_sources
 from glm5.errors import ConfigError
@@ -33,7 +33,7 @@ from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
-from glm5.rl.algos.distill import Distillation, domain_teachers
+from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import Agreement
@@ -182,13 +182,10 @@ def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
 
 
 def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
-    path = io.folder / "conversations.jsonl"
-    if io.ranks.world > 1 and stage.data is None:  # ranks must not write the file side by side
-        written = io.ranks.main and not path.exists()
-        io.ranks.on_main(
-            lambda: write_conversations(path, sft.generated_conversations(stage, state.recipe.seed)) if written else 0
-        )
-    return sft.run(state.need_model(), stage, state.need_tokenizer(), io, state.recipe.seed)
+    seed = state.recipe.seed
+    io.ranks.on_main(lambda: bool(sft.write_demonstrations(stage, io.folder, seed)))  # not all ranks side by side
+    shards = state.shards("train") if stage.text_share else None
+    return sft.run(state.need_model(), stage, state.need_tokenizer(), io, seed, shards)
 
 
 def _policy(state: RunState, stage: PolicyStage, algorithm: Algorithm, io: StageIO) -> dict[str, float]:
@@ -209,10 +206,8 @@ def _agentic(state: RunState, stage: AgenticStage, io: StageIO) -> dict[str, flo
 
 
 def _general(state: RunState, stage: GeneralStage, io: StageIO) -> dict[str, float]:
-    families: Sequence[Any] = [make_family(f.name, **f.options) for f in stage.families]
-    source = next((f for f in families if isinstance(f, GeneralFamily)), None)
-    if source is None:
-        raise ConfigError(f'{stage.name}: general RL needs the family "general" to train its reward model on.')
+    families = (make_family(f.name, **f.options) for f in stage.families)
+    source = next(family for family in families if isinstance(family, GeneralFamily))  # the recipe was checked for one
     reward_model, accuracy = train_reward_model(
         state.need_model(),
         state.need_tokenizer(),
@@ -226,13 +221,42 @@ def _general(state: RunState, stage: GeneralStage, io: StageIO) -> dict[str, flo
 
 
 def _distill(state: RunState, stage: DistillStage, io: StageIO) -> dict[str, float]:
-    teachers = {}
-    for domain, name in domain_teachers(stage).items():
-        if name not in state.checkpoints:
-            known = ", ".join(state.checkpoints) or "none"
-            raise ConfigError(f'{stage.name}: teacher "{name}" of {domain} is no finished stage (known: {known}).')
-        teachers[domain] = GLM5ForCausalLM.from_pretrained(state.checkpoints[name]).eval()
+    exact = stage.rollouts == "exact"
+    names = {name: None for family in stage.families if (name := stage.teacher_of(family)) is not None}
+    folders = {name: _teacher_folder(state, stage, name) for name in names}
+    teachers = {
+        name: ModelTeacher(folder, stage.row_length, exact=exact, keep=stage.keep_teachers)
+        for name, folder in folders.items()
+    }
     return _policy(state, stage, Distillation(stage, teachers), io)
+
+
+def check_teachers(state: RunState) -> None:
+    """Raise ConfigError for teachers in directories that are missing or speak with another tokenizer than the run, as
+    far as it is known already."""
+    for stage in state.recipe.stages:
+        if isinstance(stage, DistillStage):
+            for family in stage.families:
+                if is_path(name := stage.teacher_of(family) or ""):
+                    _teacher_folder(state, stage, name)
+
+
+def _teacher_folder(state: RunState, stage: DistillStage, name: str) -> Path:
+    """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities would be of something else."""
+    if not is_path(name):
+        return state.checkpoints[name]  # the recipe was checked for stages that come before
+    folder = Path(name)
+    missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).exists()]
+    if missing:
+        raise ConfigError(
+            f"{stage.name}: the teacher {folder} has no {missing[0]}; give a checkpoint directory with a tokenizer."
+        )
+    if state.tokenizer is not None and Tokenizer.load(folder).hash() != state.tokenizer.hash():
+        raise ConfigError(
+            f"{stage.name}: the teacher {folder} has another tokenizer than this run, so its probabilities are of "
+            "other texts; choose a teacher that was trained with the run's tokenizer."
+        )
+    return folder
 
 
 _RUNNERS: dict[type[Stage], Callable[..., dict[str, float]]] = {

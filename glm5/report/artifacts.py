@@ -1,5 +1,5 @@
 """What training leaves in a run folder besides numbers: samples by step, the optimizer's update table, the record of a
-DSA adaptation, the environment.
+DSA adaptation, a rollout token by token, the environment.
 
 A run that was killed may have left any of these half written, so what cannot be read is named and left out.
 """
@@ -10,9 +10,9 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 Scalar = str | int | float | bool | None
 _T = TypeVar("_T")
@@ -79,6 +79,39 @@ class Adaptation(_Record):
     held_out: HeldOut = HeldOut()
 
 
+class _Finite(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
+class RolloutToken(_Finite):
+    """`ratio` is pi_theta / pi_rollout after the update, `rho` that before it, on which the loss decided: `masked` if
+    it left the token out, `clipped` if it limited it. `version` counts the weights that sampled the token."""
+
+    text: str = ""
+    loss: bool = False
+    ratio: float | None = None
+    rho: float | None = None
+    advantage: float | None = None
+    masked: bool = False
+    clipped: bool = False
+    version: Count | None = None
+
+
+class Rollout(_Finite):
+    """One trajectory of the last update, as `glm5.rl.specimen` writes it."""
+
+    step: Count | None = None
+    problem: str = ""
+    domain: str = ""
+    outcome: str = ""
+    reward: float | None = None
+    teacher: str = ""
+    tokens: list[RolloutToken] = []
+
+
 @dataclass(frozen=True)
 class Artifacts:
     """By stage name; adaptations of the run as a whole are under the empty name."""
@@ -86,6 +119,7 @@ class Artifacts:
     samples: dict[str, list[TrainingSample]] = field(default_factory=dict)
     updates: dict[str, list[Update]] = field(default_factory=dict)
     adaptations: dict[str, Adaptation] = field(default_factory=dict)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, by their place in the run folder."""
@@ -109,6 +143,8 @@ def read_artifacts(run: Path) -> Artifacts:
             found.adaptations[name] = adaptation
         if updates := _read(run, folder / "update_table.json", list[Update], problems):
             found.updates[name] = updates
+        if (rollout := _read(run, folder / "rollout.json", Rollout, problems)) is not None:
+            found.rollouts[name] = rollout
         if samples := _samples(folder / "samples.jsonl"):
             found.samples[name] = samples
     return found

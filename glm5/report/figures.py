@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from markupsafe import Markup
 
 from glm5.report.drawing import INK, RAMP, SERIES, STRONG, WARN, alone, draw_svg
-from glm5.report.wording import clean
+from glm5.report.wording import clean, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,8 @@ MOST_POINTS = 500
 """Points that a curve is thinned to at most."""
 PANEL_POINTS = 6000
 """Points of all curves of a panel together."""
+MOST_NAMED = 11
+"""Places of a bar chart that are named at most."""
 MOST = 1e100
 SMOOTH_FROM = 24
 """Curves with at least this many points get a running mean; the points themselves stay visible behind it."""
@@ -88,8 +90,8 @@ def curves(
         return None
 
     def draw(axes: Axes) -> None:
-        for one, number in shown:
-            _curve(axes, one, SERIES[number])
+        for one, colour in shown:
+            _curve(axes, one, SERIES[colour])
         if reference:
             axes.axhline(reference[1], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         if marks:
@@ -106,7 +108,7 @@ def curves(
         legend.append((reference[0], "dash"))
     if marks:
         legend.append(("skipped step", "warn"))
-    return Panel(title, draw_svg(title, draw), note, legend)
+    return Panel(title, draw_svg(described(title, series), draw), note, legend)
 
 
 def layered(
@@ -145,22 +147,63 @@ def by_category(
         return None
 
     def draw(axes: Axes) -> None:
-        for index, (one, number) in enumerate(shown):
+        for index, (one, colour) in enumerate(shown):
             aside = 0.08 * (index - (len(shown) - 1) / 2) if one.intervals else 0.0
             places, values = [p[0] + aside for p in one.points], [p[1] for p in one.points]
-            axes.plot(places, values, color=SERIES[number], marker="o", markersize=4.5)
+            axes.plot(places, values, color=SERIES[colour], marker="o", markersize=4.5)
             for place, (low, high) in zip(places, one.intervals):
-                axes.plot([place, place], [low, high], color=SERIES[number], linewidth=1.2, alpha=0.7)
+                axes.plot([place, place], [low, high], color=SERIES[colour], linewidth=1.2, alpha=0.7)
         axes.set_xlim(-0.4, len(categories) - 0.6)
         axes.set_xticks(range(len(categories)), [_short(name) for name in categories])
         axes.set_ylim(*limits)
-        if max(len(name) for name in categories) * len(categories) > 40:
-            axes.tick_params(axis="x", rotation=40)
-            for label in axes.get_xticklabels():
-                label.set_horizontalalignment("right")
-                label.set_rotation_mode("anchor")
+        _tilt(axes, categories)
 
-    return Panel(title, draw_svg(title, draw), note, _legend(shown) if len(shown) > 1 else [])
+    return Panel(title, draw_svg(described(title, series), draw), note, _legend(shown) if len(shown) > 1 else [])
+
+
+def bars(
+    title: str,
+    categories: Sequence[str],
+    series: Sequence[Series],
+    note: str = "",
+    *,
+    stacked: bool = False,
+    log: bool = False,
+) -> Panel | None:
+    """Bars at named places, whose index is x: of several series side by side, or stacked. None when none has any."""
+    shown = _shown(series)
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        width = 0.84 if stacked else 0.84 / len(shown)
+        floor = [0.0] * len(categories)
+        for index, (one, colour) in enumerate(shown):
+            places, values = _xy(one.points)
+            aside = 0.0 if stacked else width * (index - (len(shown) - 1) / 2)
+            bottom = [floor[int(place)] for place in places] if stacked else None
+            axes.bar([place + aside for place in places], values, width, bottom, color=SERIES[colour])
+            for place, value in one.points:
+                floor[int(place)] += value
+        if log:
+            _logarithmic(axes, "y")
+        axes.set_xlim(-0.6, len(categories) - 0.4)
+        named = _spread(range(len(categories)), MOST_NAMED)
+        axes.set_xticks(list(named), [_short(categories[i]) for i in named])
+        _tilt(axes, [categories[i] for i in named])
+
+    return Panel(title, draw_svg(described(title, series), draw), note, _legend(shown) if len(shown) > 1 else [])
+
+
+def described(title: str, series: Sequence[Series]) -> str:
+    """A figure in words: its title, and of every line (six at most) where it begins, where it ends and its range."""
+    parts = []
+    for one in [one for one in series if one.points][:6]:
+        values = [value for _, value in one.points]
+        first, last, low, high = (number(v, 2) for v in (values[0], values[-1], min(values), max(values)))
+        span = "" if len(values) < 3 else f", between {low} and {high}"
+        parts.append(f"{one.label} {first}" + (f" to {last}{span}" if len(values) > 1 else ""))
+    return f"{title}: {'; '.join(parts)}"
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -174,6 +217,15 @@ def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
         span = range(place * len(points) // stretches, (place + 1) * len(points) // stretches)
         kept |= {min(span, key=lambda i: points[i][1]), max(span, key=lambda i: points[i][1])}
     return [points[i] for i in sorted(kept)]
+
+
+def _tilt(axes: Axes, names: Sequence[str]) -> None:
+    """Turn the names of places where they are too long to stand side by side."""
+    if max(len(name) for name in names) * len(names) > 40:
+        axes.tick_params(axis="x", rotation=40)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+            label.set_rotation_mode("anchor")
 
 
 def _curve(axes: Axes, one: Series, colour: str) -> None:

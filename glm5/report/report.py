@@ -14,9 +14,12 @@ from glm5.files import atomic_write
 from glm5.report import sections
 from glm5.report.adaptation import AdaptationSection, adaptation_section
 from glm5.report.drawing import LIGHT, TEXT_CSS, palette_css
+from glm5.report.post_training import pass_at, policy_sections
 from glm5.report.records import stage_samples, stage_updates
 from glm5.report.results import Results, Run, load_run
-from glm5.report.training import standing, training_sentence, training_tiles
+from glm5.report.rollout import RolloutSection, rollout_section
+from glm5.report.skills import recovered, recovery_sentences
+from glm5.report.training import standing, training_groups, training_sentence, training_tiles
 from glm5.report.wording import KINDS, SKILLS, agreement, clean, duration, listing, number, safe, visible
 
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -68,9 +71,14 @@ def _context(run: Run) -> dict[str, Any]:
         "summary": summary(run),
         "tiles": _tiles(results) + ([] if results.skills else training_tiles(run)),
         "stages": sections.stage_rows(results),
-        "forgetting": sections.forgetting(results),
+        "forgetting": sections.forgetting_table(results),
+        "recovered": sections.recovery_table(recovered(results)),
+        "recovery": recovery_sentences(recovered(results)),
+        "pass_at": pass_at(results),
         "skills": [(name, SKILLS[name]) for name in results.skills if name in SKILLS],
-        "groups": sections.curve_groups(run),
+        "groups": training_groups(run),
+        "policies": policy_sections(run),
+        "rollouts": _rollouts(run),
         "needle": sections.needle(results),
         "mtp": sections.mtp(results),
         "comparisons": sections.comparisons(results),
@@ -161,6 +169,11 @@ def _tiles(results: Results) -> list[tuple[str, str, str]]:
 
 def _adaptations(run: Run) -> list[AdaptationSection]:
     made = (adaptation_section(stage, record) for stage, record in run.artifacts.adaptations.items())
+    return [section for section in made if section is not None]
+
+
+def _rollouts(run: Run) -> list[RolloutSection]:
+    made = (rollout_section(stage, rollout) for stage, rollout in run.artifacts.rollouts.items())
     return [section for section in made if section is not None]
 
 

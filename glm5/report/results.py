@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
@@ -31,12 +31,28 @@ class _Part(BaseModel):
 
 
 class Score(_Part):
-    """A mean score in [0, 1] with its 95% interval and the number of problems."""
+    """A mean score in [0, 1] with its 95% interval and the number of problems.
+
+    `solved` is the outcome of each problem, "1" or "0"; `pass_at` are pass@k by k, from `samples` drawn answers to each
+    problem of which `passed` were right ("3 0 8").
+    """
 
     score: float
     low: float | None = None
     high: float | None = None
     n: int | None = None
+    solved: str | None = None
+    errors: int | None = None
+    pass_at: dict[str, Score] = Field({}, alias="pass@k")
+    samples: int | None = None
+    passed: str | None = None
+    sample_errors: int | None = None
+
+    @property
+    def outcomes(self) -> list[bool] | None:
+        """Whether each problem was solved; None where that is not stored, or not for all of them."""
+        text = self.solved or ""
+        return [c == "1" for c in text] if text and len(text) == self.n and not text.strip("01") else None
 
 
 class TextScore(_Part):

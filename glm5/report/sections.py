@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from glm5.report.figures import Panel, Series, by_category, curves
-from glm5.report.results import DSA_KINDS, REWARD_MODEL, SFT_KIND, Evaluation, Results, Run, Score
-from glm5.report.training import Group, training_groups
-from glm5.report.wording import KINDS, METRICS, Change, bpb_change, duration, number, score_change, signed
+from glm5.report.figures import Panel, Series, by_category
+from glm5.report.results import DSA_KINDS, SFT_KIND, Results, Run, Score
+from glm5.report.skills import Recovery, forgetting
+from glm5.report.wording import KINDS, METRICS, Change, bpb_change, duration, number, signed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table (empty where there is none) with what stands below it: an interval or a count, and the change
-    since the stage before."""
+    """A value of a table (empty where there is none) with what stands below it: an interval or a count, and a change
+    since an earlier stage with a remark on it."""
 
     value: str
     interval: str = ""
     change: Change | None = None
     delta: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,19 @@ def stage_rows(results: Results) -> list[StageRow]:
     return rows
 
 
-def forgetting(results: Results) -> TableData | None:
-    """Skills and bits per byte after every stage, each compared to the stage before. None without an evaluation."""
-    skills = results.skills
-    rows: list[tuple[str, list[Cell]]] = []
-    before: Evaluation | None = None
-    for stage, now in results.evaluated:
-        cells = []
-        for name in skills:
-            new, old = now.skills.get(name), before.skills.get(name) if before else None
-            cells.append(score_cell(new, score_change(old, new) if new and old else None))
-        cells.append(_bits_cell(now, before))
-        rows.append((stage.name, cells))
-        before = now
-    return TableData(["after stage", *skills, "bits per byte"], rows) if rows else None
+def forgetting_table(results: Results) -> TableData | None:
+    """Skills and bits per byte after every stage, each compared to the best earlier stage. None without an
+    evaluation."""
+    if not results.evaluated:
+        return None
+    columns = []
+    for row in forgetting(results):
+        cells = [score_cell(cell.score, cell.change) for cell in row.cells]
+        columns.append([replace(c, remark=_since(s.best, s.change)) for c, s in zip(cells, row.cells, strict=True)])
+    columns.append(_bits_cells(results))
+    stages = [stage.name for stage, _ in results.evaluated]
+    rows = [(name, [column[place] for column in columns]) for place, name in enumerate(stages)]
+    return TableData(["after stage", *results.skills, "bits per byte"], rows)
 
 
 def score_cell(score: Score | None, change: Change | None = None) -> Cell:
@@ -97,52 +97,47 @@ def score_cell(score: Score | None, change: Change | None = None) -> Cell:
     return Cell(f"{score.score:.2f}", interval, change, signed(change.delta, 2) if change else "")
 
 
-def _bits_cell(now: Evaluation, before: Evaluation | None) -> Cell:
-    bits, old = now.text.bits_per_byte, before.text.bits_per_byte if before else None
-    if bits is None:
-        return Cell("")
-    change = bpb_change(old, bits) if old is not None else None
-    return Cell(f"{bits:.3f}", "", change, signed(change.delta, 3) if change else "")
+def change_interval(change: Change | None) -> str:
+    """`−0.21 to −0.08`; empty where there is none."""
+    known = change is not None and change.low is not None and change.high is not None
+    return f"{signed(change.low, 2)} to {signed(change.high, 2)}" if known else ""  # type: ignore[union-attr, arg-type]
 
 
-def curve_groups(run: Run) -> list[Group]:
-    """All curves that the metrics hold, in a few groups."""
-    policy = Group("Reinforcement learning", _POLICY_TEXT, _panels(run, _POLICY_PANELS) + _special_panels(run))
-    return [*training_groups(run), *([policy] if policy.panels else [])]
+def _since(best: str, change: Change | None) -> str:
+    """What a change that is beyond noise is counted from."""
+    real = change is not None and change.verdict != "same"
+    return f"since {best}, " + change_interval(change).replace(" ", "\u00a0") if real else ""
 
 
-_POLICY_TEXT = (
-    "Each step samples new replies, grades them and updates the model once. Rewards of different stages belong to "
-    "different problems. The masked share are tokens that count for nothing, because the model that learned and the "
-    "one that sampled had drifted apart. Entropy tells how undecided the model is; it falls as it grows sure."
-)
-_POLICY_PANELS = (
-    ("reward", "Mean reward", ""),
-    ("masked_share", "Masked share of tokens", ""),
-    ("entropy", "Entropy (nats per token)", ""),
-    ("length", "Length (tokens)", ""),
-    ("reverse_kl", "Reverse KL to the teachers (nats)", "lower is closer to them"),
-    ("orm_score", "Score by the reward model", "learned, not exact"),
-)
+def _bits_cells(results: Results) -> list[Cell]:
+    cells = []
+    best: float | None = None
+    for _, found in results.evaluated:
+        bits = found.text.bits_per_byte
+        change = bpb_change(best, bits) if best is not None and bits is not None else None
+        cells.append(Cell("" if bits is None else f"{bits:.3f}", "", change, signed(change.delta, 3) if change else ""))
+        best = min((value for value in (best, bits) if value is not None), default=None)
+    return cells
 
 
-def _panels(run: Run, wanted: Sequence[tuple[str, str, str]]) -> list[Panel]:
-    """One panel per (metric, title, note) with one line per stage, in the same colour in all of them."""
-    names = [s.name for s in run.results.stages if any(run.series(s.name, key) for key, _, _ in wanted)]
-    made = (curves(title, [Series(n, run.series(n, key)) for n in names], note) for key, title, note in wanted)
-    return [panel for panel in made if panel]
-
-
-def _special_panels(run: Run) -> list[Panel]:
-    """What single kinds of RL stages have to themselves: staleness of sampled tokens, and reward models."""
-    panels = []
-    for stage in run.results.stages:
-        lines = [Series(label, run.series(stage.name, f"staleness_{label}")) for label in ("mean", "max")]
-        panels.append(curves(f"Staleness in {stage.name}", lines, "weight updates since a token was sampled"))
-        model = f"{stage.name}{REWARD_MODEL}"
-        lines = [Series(key, run.series(model, key)) for key in ("loss", "accuracy")]
-        panels.append(curves(f"Reward model of {stage.name}", lines, "on pairs of a better and a worse reply"))
-    return [panel for panel in panels if panel]
+def recovery_table(rows: Sequence[Recovery]) -> TableData | None:
+    """What distillation stages brought back, skill by skill. None without one."""
+    if not rows:
+        return None
+    table = []
+    for row in rows:
+        known = row.low is not None and row.high is not None
+        share = "–" if row.share is None else f"{row.share:.0%}"
+        between = f"{row.low:.0%} to {row.high:.0%}".replace("-", "−") if known else ""
+        cells = [
+            Cell(row.best, f"{row.peak.score:.2f}"),
+            score_cell(row.before, row.lost),
+            score_cell(row.after, row.change),
+            Cell(share.replace("-", "−"), between if row.share is not None else "nothing lost beyond noise"),
+        ]
+        cells = [replace(cell, remark=change_interval(cell.change)) for cell in cells]
+        table.append((f"{row.skill} in {row.stage}", cells))
+    return TableData(["skill", "best earlier", "before (change since best)", "after (change)", "brought back"], table)
 
 
 def needle(results: Results) -> tuple[TableData, Panel | None] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from glm5.report.pairs import paired_shares
 from glm5.report.results import Agreement, Score
 
 
@@ -100,23 +101,34 @@ BPB_NOISE = 0.005
 
 @dataclass(frozen=True)
 class Change:
-    """A difference to the stage before. `verdict` is "better", "worse" or "same" (within noise)."""
+    """A difference to an earlier stage. `verdict` is "better", "worse" or "same" (within noise). `low` and `high` are
+    its 95% interval where there is one, `paired` says that it compares problem by problem."""
 
     verdict: str
     delta: float
+    low: float | None = None
+    high: float | None = None
+    paired: bool = False
 
 
 def score_change(before: Score, now: Score) -> Change | None:
-    """Compare two scores by Newcombe's interval for a difference, built from their own intervals. None without them.
-
-    Both stages saw the same problems, which this does not use, so it is slower to call a change real than it could be.
-    """
+    """Compare two scores. Where both have the outcomes of the same number of problems, which an evaluation takes in one
+    order, pair them (`paired_shares`); else by Newcombe's interval for a difference, built from their own intervals,
+    which is slower to call a change real. None without either."""
+    delta = now.score - before.score
+    old, new = before.outcomes, now.outcomes
+    if old and new and len(old) == len(new):
+        found = paired_shares(old, new)
+        return Change(_verdict(found.low, found.high), delta, found.low, found.high, True)
     if before.low is None or before.high is None or now.low is None or now.high is None:
         return None
-    delta = now.score - before.score
     low = delta - math.hypot(now.score - now.low, before.high - before.score)
     high = delta + math.hypot(now.high - now.score, before.score - before.low)
-    return Change("better" if low > 0 else "worse" if high < 0 else "same", delta)
+    return Change(_verdict(low, high), delta, low, high)
+
+
+def _verdict(low: float, high: float) -> str:
+    return "better" if low > 0 else "worse" if high < 0 else "same"
 
 
 def bpb_change(before: float, now: float) -> Change:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from glm5.chat import Tokenizer
-from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage, RewardStage
+from glm5.config.recipe import AgenticStage, PolicyStage, RewardStage
 from glm5.engine.engine import Engine
 from glm5.engine.request import Request
 from glm5.errors import ConfigError, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
-from glm5.rl import replay
+from glm5.rl import replay, specimen
 from glm5.rl.algos import Algorithm
 from glm5.rl.buffer import Buffer
 from glm5.rl.learner import Agreement, Learner
+from glm5.rl.prompts import PromptStream
 from glm5.rl.update import update
-from glm5.rl.weight_sync import publish
+from glm5.rl.weight_sync import publish, tensor_hashes
 from glm5.seeds import derive_seed
-from glm5.tasks import Episode, Family, make_family
+from glm5.tasks import Episode
+from glm5.tasks.reactions import Reactions
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
@@ -37,33 +40,8 @@ TIMES = tuple(f"{work}_seconds" for work in WORK)
 ENV_THREADS = 16
 """Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
 
-
-class PromptStream:
-    """Group number -> problem: families take turns in proportion to their weights, training split only."""
-
-    def __init__(self, families: Sequence[FamilyConfig], seed: int) -> None:
-        self._configs = families
-        self._families: list[Family] = [make_family(f.name, **f.options) for f in families]
-        self._total = sum(f.weight for f in families)
-        self._seed = seed
-
-    def episode(self, group: int, tokenizer: Tokenizer, stage: PolicyStage) -> Episode:
-        """A fresh episode of group number `group`. Even spacing: family i owns a fixed slice of every unit interval."""
-        at = (group * 0.6180339887498949) % 1.0 * self._total
-        index = 0
-        while index < len(self._configs) - 1 and at >= self._configs[index].weight:
-            at -= self._configs[index].weight
-            index += 1
-        # Rollouts use problems that the demonstrations of SFT did not: another part of the same endless training split.
-        problem = self._families[index].problem("train", 1_000_000 + self._seed % 1000 * 100_000 + group)
-        return Episode(
-            problem.env(),
-            tokenizer,
-            max_turns=stage.max_turns,
-            max_context=stage.max_context,
-            group=group,
-            render_tools=self._configs[index].render_tools,
-        )
+PASS_RATES = "pass_rates.jsonl"
+"""File of a stage's folder that holds the pass rates of the policy that it started from."""
 
 
 @dataclass
@@ -125,11 +103,11 @@ class PolicyLoop:
             exact=stage.rollouts == "exact",
         )
         self.buffer = Buffer(stage.group, self.max_staleness)
-        self.prompts = PromptStream(stage.families, seed)
+        self.prompts = PromptStream(stage, seed)
         self._running: list[_Running] = []
         self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
         self._clock = 0
-        self._pool = ThreadPoolExecutor(max_workers=ENV_THREADS)
+        self._threads = Reactions(ENV_THREADS)
         self._next = (0, 0)  # group and member that start next
         self._pushed = 0
         self._most_lost = max(8, 2 * stage.prompts)
@@ -139,8 +117,21 @@ class PolicyLoop:
     def run(self) -> dict[str, float]:
         """All updates of the stage; resumes where no rollout was in flight. Returns the last update's numbers.
 
-        Call it once: its threads end with it, however it ends.
+        Call it once: its threads end with it, however it ends. Nobody reads what environments would still answer.
         """
+        with self._threads:
+            self._measure()
+            return self._run()
+
+    def _measure(self) -> None:
+        """Pass rates of the policy that the stage starts from, where a family asks for them: before any state of the
+        stage is loaded, learner and engine still have its weights."""
+        if any(family.difficulty for family in self.stage.families):
+            hashes = sorted(tensor_hashes(self.learner.model).items())
+            policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
+            self.prompts.measure(self.engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
+
+    def _run(self) -> dict[str, float]:
         state = self.io.folder / "state"
         steps = self.stage.optim.steps
         done, extra = load_state(state, self.learner.model, self.learner.optimizer) or (0, {})
@@ -151,21 +142,17 @@ class PolicyLoop:
         if self.record is not None:
             replay.rewind(self.record, self.io.name, done)
         self.io.advance(done, {})
-        try:
-            while self.learner.version < steps:
-                self._tick()
-                if self._push_in < 0:
-                    self.buffer.drop_stale(self.learner.version)
-                    if self.buffer.ready >= self.stage.prompts:
-                        numbers = self._update()
-                        self.io.metrics.write(self.io.name, self.learner.version, numbers | self._times())
-                        self.io.advance(1, numbers)
-                        if self._push_in == 0 and not self.in_flight:
-                            self._push()
-                            self._save(state, numbers)
-        finally:
-            # Nobody reads what environments would still answer. Those that are reacting finish first.
-            self._pool.shutdown(cancel_futures=True)
+        while self.learner.version < steps:
+            self._tick()
+            if self._push_in < 0:
+                self.buffer.drop_stale(self.learner.version)
+                if self.buffer.ready >= self.stage.prompts:
+                    numbers = self._update()
+                    self.io.metrics.write(self.io.name, self.learner.version, numbers | self._times())
+                    self.io.advance(1, numbers)
+                    if self._push_in == 0 and not self.in_flight:
+                        self._push()
+                        self._save(state, numbers)
         return numbers
 
     def _due(self) -> int:
@@ -210,7 +197,7 @@ class PolicyLoop:
         self._clock += 1
         for running in [r for r in self._running if r.request.done]:
             self._running.remove(running)
-            answer = self._pool.submit(running.episode.accept, running.request.completion)
+            answer = self._threads.submit(running.episode.accept, running.request.completion)
             self._reacting.append((self._due(), running, answer))
         while self._reacting and self._reacting[0][0] <= self._clock:
             _, running, answer = self._reacting.pop(0)
@@ -229,7 +216,7 @@ class PolicyLoop:
             if group >= budget:
                 return
             self._next = (group, member + 1) if member + 1 < self.stage.group else (group + 1, 0)
-            self._continue(self.prompts.episode(group, self.tokenizer, self.stage), member)
+            self._continue(self.prompts.episode(group, self.tokenizer), member)
 
     def _continue(self, episode: Episode, member: int) -> None:
         """Submit the next turn of an episode, or put its trajectory into the buffer."""
@@ -256,9 +243,11 @@ class PolicyLoop:
         groups = self.buffer.take(self.stage.prompts)
         if self.record is not None:
             replay.write(groups, self.record, self.io.name, self.learner.version + 1)
-        with self._timed("update"):
+        with self._timed("update"), specimen.watch(self.algorithm) as seen:
             numbers = update(self.learner, self.algorithm, self.stage, groups)
-        numbers["dropped_groups"] = float(self.buffer.dropped)
+            if seen is not None and specimen.is_due(self.learner.version, self.stage.optim):
+                seen.write(self.io.folder, self.learner, groups, self.tokenizer)
+        numbers |= {"dropped_groups": float(self.buffer.dropped)} | self.prompts.numbers
         self._push_in = self.train_ticks if self.learner.version % self.push_every == 0 else -1
         return numbers
 

@@ -7,6 +7,7 @@ One JSON object a line for every trajectory of a batch, in the order of training
     index, count      this is trajectory `index` of `count` of the batch, so that half a batch is noticed
     slot              position of its group in the batch
     problem, domain, group, reward, outcome, detail
+    teacher           who teaches the prompt, in distillation; "" elsewhere
     turns             [{given, shared, output, logprobs, versions, finish_reason}, ...]
 
 A turn's context is the first `shared` tokens of the turn before it (context and output), then `given`: long episodes
@@ -137,6 +138,7 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
         "reward": _exact(trajectory.reward),
         "outcome": str(trajectory.outcome),
         "detail": _jsonable(trajectory.detail),
+        "teacher": trajectory.teacher,
         "turns": turns,
     }
 
@@ -203,6 +205,7 @@ def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
         reward=_number(row.get("reward"), "reward", where),
         outcome=Outcome(outcome),
         detail=detail,
+        teacher=_text(row, "teacher", where) if "teacher" in row else "",
     )
 
 

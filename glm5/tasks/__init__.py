@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm5.tasks.contract import Family, Problem, split_of
-from glm5.tasks.difficulty import FilteredFamily, PassCount, count_passes, family_key, write_pass_counts
+from glm5.tasks.difficulty import PassCount, family_key, measure_pass_rates, read_pass_counts, write_pass_counts
 from glm5.tasks.episode import Episode, count_forks, play, to_samples
 from glm5.tasks.families import FAMILIES, make_family
 from glm5.tasks.general import rules_score
@@ -17,7 +17,6 @@ __all__ = [
     "Answer",
     "Episode",
     "Family",
-    "FilteredFamily",
     "Job",
     "Limits",
     "Mixture",
@@ -27,11 +26,12 @@ __all__ = [
     "SandboxResult",
     "check_answer",
     "count_forks",
-    "count_passes",
     "family_key",
     "make_family",
+    "measure_pass_rates",
     "needle_text",
     "play",
+    "read_pass_counts",
     "rules_score",
     "sandbox_available",
     "split_of",

@@ -6,16 +6,15 @@ seed, level mix or number of draws can let one leak into the other.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from glm5.data.recall import SPLITS as SPLITS
+from glm5.data.recall import split_of as split_of
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult
 
-SPLITS = ("train", "heldout")
-HELDOUT_SHARE = 5  # one problem in five is held out
 MOST_DRAWS = 10_000
 
 ToolSpec = Mapping[str, Any]
@@ -63,12 +62,6 @@ class Family(Protocol):
     def problem(self, split: str, index: int) -> Problem:
         """The same problem for the same (seed, options, split, index), on every machine."""
         ...
-
-
-def split_of(key: str) -> str:
-    """The split that owns a problem's content."""
-    digest = hashlib.sha256(key.encode("utf-8")).digest()
-    return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_SHARE == 0 else "train"
 
 
 def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split: str, index: int) -> P:

@@ -1,9 +1,9 @@
-"""Problems that are neither too easy nor too hard for a policy, by cached pass rates (§3.1, §3.2).
+"""Problems that are neither too easy nor too hard for a policy, by measured pass rates (§3.1, §3.2).
 
-A group whose samples all pass or all fail teaches nothing. So the pass counts of a named policy are kept in a JSONL
-file, one line per measurement; measurements of one problem add up. `FilteredFamily` wraps a family and hands out, from
-its training split, problems whose pass rate is within bounds, plus a share of problems that were never measured. It
-plugs in where families are made: `make_family("math", difficulty={...})`, so in `options` of a stage's family.
+A group whose samples all pass or all fail teaches nothing. So `measure_pass_rates` plays some training problems several
+times, the counts of a named policy are kept in a JSONL file, one line per measurement (measurements of one problem add
+up), and `DifficultySampler` draws from the problems whose pass rate is within bounds, plus a share of problems that
+were never measured. Stages do all of this by themselves where a family has a `difficulty`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import ConfigError, DataError
-from glm5.files import disk_errors
-from glm5.records import Outcome, Trajectory
-from glm5.tasks.contract import Family, Problem
+from glm5.chat import Tokenizer
+from glm5.config.families import DifficultyConfig
+from glm5.errors import DataError
+from glm5.files import atomic_write
+from glm5.records import Completer, Outcome, SamplingParams
+from glm5.tasks.contract import Family
+from glm5.tasks.episode import Episode, play
 
 FIELDS = {"policy": str, "family": str, "index": int, "passed": int, "tries": int}
 
@@ -40,9 +43,46 @@ class PassCount:
         return PassCount(self.passed + other.passed, self.tries + other.tries)
 
 
-def family_key(name: str, options: Mapping[str, Any]) -> str:
-    """The name of a family's problems in a cache: its name and the options that change them."""
-    return f"{name} {json.dumps({k: v for k, v in options.items() if k != 'difficulty'}, sort_keys=True)}"
+def measure_pass_rates(
+    completer: Completer,
+    tokenizer: Tokenizer,
+    family: Family,
+    indices: Sequence[int],
+    tries: int,
+    params: SamplingParams,
+    *,
+    max_turns: int = 16,
+    max_context: int = 4096,
+    render_tools: bool = True,
+) -> dict[int, PassCount]:
+    """Pass counts of training problems, by problem index: each is played `tries` times, all of them together.
+
+    `completer` is an engine or whatever else continues token ids. A sample passes where its episode ends as solved.
+    Samples that the environment lost say nothing and are not counted, and a problem that has no others is left out.
+    """
+    episodes = [
+        Episode(
+            problem.env(),
+            tokenizer,
+            max_turns=max_turns,
+            max_context=max_context,
+            group=index,
+            render_tools=render_tools,
+        )
+        for index, problem in ((index, family.problem("train", index)) for index in indices)
+        for _ in range(tries)
+    ]
+    counts: dict[int, PassCount] = {}
+    for trajectory in play(episodes, completer, params):
+        if trajectory.outcome is not Outcome.ENV_ERROR:
+            passed = PassCount(int(trajectory.outcome is Outcome.SOLVED), 1)
+            counts[trajectory.group] = counts.get(trajectory.group, PassCount(0, 0)) + passed
+    return counts
+
+
+def family_key(name: str, options: Mapping[str, Any], render_tools: bool = True) -> str:
+    """The name of a family's prompts in a file of pass counts: its name and whatever changes them."""
+    return f"{name} {json.dumps(dict(options) | ({} if render_tools else {'render_tools': False}), sort_keys=True)}"
 
 
 def read_pass_counts(path: Path, policy: str, family: str) -> dict[int, PassCount]:
@@ -81,28 +121,13 @@ def _read_row(line: str, where: str) -> dict[str, Any]:
 
 
 def write_pass_counts(path: Path, policy: str, family: str, counts: Mapping[int, PassCount]) -> None:
-    """Append measurements of a policy, one line each."""
+    """Append measurements of a policy, one line each. The file is replaced as a whole: no line is ever cut off."""
     rows = [
         {"policy": policy, "family": family, "index": index, "passed": count.passed, "tries": count.tries}
         for index, count in counts.items()
     ]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    with disk_errors(path), path.open("a", encoding="utf-8") as stream:
-        stream.write(text)
-
-
-def count_passes(trajectories: Iterable[Trajectory]) -> dict[int, PassCount]:
-    """Pass counts by problem index of episodes of one family's training problems. Episodes that the environment lost
-    say nothing and are left out. Raises DataError for problems of another split."""
-    counts: dict[int, PassCount] = {}
-    for trajectory in trajectories:
-        parts = trajectory.problem.split("/")
-        if len(parts) != 4 or parts[1] != "train" or not parts[3].isdecimal():
-            raise DataError(f"pass counts: {trajectory.problem} names no training problem (family/train/seed/index).")
-        if trajectory.outcome is not Outcome.ENV_ERROR:
-            passed = PassCount(int(trajectory.outcome is Outcome.SOLVED), 1)
-            counts[int(parts[3])] = counts.get(int(parts[3]), PassCount(0, 0)) + passed
-    return counts
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    atomic_write(path, before + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def within(counts: Mapping[int, PassCount], low: float, high: float) -> list[int]:
@@ -112,24 +137,22 @@ def within(counts: Mapping[int, PassCount], low: float, high: float) -> list[int
 
 class DifficultySampler:
     """Draw number -> problem index: kept problems in an order that is shuffled anew for every round, and in `unseen`
-    of the draws problems behind the last measured one, none of them twice."""
+    of the draws problems from `first_unseen` on, none of them twice."""
 
     def __init__(
-        self, counts: Mapping[int, PassCount], low: float, high: float, unseen: float = 0.0, seed: int = 0
+        self, counts: Mapping[int, PassCount], difficulty: DifficultyConfig, first_unseen: int, seed: int, name: str
     ) -> None:
-        """Raises ConfigError for impossible bounds, DataError where nothing is left to draw from."""
-        if not 0 <= low <= high <= 1 or not 0 <= unseen <= 1:
-            raise ConfigError(
-                f"difficulty: low={low}, high={high}, unseen={unseen}; 0 <= low <= high <= 1, unseen in 0..1."
-            )
+        """Raises DataError, which calls the problems by `name`, where nothing is left to draw from."""
+        low, high = difficulty.low, difficulty.high
         self.kept = within(counts, low, high)
-        if not self.kept and unseen < 1:
+        if not self.kept and difficulty.unseen < 1:
+            below = sum(count.rate < low for count in counts.values())
             raise DataError(
-                f"difficulty: none of {len(counts)} measured problems has a pass rate from {low} to {high}; widen the "
-                "bounds, measure more, or set unseen = 1."
+                f"{name}: none of {len(counts)} measured problems has a pass rate from {low} to {high} ({below} have a "
+                f"lower one, {len(counts) - below} a higher one); widen the bounds of `difficulty`, or give it more "
+                "problems or tries."
             )
-        self._share, self._seed = Fraction(str(unseen)), seed
-        self._first_unseen = max(counts, default=-1) + 1
+        self._share, self._seed, self._first_unseen = Fraction(str(difficulty.unseen)), seed, first_unseen
         self._round: tuple[int, list[int]] = (-1, [])
 
     def index(self, draw: int) -> int:
@@ -145,32 +168,3 @@ class DifficultySampler:
             random.Random(f"difficulty-{self._seed}-{number}").shuffle(order)
             self._round = turn = (number, order)
         return turn[1][at]
-
-
-class FilteredFamily:
-    """A family whose training problems come from a `DifficultySampler`. Held-out problems are left alone."""
-
-    def __init__(self, family: Family, sampler: DifficultySampler) -> None:
-        self.name, self.domain = family.name, family.domain
-        self._family, self._sampler = family, sampler
-
-    def problem(self, split: str, index: int) -> Problem:
-        if split != "train":
-            return self._family.problem(split, index)
-        return self._family.problem(split, self._sampler.index(index))
-
-
-def filtered(
-    family: Family, options: Mapping[str, Any], difficulty: Mapping[str, Any], seed: int = 0
-) -> FilteredFamily:
-    """The family under a `difficulty` option: `cache` (a file), `policy` (a name in it), and optionally `low`, `high`,
-    `unseen`. Raises ConfigError for other keys."""
-    known = {"cache", "policy", "low", "high", "unseen"}
-    if not {"cache", "policy"} <= set(difficulty) <= known:
-        raise ConfigError(
-            f"difficulty of {family.name}: {sorted(difficulty)}; give cache and policy, and of {sorted(known)}."
-        )
-    key = family_key(family.name, options)
-    counts = read_pass_counts(Path(difficulty["cache"]), difficulty["policy"], key)
-    low, high, unseen = (difficulty.get(name, usual) for name, usual in (("low", 0.1), ("high", 0.9), ("unseen", 0.0)))
-    return FilteredFamily(family, DifficultySampler(counts, low, high, unseen, seed))

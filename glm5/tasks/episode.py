@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from glm5.chat import (
@@ -35,6 +34,7 @@ from glm5.records import (
     Turn,
 )
 from glm5.seeds import derive_seed
+from glm5.tasks.reactions import Reactions
 
 NOT_SAMPLED = -1  # weight version of tokens that no policy produced
 
@@ -59,14 +59,16 @@ class Episode:
         max_context: int = 4096,
         group: int = 0,
         render_tools: bool = True,
+        teacher: str = "",
     ) -> None:
         """`version` None takes the tokenizer's template, `enable_thinking` None the environment's wish. `max_context`
         bounds prompt and output together, in tokens. `render_tools=False` leaves the tool specifications out of the
-        prompt (for policies that know their tools by training); calls are parsed by them all the same."""
+        prompt (for policies that know their tools by training); calls are parsed by them all the same. `teacher` is
+        the tag of the prompt in distillation."""
         if max_turns < 1 or max_context < 2:
             raise ConfigError(f"episode: max_turns={max_turns} and max_context={max_context} leave nothing to play.")
         self.env, self.tokenizer = env, tokenizer
-        self.max_turns, self.max_context, self.group = max_turns, max_context, group
+        self.max_turns, self.max_context, self.group, self.teacher = max_turns, max_context, group, teacher
         self.version = tokenizer.template_version if version is None else version
         self.turns: list[Turn] = []
         self._context: list[int] = []
@@ -138,10 +140,15 @@ class Episode:
         if self._result is None:
             raise RolloutError(f"{self.env.problem}: the episode is not over; there is no trajectory yet.")
         last = (*self.turns[-1].context_ids, *self.turns[-1].output_ids) if self.turns else tuple(self._context)
-        detail = {**self._result.detail, "text": self.tokenizer.decode(last)}
-        result = self._result
         return Trajectory(
-            self.env.problem, self.env.domain, self.group, self.turns, result.reward, result.outcome, detail
+            problem=self.env.problem,
+            domain=self.env.domain,
+            group=self.group,
+            turns=self.turns,
+            reward=self._result.reward,
+            outcome=self._result.outcome,
+            detail={**self._result.detail, "text": self.tokenizer.decode(last)},
+            teacher=self.teacher,
         )
 
     def _read(self, output: tuple[int, ...]) -> Message | None:
@@ -194,14 +201,15 @@ def play(episodes: Sequence[Episode], completer: Completer, params: SamplingPara
     params = params or SamplingParams()
     if params.n != 1:
         raise ConfigError(f"play: n={params.n}; make one episode per sample instead.")
-    with ThreadPoolExecutor(max_workers=16) as pool:
+    with Reactions() as threads:
         while live := [(i, episode) for i, episode in enumerate(episodes) if episode.pending() is not None]:
             prompts = [episode.pending() or [] for _, episode in live]
             asked = [_params_of(params, i, episode) for i, episode in live]
             completions = completer.generate(prompts, asked)
             if len(completions) != len(live):
                 raise RolloutError(f"the completer gave {len(completions)} completions for {len(live)} prompts.")
-            list(pool.map(lambda pair: pair[0][1].accept(pair[1]), zip(live, completions, strict=True)))
+            for answer in [threads.submit(e.accept, c) for (_, e), c in zip(live, completions, strict=True)]:
+                answer.result()
     return [episode.trajectory() for episode in episodes]
 
 
@@ -221,7 +229,7 @@ def to_samples(trajectory: Trajectory, advantage: float = 0.0) -> list[TrainSamp
     for turn in trajectory.turns:
         context = list(turn.context_ids)
         if not rows or context[: len(rows[-1].ids)] != rows[-1].ids:
-            rows.append(TrainSample([], [], [], [], [], trajectory.group, trajectory.domain))
+            rows.append(TrainSample([], [], [], [], [], trajectory.group, trajectory.domain, trajectory.teacher))
         row = rows[-1]
         given = context[len(row.ids) :]
         row.ids += [*given, *turn.output_ids]

@@ -9,7 +9,6 @@ from glm5.errors import ConfigError, nearest
 from glm5.tasks.arithmetic import ArithmeticFamily
 from glm5.tasks.bugfix import BugfixFamily
 from glm5.tasks.contract import Family
-from glm5.tasks.difficulty import filtered
 from glm5.tasks.general import GeneralFamily
 from glm5.tasks.instructions import InstructionFamily
 from glm5.tasks.maths import MathFamily
@@ -32,15 +31,12 @@ FAMILIES: Mapping[str, Callable[..., Family]] = {
 
 
 def make_family(name: str, seed: int = 0, **options: Any) -> Family:
-    """The family `name` with its own options; see the class for them. The option `difficulty` works for every family:
-    it keeps training problems by cached pass rates, see `glm5.tasks.difficulty.filtered`."""
+    """The family `name` with its own options; see the class for them."""
     if name not in FAMILIES:
         raise ConfigError(
             f'unknown task family "{name}"{nearest(name, FAMILIES)}; choose one of {", ".join(FAMILIES)}.'
         )
-    difficulty = options.pop("difficulty", None)
     try:
-        family = FAMILIES[name](seed, **options)
+        return FAMILIES[name](seed, **options)
     except TypeError as error:
         raise ConfigError(f'task family "{name}": {error}; options given: {", ".join(options) or "none"}.') from error
-    return family if difficulty is None else filtered(family, options, difficulty, seed)

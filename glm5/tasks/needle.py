@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import random
 
-from glm5.data.recall import assignment, recall_text
+from glm5.data.recall import SPLITS, assignment, split_of
 from glm5.errors import ConfigError
-from glm5.tasks.contract import SPLITS, split_of
-
-__all__ = ["needle_text", "recall_text"]
 
 SMALLEST = 32
 

@@ -32,6 +32,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 from glm5.errors import ConfigError, GradingError
+from glm5.tasks.reactions import Switch, current_switch
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -39,6 +40,7 @@ MECHANISMS = {"root": "Linux namespaces (root)", "bubblewrap": "bubblewrap", "us
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 LATE_READS = 8  # how often streams are read after the deadline
 KILL_S = 5.0  # how long the launcher may take to clear the room before it is killed itself
+INTERRUPTED = "the sandbox run was ended because the work that needed it was interrupted."
 
 # Tries every barrier from the inside and names those that are missing. The numbers are the limits it runs under.
 TRIAL = """\
@@ -278,6 +280,9 @@ def _memory_file(data: bytes) -> int:
 
 
 def _run(mode: str, limits: Limits, job: Job) -> SandboxResult:
+    switch = current_switch()
+    if switch is not None and switch.thrown:
+        raise GradingError(INTERRUPTED)
     request_fd = _memory_file(_request(limits, job))
     stdin_fd = _memory_file(job.stdin.encode("utf-8", "surrogateescape"))
     status_read, status_write = os.pipe()
@@ -305,7 +310,7 @@ def _run(mode: str, limits: Limits, job: Job) -> SandboxResult:
         for descriptor in (stdin_fd, *inherited):
             os.close(descriptor)
     try:
-        captured, stopped = _collect(process, status_read, limits, started + limits.wall_s)
+        captured, stopped = _collect(process, status_read, limits, started + limits.wall_s, switch)
     finally:
         os.close(status_read)
         _end(mode, process, control_write)
@@ -330,9 +335,10 @@ def _end(mode: str, process: subprocess.Popen[bytes], control_fd: int) -> None:
 
 
 def _collect(
-    process: subprocess.Popen[bytes], status_fd: int, limits: Limits, deadline: float
+    process: subprocess.Popen[bytes], status_fd: int, limits: Limits, deadline: float, switch: Switch | None = None
 ) -> tuple[dict[str, bytes], str | None]:
     """Read until all streams end. Returns the bytes by stream and why we stopped early: None, "wall" or "output".
+    Raises GradingError once the switch is thrown.
 
     What is there at the deadline is still read: the caller may have slept longer than the program ran."""
     assert process.stdout is not None and process.stderr is not None  # both are pipes
@@ -345,12 +351,16 @@ def _collect(
             (status_fd, "status"),
         ):
             selector.register(descriptor, selectors.EVENT_READ, name)
-        while selector.get_map():
+        if switch is not None:
+            selector.register(switch.descriptor, selectors.EVENT_READ, "switch")
+        while len(selector.get_map()) > (switch is not None):
             left = deadline - time.monotonic()
             late += left <= 0
             events = selector.select(max(left, 0))
             if late and (late > LATE_READS or not events):
                 return captured, "wall"
+            if any(key.data == "switch" for key, _ in events):
+                raise GradingError(INTERRUPTED)
             for key, _ in events:
                 chunk = os.read(key.fd, 65536)
                 if not chunk:

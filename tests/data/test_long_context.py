@@ -27,11 +27,10 @@ from glm5.data.long_context import (
     interleave,
     similar_order,
 )
-from glm5.data.recall import FORMS, NEEDLES, VARIANTS, recall_text, split_of, turns_bytes, turns_text
+from glm5.data.recall import FORMS, NEEDLES, SPLITS, VARIANTS, recall_text, split_of, turns_bytes, turns_text
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError
 from glm5.seeds import derive_seed
-from glm5.tasks import contract
 
 TOPICS = 4
 
@@ -221,7 +220,7 @@ def answers_of(text: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]
     st.sampled_from(VARIANTS),
     st.integers(1, 8),
     st.integers(0, 2000),
-    st.sampled_from(contract.SPLITS),
+    st.sampled_from(SPLITS),
 )
 def test_turns_ask_for_what_was_replied(
     index: int, needles: int, variant: str, questions: int, more: int, split: str
@@ -236,7 +235,7 @@ def test_turns_ask_for_what_was_replied(
     assert len(asked) == questions
     assert [(part, True) for _, part in asked] == [(p.removesuffix("\n"), m) for p, m in pieces if m]
     request = asked[0][0].split(",")[0]
-    assert contract.split_of(f"turns {request}") == split
+    assert split_of(f"turns {request}") == split
     assert request.split(" on ")[0] in FORMS
     replies = [reply for asked_for, reply in turns if asked_for == request]
     assert len(replies) == needles and len({r.split(":")[0] for r in replies}) == needles
@@ -284,10 +283,6 @@ def test_options_of_turns_are_checked() -> None:
             turns_text(0, 0, 1000, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="100 bytes hold no 2 needles and 1 questions; give"):
         turns_text(0, 0, 100)
-
-
-def test_the_split_is_that_of_the_tasks() -> None:
-    assert all(split_of(key) == contract.split_of(key) for key in map(str, range(200)))
 
 
 @pytest.mark.parametrize("kind", ["needle", "turns"])

@@ -153,8 +153,11 @@ def test_skills_count_what_is_solved(small: Any, tokenizer: Any, monkeypatch: py
         found = evaluate(small(), tokenizer, config, None)
         interval = wilson(solved, 6)
         assert found["skills"] == {
-            "arithmetic": {"score": solved / 6, "low": interval.low, "high": interval.high, "n": 6}
-        }
+            "arithmetic": {
+                "score": solved / 6, "low": interval.low, "high": interval.high, "n": 6,
+                "solved": "".join("01"[p.prompt in keys] for p in problems),
+            }
+        }  # fmt: skip
         assert gold.temperatures == {0.0}
     first = found["samples"][0]
     assert first["output"].startswith(str(problems[0].answer)) and first["reward"] == 1.0  # type: ignore[attr-defined]
@@ -185,7 +188,7 @@ def test_evaluate_returns_the_documented_layout(small: Any, tokenizer: Any, shar
     assert found["text"].keys() == {"bits_per_byte", "bytes"}
     assert list(found["skills"]) == ["arithmetic", "toolcall"] and list(found["needle"]) == ["40", "64"]
     for entry in found["skills"].values():
-        assert entry.keys() == {"score", "low", "high", "n"} and entry["n"] == 3
+        assert entry.keys() == {"score", "low", "high", "n", "solved"} and entry["n"] == len(entry["solved"]) == 3
     for entry in found["needle"].values():
         assert entry.keys() == {"score", "low", "high", "n", "chance"} and entry["n"] == 4
         assert entry["low"] <= entry["score"] <= entry["high"]

@@ -80,7 +80,9 @@ def test_sft_reads_conversations(shell: Any, recipe: Any, tmp_path: Path) -> Non
     data = tmp_path / "talk.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     path, run = recipe("pretrain", SFT.format(data=data))
-    assert shell.invoke("sft", path).code == 0
+    done = shell.invoke("sft", path)
+    assert done.code == 0
+    assert "talk: 2 conversations, 2 rows, " in done.out and "of them trained, rows filled to " in done.out
     (row,) = read_metrics(run / "metrics.jsonl")
     # In both conversations the same tokens are trained: what the template opens, one digit, and the end of the turn.
     assert row["loss"] > 0 and row["tokens"] % 2 == 0
@@ -102,6 +104,8 @@ def test_rl_stages_run_alone(shell: Any, recipe: Any, kind: str, family: str, mo
     assert done.code == 0, done.err
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     assert results["exact"]["mismatches"] == 0 < results["exact"]["tokens"]
+    (stage,) = results["stages"]
+    assert done.out.splitlines()[-1].startswith(f"{stage['name']}: reward {stage['numbers']['reward']:.3f}")
     if kind == "distill":  # a student is its own teacher: nothing to learn
         numbers = results["stages"][0]["numbers"]
         assert numbers["reverse_kl"] == 0 and numbers["grad_norm"] < 1e-6

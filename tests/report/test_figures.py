@@ -7,10 +7,12 @@ import re
 import struct
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm5.errors import ConfigError
+from glm5.report import figures
 from glm5.report.drawing import DARK, LIGHT
 from glm5.report.figures import Curve, lines
 
@@ -78,3 +80,43 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for wrong in (Curve("a", [1], [1, 2]), Curve("a", [1], [1], [1, 2], [1]), Curve("a", [1], [1], [1])):
         with pytest.raises(ValueError, match="a: x, y, low and high differ"):
             draw(None, [wrong])
+
+
+def test_bars_stand_on_each_other_and_are_told_in_words() -> None:
+    series = [figures.Series("a", [(0, 1.0), (1, 2.0)]), figures.Series("b", []), figures.Series("c", [(1, 4.0)])]
+    for stacked in (True, False):
+        panel = figures.bars("T", ["x", "y"], series, stacked=stacked)
+        assert panel is not None and panel.legend == [("a", "s0"), ("c", "s2")]
+        assert 'aria-label="T: a 1 to 2; c 4"' in panel.svg
+        assert panel.svg.count("fill: var(--s0)") == 2 and panel.svg.count("fill: var(--s2)") == 1
+    assert figures.bars("T", ["x"], [figures.Series("a", [])]) is None
+
+
+@pytest.mark.parametrize(
+    ("stacked", "expected"),
+    [(True, [(0, 0, 1), (1, 0, 2), (1, 2, 4)]), (False, [(-0.21, 0, 1), (0.79, 0, 2), (1.21, 0, 4)])],
+)
+def test_bars_stand_where_they_should(
+    monkeypatch: pytest.MonkeyPatch, stacked: bool, expected: list[tuple[float, float, float]]
+) -> None:
+    """(middle, foot, height) of every bar."""
+    from matplotlib.figure import Figure
+
+    found: list[Any] = []
+
+    def draw_svg(title: str, draw: Any) -> figures.Markup:
+        axes = Figure().add_subplot()
+        monkeypatch.setattr(figures, "SERIES", ["red"] * 6)  # our own names of colours are known while drawing only
+        draw(axes)
+        found.extend((bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()) for bar in axes.patches)
+        return figures.Markup("")
+
+    monkeypatch.setattr(figures, "draw_svg", draw_svg)
+    series = [figures.Series("a", [(0, 1.0), (1, 2.0)]), figures.Series("c", [(1, 4.0)])]
+    figures.bars("T", ["x", "y"], series, stacked=stacked)
+    assert [pytest.approx(bar) for bar in found] == expected
+
+
+def test_figures_describe_themselves() -> None:
+    panel = figures.curves("Reward", [figures.Series("rl", [(1, 0.5), (2, 0.1), (3, 0.75)])])
+    assert panel is not None and 'aria-label="Reward: rl 0.50 to 0.75, between 0.10 and 0.75"' in panel.svg

@@ -13,7 +13,7 @@ import pytest
 from glm5.errors import DataError, MissingExtraError
 from glm5.report import build_report
 from glm5.report.results import load_run
-from glm5.report.sections import comparisons, forgetting, needle
+from glm5.report.sections import comparisons, forgetting_table, needle
 
 WriteRun = Callable[..., Path]
 PageOf = Callable[[Path], tuple[str, Any]]
@@ -28,8 +28,9 @@ def whole(
 
 def test_a_whole_run_has_every_section_in_order(whole: tuple[str, Any]) -> None:
     _, page = whole
-    assert page.headings == ["stages", "forgetting", "curves", "retrieval", "drafting", "samples", "notes"]
-    assert sum(tag == "svg" for tag, _ in page.tags) == 4 + 3 + 1 + 2 + 5 + 2 + 1 + 2
+    assert page.headings == ["stages", "forgetting", "curves", "policy", "retrieval", "drafting", "samples", "notes"]
+    # RL: reward, entropy, length and masked share of four stages, staleness, a reward model, reverse KL
+    assert sum(tag == "svg" for tag, _ in page.tags) == 4 + 3 + 1 + 2 + 4 * 4 + 3 + 1 + 2
     text = " ".join(page.text.split())
     for said in (
         "took a “nano” model of 1,597,984 parameters through 10 stages",
@@ -194,7 +195,7 @@ def test_an_unfinished_run_needs_no_recipe(
     if recipe is not None:
         (folder / "recipe.toml").write_text(recipe)
     _, page = page_of(folder)
-    assert page.headings == ["stages", "curves", "notes"]
+    assert page.headings == ["stages", "curves", "policy", "notes"]
     assert "Reinforcement learning" in page.text  # by its metrics, where the kind is unknown
     assert "glm5 pipeline runs/other/recipe.toml" in page.text
 
@@ -257,15 +258,19 @@ def test_without_matplotlib_the_extra_is_named(
 
 
 def test_the_table_of_forgetting_calls_changes_by_their_interval(results: dict[str, Any], write_run: WriteRun) -> None:
-    table = forgetting(load_run(write_run(results)).results)
+    table = forgetting_table(load_run(write_run(results)).results)
     assert table is not None
     assert table.headings == ["after stage", "arithmetic", "toolcall", "bugfix", "general", "bits per byte"]
     verdicts = {name: [cell.change.verdict if cell.change else None for cell in cells] for name, cells in table.rows}
     assert verdicts["pretrain"] == [None] * 5
     assert verdicts["sft"] == ["better"] * 4 + ["worse"]
-    assert verdicts["reasoning"] == ["better", "same", "same", "same", "same"]
+    assert verdicts["reasoning"] == ["better", "same", "same", "same", "worse"]  # bits: than the 2.471 of sparse
     assert verdicts["agentic"] == ["worse", "same", "better", "same", "worse"]
+    assert verdicts["general"] == ["worse", "worse", "same", "better", "worse"]
+    assert verdicts["distill"] == ["same"] * 4 + ["worse"]  # arithmetic: than the 0.78 of reasoning
     assert verdicts["warmup"][-1] == "same"
+    rows = dict(table.rows)
+    assert rows["agentic"][0].remark == "since reasoning, −0.28\u00a0to\u00a0−0.03" and rows["pretrain"][0].remark == ""
 
 
 def test_retrieval_compares_dense_sparse_and_last(results: dict[str, Any], write_run: WriteRun) -> None:

@@ -1,4 +1,4 @@
-"""What distinguishes the RL stages: advantages, losses, the reward model and the teachers."""
+"""What distinguishes the RL stages: advantages, losses and the reward model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ import torch
 from glm5.chat import Tokenizer, render_chat
 from glm5.config.recipe import (
     AgenticStage,
-    DistillStage,
-    FamilyConfig,
     GeneralStage,
     OptimConfig,
     ReasoningStage,
     RewardModelConfig,
 )
-from glm5.engine.engine import Engine
-from glm5.errors import ConfigError
 from glm5.obs.metrics import MetricsWriter, read_metrics
-from glm5.records import Message, Outcome, SamplingParams, Trajectory, Turn
+from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
-from glm5.rl.algos.distill import Distillation, domain_teachers
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.learner import Learner, PolicyBatch
+from glm5.rl.learner import PolicyBatch
 from glm5.rl.reward_model import RewardModel, train_reward_model
-from glm5.tasks import families
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)
 
@@ -96,107 +90,6 @@ def test_agentic_centres_and_leaves_the_environment_out() -> None:
     kept = ratio.where((ratio > 0.7) & (ratio < 1.6), torch.zeros(()))
     share = batch.mask / batch.mask.sum(1, keepdim=True) / 3
     assert torch.allclose(gradient_of(algorithm, batch), -share * kept * batch.advantages, atol=1e-14)
-
-
-# ------------------------------------------------------------------------------------------------------ distillation
-
-
-def distill_stage(**options: Any) -> DistillStage:
-    return DistillStage(
-        kind="distill", name="d", optim=OPTIM, teachers={}, row_length=32, temperature=0.9, **{"families": []} | options
-    )
-
-
-def played(student: Any, count: int = 6, domain: str = "toy") -> list[list[Trajectory]]:
-    """Groups of one, sampled from the student."""
-    prompts = [[(7 * i + k) % 40 for k in range(i % 6 + 2)] for i in range(count)]
-    params = [SamplingParams(max_tokens=4 + i % 3, temperature=0.9, ignore_eos=True) for i in range(count)]
-    groups = []
-    for i, done in enumerate(Engine(student).generate(prompts, params)):
-        turn = Turn(tuple(prompts[i]), tuple(done.token_ids), tuple(done.logprobs), tuple(done.weight_versions), "stop")
-        groups.append([Trajectory("p", domain, i, [turn], 0.0, Outcome.FAILED)])
-    return groups
-
-
-def test_a_teacher_equal_to_the_student_changes_nothing(small: Any) -> None:
-    student = small()
-    algorithm = Distillation(distill_stage(), {"toy": student.clone()})
-    rows, _ = algorithm.samples(played(student))
-    batch = Learner(student, OPTIM, row_length=32, temperature=0.9).forward(rows)
-    loss, stats = algorithm.loss(batch)
-    loss.backward()
-    assert stats.numbers()["reverse_kl"] == 0.0  # bit for bit: the advantages are differences of equal numbers
-    assert all(p.grad is None or not p.grad.any() for p in student.parameters())
-
-
-def test_distillation_loss_and_gradient(small: Any) -> None:
-    student, first, second = small(seed=0), small(seed=5), small(seed=6)
-    groups = played(student, 4, "one") + played(student, 3, "two")
-    algorithm = Distillation(distill_stage(), {"one": first, "two": second})
-    rows, _ = algorithm.samples(groups)
-    assert [row.teacher for row in rows] == ["one"] * 4 + ["two"] * 3
-    batch = Learner(student, OPTIM, row_length=32, temperature=0.9).forward(rows)
-    student_lp = batch.logprobs.detach()
-    # The teachers' own view of the same tokens, one engine call per row, at the temperature of the rollout.
-    teacher_lp = torch.zeros_like(student_lp)
-    for i, row in enumerate(rows):
-        scores = Engine(first if i < 4 else second).score([row.ids], 0.9)[0]
-        picked = [scores[k - 1] for k, m in enumerate(row.loss_mask) if m]
-        teacher_lp[i, : len(picked)] = torch.tensor(picked)
-    assert torch.equal(batch.advantages, teacher_lp)
-    advantage = teacher_lp - student_lp
-    loss, stats = algorithm.loss(batch)
-    share = batch.mask / batch.mask.sum(1, keepdim=True) / 7
-    (gradient,) = torch.autograd.grad(loss, batch.logprobs)
-    assert torch.allclose(gradient, -share * advantage, atol=1e-6)  # on-policy: r = rho = 1
-    assert float(loss.detach()) == pytest.approx(float(-(share * advantage).sum()), abs=1e-5)
-    assert stats.numbers()["reverse_kl"] == pytest.approx(float(-advantage[batch.mask].mean()), abs=1e-5)
-
-
-def test_a_domain_without_teacher_is_refused(small: Any) -> None:
-    student = small()
-    algorithm = Distillation(distill_stage(), {"one": student})
-    groups = played(student, 2, "one") + played(student, 1, "two")
-    with pytest.raises(ConfigError, match=r'no teacher for the domain "two" \(domains with one: one\)'):
-        algorithm.samples(groups)
-
-
-def test_each_domain_has_one_teacher(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.FAMILIES, "toy2", families.FAMILIES["toy"])  # type: ignore[arg-type]
-    names = ("toy", "arithmetic", "toy2")
-    stage = distill_stage(families=[FamilyConfig(name=name) for name in names])
-    same = stage.model_copy(update={"teachers": {"toy": "rl", "arithmetic": "sft", "toy2": "rl"}})
-    assert domain_teachers(same) == {"toy": "rl", "reasoning": "sft"}
-    two = stage.model_copy(update={"teachers": {"toy": "rl", "arithmetic": "sft", "toy2": "sft"}})
-    with pytest.raises(ConfigError, match=r'toy and toy2 are both of the domain "toy", .* "rl" and "sft"'):
-        domain_teachers(two)
-    none = stage.model_copy(update={"teachers": {"toy": "rl", "toy2": "rl"}})
-    with pytest.raises(ConfigError, match=r"no teacher for arithmetic: set teachers\.arithmetic"):
-        domain_teachers(none)
-
-
-def test_the_expected_advantage_is_minus_the_reverse_kl(small: Any) -> None:
-    student, teacher = small(seed=0), small(seed=5)
-    prompt = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad():
-        p, q = (torch.log_softmax(m(prompt).logits[0, -1] / 0.9, -1) for m in (student, teacher))
-    kl = float((p.exp() * (p - q)).sum())
-    params = SamplingParams(max_tokens=1, temperature=0.9, ignore_eos=True, n=1500, seed=1)
-    drawn = [c.token_ids[0] for c in Engine(student).generate(prompt.tolist(), params)]
-    mean = sum(float(q[t] - p[t]) for t in drawn) / len(drawn)
-    spread = float((p.exp() * (q - p) ** 2).sum() - kl**2) ** 0.5 / len(drawn) ** 0.5
-    assert kl > 0.05 and abs(mean + kl) < 4 * spread
-
-
-def test_distillation_pulls_the_student_to_its_teacher(small: Any) -> None:
-    student, teacher = small(seed=0, initializer_range=0.1), small(seed=5, initializer_range=0.1)
-    algorithm = Distillation(distill_stage(), {"toy": teacher})
-    learner = Learner(student, OPTIM, row_length=64, temperature=0.9)
-    kls = []
-    for _ in range(6):
-        rows, _ = algorithm.samples(played(student, 24))
-        kls.append(learner.step(rows, algorithm.loss, 5e-3)["reverse_kl"])
-    assert kls[-1] < 0.75 * kls[0]
 
 
 # -------------------------------------------------------------------------------------------------------- general RL

@@ -18,7 +18,7 @@ from glm5.records import Outcome, Trajectory
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.buffer import staleness
-from glm5.rl.loop import TIMES, PolicyLoop, PromptStream
+from glm5.rl.loop import TIMES, PolicyLoop
 
 LIMITS: dict[str, Any] = dict(max_tokens=8, max_context=80, row_length=80, max_turns=4)
 
@@ -317,26 +317,6 @@ def test_an_asynchronous_run_can_be_interrupted_too(
     run(resumed, tokenizer, stage, again)
     assert_same(whole, resumed)
     assert numbers_of(again) == numbers_of(io)
-
-
-# ------------------------------------------------------------------------------------------------------------- prompts
-
-
-def test_families_take_turns_by_weight(toy: str, tokenizer: Any) -> None:
-    families = [
-        FamilyConfig(name="toy", weight=3.0),
-        FamilyConfig(name="arithmetic", weight=1.0),
-        FamilyConfig(name="toolcall", weight=2.0, render_tools=False),
-    ]
-    stage = reasoning(families=families, max_context=200)
-    stream = PromptStream(families, 5)
-    episodes = [stream.episode(g, tokenizer, stage) for g in range(120)]
-    kinds = [e.env.domain for e in episodes]
-    assert [abs(kinds.count(d) - n) <= 2 for d, n in (("toy", 60), ("reasoning", 20), ("toolcall", 40))] == [True] * 3
-    assert all(2 <= kinds[i : i + 12].count("toy") <= 9 for i in range(108))
-    again = PromptStream(families, 5).episode(77, tokenizer, stage)
-    assert again.pending() == episodes[77].pending() and again.group == 77
-    assert len({e.env.problem for e in episodes}) == 120
 
 
 def test_seeds_of_turns_do_not_depend_on_scheduling(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:

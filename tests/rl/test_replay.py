@@ -20,7 +20,7 @@ from glm5.records import Outcome, Trajectory, Turn
 from glm5.rl import learner as learner_module
 from glm5.rl import replay
 from glm5.rl.algos.agentic import AgenticRL
-from glm5.rl.algos.distill import Distillation
+from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import Learner
 from glm5.rl.loop import TIMES, PolicyLoop
@@ -37,7 +37,7 @@ def trajectory(group: int = 0, logprob: float = -0.1, reward: float = 0.0) -> Tr
         Turn((1, 2), (3, 4), (logprob, -2.5), (0, 1), "stop"),
         Turn((1, 2, 3, 4, 9), (5,), (-0.0,), (1,), "length"),
     ]
-    return Trajectory("p/1", "toy", group, turns, reward, Outcome.SOLVED, {"error": "ü", "n": [1, 2.5, None]})
+    return Trajectory("p/1", "toy", group, turns, reward, Outcome.SOLVED, {"error": "ü", "n": [1, 2.5, None]}, "ü")
 
 
 # ----------------------------------------------------------------------------------------------------- records
@@ -62,6 +62,7 @@ def turn_lists(draw: Any) -> list[Turn]:
 TRAJECTORIES = st.builds(
     Trajectory, problem=st.text(), domain=st.text(), group=st.integers(0, 9), turns=turn_lists(), reward=FLOATS,
     outcome=st.sampled_from(list(Outcome)), detail=st.dictionaries(st.text(), st.integers() | st.text(), max_size=2),
+    teacher=st.text(),
 )  # fmt: skip
 
 
@@ -128,6 +129,7 @@ def test_batches_are_told_apart(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda row: row.pop("group"), '"group" is missing'),
+        (lambda row: row.update(teacher=3), '"teacher" is not a text'),
         (lambda row: row.update(group=1.5), '"group" is not a whole number'),
         (lambda row: row.update(group=True), '"group" is not a whole number'),
         (lambda row: row.update(problem=3), '"problem" is not a text'),
@@ -199,7 +201,7 @@ def distill(**changes: Any) -> DistillStage:
 
 def algorithm_of(stage: PolicyStage, teacher: Any) -> Any:
     if isinstance(stage, DistillStage):
-        return Distillation(stage, {"toy": teacher})
+        return Distillation(stage, {"x": ModelTeacher(teacher, 64)})
     return AgenticRL(stage) if isinstance(stage, AgenticStage) else ReasoningRL(stage)  # type: ignore[arg-type]
 
 

@@ -1,22 +1,16 @@
-"""Pre-training and SFT: what their batches hold, and that they learn."""
+"""Pre-training: what its batches hold, and that it learns."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from glm5.config.recipe import FamilyConfig, OptimConfig, PretrainStage, SftStage
+from glm5.config.recipe import OptimConfig, PretrainStage
 from glm5.data.loader import StreamLoader
-from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
 from glm5.seeds import derive_seed
-from glm5.train import pretrain, sft
+from glm5.train import pretrain
 
 OPTIM = OptimConfig(steps=25, lr=1e-2, final_lr=2e-3, warmup=3, save_every=0)
 
@@ -83,73 +77,3 @@ def test_the_balance_loss_reaches_the_gradient(small: Any, tokenizer: Any, shard
         pretrain.run(model, stage, shard, tokenizer, stage_io(str(weight)), seed=0)
         ends.append(model.state_dict()["model.layers.1.mlp.gate.weight"])
     assert not torch.equal(*ends)
-
-
-# ------------------------------------------------------------------------------------------------------------- SFT
-
-
-def sft_stage(**options: Any) -> SftStage:
-    return SftStage(kind="sft", name="sft", optim=OPTIM, rows=2, row_length=80, **options)
-
-
-@settings(max_examples=25)
-@given(st.lists(st.integers(1, 80), min_size=1, max_size=30), st.integers(0, 2))
-def test_every_conversation_comes_once_per_epoch(lengths: list[int], seed: int) -> None:
-    rows = [([i] * n, [True] * n) for i, n in enumerate(lengths)]
-    batch_of = sft.row_batches(rows, sft_stage(), seed)
-    order: list[int] = []
-    step = 0
-    while len(order) < 3 * len(rows):
-        batch = batch_of(step)
-        step += 1
-        names = [
-            (row, number) for row in range(batch.ids.shape[0]) for number in range(int(batch.documents[row].max()) + 1)
-        ]
-        here = [int(batch.ids[r][batch.documents[r] == n][0]) for r, n in names]
-        used = sum(lengths[i] for i in here)
-        assert used <= 160
-        for (r, n), i in zip(names, here, strict=True):
-            assert batch.ids[r][batch.documents[r] == n].tolist() == [i] * lengths[i]
-        order += here
-    counts = [order.count(i) for i in range(len(rows))]
-    assert max(counts) - min(counts) <= 2  # the last batches may reach into the next epoch
-    direct = sft.row_batches(rows, sft_stage(), seed)(step - 1)
-    assert torch.equal(direct.ids, batch_of(step - 1).ids)
-
-
-def test_generated_conversations_follow_the_weights() -> None:
-    families = [
-        FamilyConfig(name="arithmetic", weight=3.0, options={"levels": [1], "thinking": True}),
-        FamilyConfig(name="toolcall", weight=1.0, render_tools=False),
-        FamilyConfig(name="toolcall", weight=1.0),
-    ]
-    found = sft.generated_conversations(sft_stage(families=families, conversations=50), seed=0)
-    assert len(found) == 50
-    assert [c.thinking for c in found] == [True] * 30 + [False] * 20
-    assert [bool(c.tools) for c in found] == [False] * 40 + [True] * 10
-    assert found == sft.generated_conversations(sft_stage(families=families, conversations=50), seed=0)
-
-
-def test_sft_learns_leaves_indexers_alone_and_reuses_its_file(
-    small: Any, tokenizer: Any, stage_io: Any, tmp_path: Path
-) -> None:
-    families = [FamilyConfig(name="arithmetic", options={"levels": [1], "thinking": False})]
-    stage = sft_stage(families=families, conversations=40)
-    model, io = small(vocab_size=tokenizer.vocab_size), stage_io()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    sft.run(model, stage, tokenizer, io, seed=0)
-    rows = read_metrics(io.metrics.path)
-    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
-    for name, tensor in model.state_dict().items():
-        if ".indexer." in name:
-            assert torch.equal(tensor, before[name]), name
-    written = (io.folder / "conversations.jsonl").read_bytes()
-    assert len(written.splitlines()) == 40 and json.loads(written.splitlines()[0])["thinking"] is False
-
-    # The same file as `data` gives the same run.
-    (tmp_path / "own.jsonl").write_bytes(written)
-    other = small(vocab_size=tokenizer.vocab_size)
-    sft.run(other, sft_stage(data=str(tmp_path / "own.jsonl")), tokenizer, stage_io("other"), seed=0)
-    assert all(torch.equal(t, other.state_dict()[n]) for n, t in model.state_dict().items())
-    with pytest.raises(DataError, match="does not exist"):
-        sft.run(other, sft_stage(data=str(tmp_path / "no.jsonl")), tokenizer, stage_io("third"), seed=0)

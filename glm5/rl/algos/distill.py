@@ -1,78 +1,119 @@
-"""On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (§3.5)."""
+"""On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (Eq. 2, §3.5).
+
+    A_t = sg[ log pi_teacher(y_t) - log pi_theta(y_t) ]    in the place of the advantage in Eq. 1; y from the student
+
+Samples come from the student's rollouts, one per prompt. Every prompt is tagged with one teacher. The expectation of
+A_t is minus the reverse KL(student || teacher) per token, so teacher = student means no change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from glm5.config.recipe import DistillStage
-from glm5.data.packing import pack_batch
+from glm5.data.packing import Batch, pack_batch
+from glm5.engine.engine import Engine
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import distillation
-from glm5.rl.learner import PolicyBatch, packed_logprobs
+from glm5.rl.learner import ROWS_PER_STEP, PolicyBatch, packed_logprobs
 from glm5.rl.losses import IcePop, Statistics, policy_loss
-from glm5.tasks import make_family
 from glm5.tasks.episode import to_samples
 
 
-def domain_teachers(stage: DistillStage) -> dict[str, str]:
-    """Domain -> name of the stage that teaches it. A prompt has one teacher, found by its domain, so this raises
-    ConfigError for a family without one, and for two families of one domain that name different ones."""
-    found: dict[str, tuple[str, str]] = {}
-    for config in stage.families:
-        if config.name not in stage.teachers:
-            raise ConfigError(f"{stage.name} has no teacher for {config.name}: set teachers.{config.name}.")
-        domain, teacher = make_family(config.name, **config.options).domain, stage.teachers[config.name]
-        first, other = found.setdefault(domain, (config.name, teacher))
-        if other != teacher:
-            raise ConfigError(
-                f'{stage.name}: {first} and {config.name} are both of the domain "{domain}", but their teachers are '
-                f'"{other}" and "{teacher}"; give them the same teacher, or distil them in two stages.'
-            )
-    return {domain: teacher for domain, (_, teacher) in found.items()}
+class Teacher(Protocol):
+    """Whatever can say how likely tokens are: a forward pass like the learner's, or an inference engine."""
+
+    def score(self, rows: Sequence[TrainSample], temperature: float) -> list[list[float]]:
+        """Log-probabilities of the sampled tokens of every row (those of its loss mask, in their order)."""
+        ...
+
+
+class ModelTeacher:
+    """The learner's way: packed rows through a model's forward pass. `source` is a model, or the directory of one,
+    which is read when it is needed first and kept; with `keep=False` it is read for every call and forgotten."""
+
+    def __init__(
+        self, source: GLM5ForCausalLM | Path | str, row_length: int, *, exact: bool = True, keep: bool = True
+    ) -> None:
+        self._source, self._row_length, self._exact, self._keep = source, row_length, exact, keep
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[TrainSample], temperature: float) -> list[list[float]]:
+        model = self._model()
+        width = max(self._row_length, max(len(row.ids) for row in rows))
+        whole, places = pack_batch([(row.ids, row.loss_mask) for row in rows], width)
+        found: list[float] = []
+        for at in range(0, len(whole.ids), ROWS_PER_STEP):
+            span = slice(at, at + ROWS_PER_STEP)
+            part = Batch(whole.ids[span], whole.documents[span], whole.loss_mask[span])
+            found += packed_logprobs(model, part, temperature, self._exact)[0].tolist()
+        values = iter(found)
+        scores: list[list[float]] = [[] for _ in rows]
+        for i in sorted(range(len(rows)), key=lambda i: (places[i].row, places[i].start)):
+            scores[i] = [next(values) for wanted in rows[i].loss_mask if wanted]
+        return scores
+
+    def _model(self) -> GLM5ForCausalLM:
+        if isinstance(self._source, GLM5ForCausalLM):
+            return self._source
+        model = GLM5ForCausalLM.from_pretrained(self._source).eval()
+        if self._keep:
+            self._source = model
+        return model
+
+
+class EngineTeacher:
+    """The inference engine's way, as in the paper: a row at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def score(self, rows: Sequence[TrainSample], temperature: float) -> list[list[float]]:
+        scores = self._engine.score([row.ids for row in rows], temperature)
+        return [
+            [score[i - 1] for i, wanted in enumerate(row.loss_mask) if wanted]
+            for row, score in zip(rows, scores, strict=True)
+        ]
 
 
 class Distillation:
-    """Samples come from the student; each prompt is tagged with one teacher, the final checkpoint of an earlier stage.
+    """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to their teachers, which score one after
+    the other. The metrics have `reverse_kl` of all tokens and `reverse_kl/NAME` of every teacher's."""
 
-    A_t = sg[log pi_teacher(y_t) - log pi_student(y_t)] takes the advantage's place in Eq. 1, group size 1. Its
-    expectation is minus the reverse KL, so teacher = student means no change. `teachers` maps a domain to its model;
-    `samples` raises ConfigError for a domain that has none.
-    """
-
-    def __init__(self, stage: DistillStage, teachers: Mapping[str, GLM5ForCausalLM]) -> None:
+    def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
         self.stage, self.teachers = stage, teachers
         self.objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
+        """Rows that hold the teachers' log-probabilities in the place of advantages; the student's are subtracted in
+        the loss. Raises ConfigError for a prompt whose tag names no teacher."""
         rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
-        for domain in dict.fromkeys(row.domain for row in rows):
-            if domain not in self.teachers:
-                known = ", ".join(self.teachers) or "none"
+        for name in dict.fromkeys(row.teacher for row in rows):
+            own = [row for row in rows if row.teacher == name]
+            if name not in self.teachers:
                 raise ConfigError(
-                    f'{self.stage.name}: no teacher for the domain "{domain}" (domains with one: {known}); give its '
-                    "family a teacher, or leave it out of the stage."
+                    f'{self.stage.name}: a prompt of the domain "{own[0].domain}" is tagged with the teacher "{name}", '
+                    f"but there is none of this name (there is: {', '.join(self.teachers) or 'none'})."
                 )
-            self._score(self.teachers[domain], [row for row in rows if row.domain == domain], domain)
+            for row, scores in zip(own, self.teachers[name].score(own, self.stage.temperature), strict=True):
+                values = iter(scores)
+                row.advantages = [next(values) if wanted else 0.0 for wanted in row.loss_mask]
         return rows, {}
 
-    @torch.no_grad()
-    def _score(self, teacher: GLM5ForCausalLM, rows: Sequence[TrainSample], name: str) -> None:
-        """Write the teacher's log-probabilities into the advantages; the student's are subtracted in the loss."""
-        width = max(self.stage.row_length, max(len(row.ids) for row in rows))
-        batch, places = pack_batch([(row.ids, row.loss_mask) for row in rows], width)
-        logprobs = iter(packed_logprobs(teacher, batch, self.stage.temperature)[0].tolist())
-        for i in sorted(range(len(rows)), key=lambda i: (places[i].row, places[i].start)):
-            rows[i].advantages = [next(logprobs) if wanted else 0.0 for wanted in rows[i].loss_mask]
-            rows[i].teacher = name
-
     def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
+        """The loss of a micro-batch whose `advantages` are the teachers' log-probabilities."""
         advantages = distillation(batch.advantages, batch.logprobs)
         loss, statistics = policy_loss(self.objective, replace(batch, advantages=advantages), "sequence")
         statistics.tokens_mean("reverse_kl", -advantages, batch.mask)
+        for name in dict.fromkeys(sample.teacher for sample in batch.samples):
+            own = torch.tensor([sample.teacher == name for sample in batch.samples], device=batch.mask.device)
+            statistics.tokens_mean(f"reverse_kl/{name}", -advantages, batch.mask & own[:, None])
         return loss, statistics

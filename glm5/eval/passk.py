@@ -1,0 +1,59 @@
+"""pass@k: how likely at least one of k sampled answers to a problem is right, from n >= k samples a problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, pvariance
+
+from glm5.errors import ConfigError
+from glm5.stats import wilson
+
+_CONFIDENCE_Z = 1.959963984540054  # the normal quantile of a 95 % interval
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n-c, k) / C(n, k) for one problem with c right ones among n samples (Chen et al.,
+    arXiv:2107.03374, Eq. 1). k = 1 gives c/n. ConfigError unless 0 <= c <= n and 1 <= k <= n."""
+    if not (0 <= passed <= samples and 1 <= k <= samples):
+        raise ConfigError(f"pass@{k} cannot be told from {passed} right of {samples} samples; draw at least k samples.")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
+    """pass@k over problems with `passed[i]` right ones among `samples` samples each, and its 95 % interval.
+
+    The interval is over problems, whose samples belong together: Wilson's, for as many independent right-or-wrong
+    answers as would have the spread that the values of the problems have. With one sample a problem, and wherever the
+    values are 0 and 1 only, that is `wilson` itself; it lies within [0, 1] and has a width even where all values agree.
+    """
+    values = [pass_at_k(samples, right, k) for right in passed]
+    if not values:
+        raise ConfigError(f"pass@{k} of no problems is not a number; set evaluation.problems.")
+    mean, problems = fmean(values), len(values)
+    low, high = _interval(mean, _effective(mean, pvariance(values), problems, samples))
+    return {"score": mean, "low": low, "high": high, "n": problems}
+
+
+def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """`pass_score` by k, written as text as in results.json."""
+    return {str(k): pass_score(passed, samples, k) for k in sorted(set(ks))}
+
+
+def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
+    """Number of independent answers with the variance of this mean. At most all samples count; at a mean of 0 or 1,
+    where the spread tells nothing, only the problems do."""
+    if variance == 0.0:
+        return float(problems) if mean in (0.0, 1.0) else float(problems * samples)
+    return min(float(problems * samples), max(float(problems), problems * mean * (1.0 - mean) / variance))
+
+
+def _interval(mean: float, n: float) -> tuple[float, float]:
+    """Wilson's limits for a share that need not be a whole number of `n`."""
+    if mean in (0.0, 1.0):
+        found = wilson(round(mean * n), round(n))
+        return found.low, found.high
+    z2 = _CONFIDENCE_Z**2
+    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = _CONFIDENCE_Z / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,0 +1,144 @@
+"""Which problem a group of rollouts is about: mixtures of families, filtered by difficulty, tagged with teachers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm5.chat import Tokenizer
+from glm5.config.recipe import DistillStage, FamilyConfig, PolicyStage
+from glm5.errors import ConfigError, RolloutError
+from glm5.obs.logs import get_logger
+from glm5.records import Completer, SamplingParams
+from glm5.seeds import derive_seed
+from glm5.tasks import Episode, Family, Mixture, make_family
+from glm5.tasks.difficulty import (
+    DifficultySampler,
+    PassCount,
+    family_key,
+    measure_pass_rates,
+    read_pass_counts,
+    write_pass_counts,
+)
+
+FIRST, SPAN = 1_000_000, 100_000
+"""Rollouts use problems that the demonstrations of SFT did not: the endless training split from FIRST on, and SPAN of
+it for every seed."""
+
+EPISODES = 256
+"""Episodes that are measured together; their counts are saved before the next ones begin."""
+
+_log = get_logger(__name__)
+
+
+class PromptStream:
+    """Group number -> problem of the training split: a function of the group number, the stage and the seed.
+
+    The first n groups hold every family's share of n within one, so batches have the wanted ratios as closely as whole
+    numbers allow. No family skips or repeats a problem; those that are listed several times with equal options divide
+    their problems. Families with a `difficulty` need `measure` first.
+    """
+
+    def __init__(self, stage: PolicyStage, seed: int) -> None:
+        """Raises ConfigError for unknown families and options, and for weights that are no mixture."""
+        self.stage, self._seed = stage, seed
+        self._families: list[Family] = [make_family(f.name, **f.options) for f in stage.families]
+        self._mixture = Mixture([f.weight for f in stage.families])
+        self._first = FIRST + seed % 1000 * SPAN
+        self._keys = [family_key(f.name, f.options, f.render_tools) for f in stage.families]
+        sources = [(family_key(f.name, f.options), f.difficulty) for f in stage.families]
+        self._copies = [sources.count(source) for source in sources]
+        self._places = [sources[:i].count(source) for i, source in enumerate(sources)]
+        self._labels = _labels(stage.families)
+        tries: dict[str, int] = {}
+        for key, config in zip(self._keys, stage.families, strict=True):
+            if config.difficulty and tries.setdefault(key, config.difficulty.tries) != config.difficulty.tries:
+                raise ConfigError(f"{stage.name}: {config.name} is measured with different `tries`; give one number.")
+        self._samplers: dict[int, DifficultySampler] = {}
+        self.numbers: dict[str, float] = {}
+        """Of `measure`, for the metrics: `pass_rate/NAME` and `kept_share/NAME` of every family with a difficulty."""
+
+    def episode(self, group: int, tokenizer: Tokenizer) -> Episode:
+        """A fresh episode of the problem of group number `group`."""
+        entry = self._mixture.domain(group)
+        config = self.stage.families[entry]
+        teacher = self.stage.teacher_of(config) if isinstance(self.stage, DistillStage) else None
+        return Episode(
+            self._families[entry].problem("train", self._index(entry, self._mixture.occurrence(group))).env(),
+            tokenizer,
+            max_turns=self.stage.max_turns,
+            max_context=self.stage.max_context,
+            group=group,
+            render_tools=config.render_tools,
+            teacher=teacher or "",
+        )
+
+    def _index(self, entry: int, occurrence: int) -> int:
+        draw = occurrence * self._copies[entry] + self._places[entry]
+        if self.stage.families[entry].difficulty is None:
+            return self._first + draw
+        if entry not in self._samplers:
+            raise ConfigError(f"{self.stage.name}: the difficulty of {self._labels[entry]} was not measured.")
+        return self._samplers[entry].index(draw)
+
+    def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
+        """Measure what the families' `difficulty` asks for, as far as `path` does not have it of this `policy` yet, and
+        leave out problems from now on. Raises DataError where none is left, RolloutError where none could be played."""
+        for entry, config in enumerate(self.stage.families):
+            if config.difficulty is None:
+                continue
+            label = self._labels[entry]
+            counts = self._counts(entry, completer, tokenizer, path, policy)
+            unseen = self._first + config.difficulty.problems
+            sampler = DifficultySampler(counts, config.difficulty, unseen, self._seed, f"{self.stage.name}: {label}")
+            self._samplers[entry] = sampler
+            rate = sum(count.rate for count in counts.values()) / len(counts)
+            self.numbers |= {f"pass_rate/{label}": rate, f"kept_share/{label}": len(sampler.kept) / len(counts)}
+            _log.info(
+                "%s: %d of %d problems of %s are kept; their pass rate is %.3f on average before the choice.",
+                self.stage.name, len(sampler.kept), len(counts), label, rate,
+            )  # fmt: skip
+
+    def _counts(
+        self, entry: int, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str
+    ) -> dict[int, PassCount]:
+        """Pass counts of the first problems of a family's part of the training split."""
+        stage, config, key = self.stage, self.stage.families[entry], self._keys[entry]
+        assert config.difficulty is not None
+        wanted = range(self._first, self._first + config.difficulty.problems)
+        known = read_pass_counts(path, policy, key) if path.exists() else {}
+        missing = [index for index in wanted if index not in known]
+        size = max(1, EPISODES // config.difficulty.tries)
+        for part in (missing[at : at + size] for at in range(0, len(missing), size)):
+            found = measure_pass_rates(
+                completer,
+                tokenizer,
+                self._families[entry],
+                part,
+                config.difficulty.tries,
+                SamplingParams(
+                    max_tokens=stage.max_tokens,
+                    temperature=stage.temperature,
+                    seed=derive_seed(self._seed, "difficulty", key, part[0]),
+                ),
+                max_turns=stage.max_turns,
+                max_context=stage.max_context,
+                render_tools=config.render_tools,
+            )
+            write_pass_counts(path, policy, key, found)
+            known |= found
+        counts = {index: known[index] for index in wanted if index in known}
+        if not counts:
+            raise RolloutError(
+                f"{stage.name}: the environment failed in every episode that was to measure the difficulty of "
+                f"{self._labels[entry]}, so nothing is known about it."
+            )
+        return counts
+
+
+def _labels(families: Sequence[FamilyConfig]) -> list[str]:
+    """How metrics call the families of a stage: by name, with a number where a name comes several times."""
+    names = [family.name for family in families]
+    often = Counter(names)
+    return [f"{name}.{names[:i].count(name) + 1}" if often[name] > 1 else name for i, name in enumerate(names)]

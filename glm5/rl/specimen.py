@@ -1,0 +1,156 @@
+"""One trajectory of an update, token by token, for people: what the loss saw of it and where the step moved it.
+
+While an algorithm computes its loss, `watch` looks at the tokens that pass through its equation and keeps the row with
+an advantage whose ratios are farthest from 1, the first of several; where all are 1, the one with the largest
+advantage. After the step its tokens are scored once more and written to `rollout.json` in the stage's folder. Nothing
+of it goes back into training, and it depends on the batch and the weights alone, so that a resumed run writes the same.
+Keys:
+
+    step, loss                               the update, as in `metrics.jsonl`, and the name of its equation
+    problem, domain, outcome, reward, teacher
+    tokens                                   [{text, loss, ...}, ...], a context and what was sampled after it
+
+Tokens with `loss` were sampled, and have `rho` = pi_theta / pi_rollout before the step, on which the loss decided,
+`ratio`, the same after it, `advantage`, `masked` (the loss left the token out), `clipped` (it limited its ratio) and
+`version`, the weights that sampled it. Bytes of a token that are no UTF-8 are spelled as \\xNN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.chat import Tokenizer
+from glm5.config.recipe import OptimConfig
+from glm5.files import atomic_write
+from glm5.records import TrainSample, Trajectory
+from glm5.rl.algos import Algorithm
+from glm5.rl.learner import Learner, PolicyBatch
+from glm5.rl.losses import Objective, Terms, Tokens
+from glm5.rl.losses.tokens import MAX_LOG_RATIO
+
+FILE = "rollout.json"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The sampled tokens of a row as the loss saw them, all [T] of the row's own length."""
+
+    sample: TrainSample
+    log_rho: Tensor
+    advantages: Tensor
+    masked: Tensor
+    clipped: Tensor
+
+
+class Specimen:
+    """Stands in an equation's place and passes everything on; remembers the row that `write` is about."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._seen: _Seen | None = None
+        self._rank = (-1.0, -1.0)
+
+    def __call__(self, tokens: Tokens) -> Terms:
+        terms = self.objective(tokens)
+        if isinstance(tokens, PolicyBatch) and tokens.samples:
+            self._look(tokens, terms)
+        return terms
+
+    @torch.no_grad()
+    def _look(self, tokens: PolicyBatch, terms: Terms) -> None:
+        log_rho = (tokens.old - tokens.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        zeros = torch.zeros_like(log_rho)
+        advantages = tokens.advantages.detach()
+        deviation = torch.where(tokens.mask, log_rho.abs(), zeros).amax(1).tolist()
+        credit = torch.where(tokens.mask, advantages.abs(), zeros).amax(1).tolist()
+        for i, rank in enumerate(zip(deviation, credit, strict=True)):
+            if rank[1] > 0.0 and rank > self._rank:
+                own = tokens.mask[i]
+                parts = (part[i][own].cpu() for part in (log_rho, advantages, terms.masked, terms.clipped))
+                self._seen, self._rank = _Seen(tokens.samples[i], *parts), rank
+
+    def write(
+        self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
+    ) -> bool:
+        """Write the row's file; call it after the step. False, and no file, where no row had an advantage."""
+        if self._seen is None:
+            return False
+        sample = self._seen.sample
+        with torch.no_grad():
+            batch = learner.forward([sample])
+        after = (batch.logprobs - batch.rollout_logprobs)[0].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        found = {"step": learner.version, "loss": type(self.objective).__name__}
+        found |= _origin(sample, groups)
+        found["tokens"] = _tokens(self._seen, after, tokenizer)
+        atomic_write(folder / FILE, json.dumps(found, allow_nan=False) + "\n")
+        return True
+
+
+def is_due(step: int, config: OptimConfig) -> bool:
+    """Whether a row of this update is written: of the last one, and where states are saved, for reports on the way."""
+    return step == config.steps or (config.save_every > 0 and step % config.save_every == 0)
+
+
+@contextmanager
+def watch(algorithm: Algorithm) -> Iterator[Specimen | None]:
+    """Look at what passes through an algorithm's `objective` while the block runs. None where it has none."""
+    objective = getattr(algorithm, "objective", None)
+    if objective is None:
+        yield None
+        return
+    specimen = Specimen(objective)
+    setattr(algorithm, "objective", specimen)  # noqa: B010 - the protocol does not promise the attribute
+    try:
+        yield specimen
+    finally:
+        setattr(algorithm, "objective", objective)  # noqa: B010
+
+
+def _origin(sample: TrainSample, groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+    """What is known of the trajectory that a row came from: one of its turns ends where the row ends."""
+    row = tuple(sample.ids)
+    for trajectory in (t for group in groups for t in group if t.group == sample.group):
+        if any((*turn.context_ids, *turn.output_ids) == row for turn in trajectory.turns):
+            return {
+                "problem": trajectory.problem,
+                "domain": trajectory.domain,
+                "outcome": str(trajectory.outcome),
+                "reward": _number(trajectory.reward),
+                "teacher": sample.teacher,
+            }
+    return {"domain": sample.domain, "teacher": sample.teacher}
+
+
+def _tokens(seen: _Seen, after: Tensor, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    columns = zip(
+        seen.log_rho.exp().tolist(),
+        after.exp().tolist(),
+        seen.advantages.tolist(),
+        seen.masked.tolist(),
+        seen.clipped.tolist(),
+        strict=True,
+    )
+    sample, found = seen.sample, []
+    for token, wanted, version in zip(sample.ids, sample.loss_mask, sample.weight_versions, strict=True):
+        text = tokenizer.decode_bytes([token]).decode("utf-8", "backslashreplace")
+        entry: dict[str, Any] = {"text": text, "loss": wanted}
+        if wanted:
+            rho, ratio, advantage, masked, clipped = next(columns)
+            entry |= {"ratio": _number(ratio), "rho": _number(rho), "advantage": _number(advantage)}
+            entry |= {"masked": masked, "clipped": clipped, "version": version}
+        found.append(entry)
+    return found
+
+
+def _number(value: float) -> float | None:
+    """Nine digits, which tell all fp32 numbers apart; None where there is no number."""
+    return float(f"{value:.9g}") if math.isfinite(value) else None
