@@ -168,8 +168,8 @@ class ReasoningStage(RewardStage):
     """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
 
     kind: Literal["reasoning"]
-    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
-    """PPO's old policy is the rollout's."""
+    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
+    """"grpo" is Eq. 1 without pop, blind to how engine and learner differ. PPO's old policy is the rollout's."""
 
 
 class AgenticStage(RewardStage):
@@ -202,7 +202,7 @@ class GeneralStage(RewardStage):
     """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
-    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
+    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
     reward_model: RewardModelConfig
 
 
