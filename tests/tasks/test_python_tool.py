@@ -153,7 +153,7 @@ def test_options_are_checked() -> None:
 class CountingSandbox:
     """Counts runs; `reasons` says why each was stopped, an exception breaks the run."""
 
-    def __init__(self, *reasons: str | None | Exception) -> None:
+    def __init__(self, *reasons: str | Exception | None) -> None:
         self.reasons, self.runs = list(reasons), 0
 
     def run_python(self, source: str, files: object = None, stdin: str = "") -> SandboxResult:
