@@ -187,7 +187,9 @@ class AgenticStage(RewardStage):
     env_ticks: int = 4
     """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
     push_every: int = 1
-    """Gradient updates between weight pushes; the optimizer state is reset at every push."""
+    """Gradient updates between weight pushes."""
+    reset_optimizer: bool = True
+    """Whether the optimizer forgets its state at every push, as in the paper (§4.1)."""
 
 
 class RewardModelConfig(Frozen):

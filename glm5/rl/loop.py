@@ -95,7 +95,6 @@ class PolicyLoop:
     ) -> None:
         self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
         self.seed = derive_seed(seed, "policy", stage.name)
-        asynchronous = isinstance(stage, AgenticStage)
         self.max_staleness = stage.max_staleness if isinstance(stage, AgenticStage) else 0
         self.train_ticks = stage.train_ticks if isinstance(stage, AgenticStage) else 0
         self.push_every = stage.push_every if isinstance(stage, AgenticStage) else 1
@@ -105,7 +104,7 @@ class PolicyLoop:
                 f"most max_staleness + 1 = {self.max_staleness + 1}."
             )
         self.env_ticks = stage.env_ticks if isinstance(stage, AgenticStage) else 0
-        self.reset_on_push = asynchronous
+        self.reset_on_push = isinstance(stage, AgenticStage) and stage.reset_optimizer
         self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
         self.learner = Learner(
             model,

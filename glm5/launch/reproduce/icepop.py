@@ -16,7 +16,7 @@ ARMS = {"pop": ("icepop", False), "pop-kl": ("icepop", True), "plain": ("grpo", 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """`kl_weight` is GRPO's."""
-    return policy.sizes(quick, steps, kl_weight=0.04, lr=4e-3, final_lr=4e-3)
+    return policy.sizes(quick, steps, kl_weight=0.04)
 
 
 class MismatchedLoop(PolicyLoop):

@@ -1,12 +1,12 @@
 """What the experiments on reinforcement learning share: a policy that can do half of it, updates, and held-out scores.
 
-The task is arithmetic with written-out working. A start is pre-trained on text and fine-tuned on demonstrations; all
-arms of one seed continue the same start on the same problems.
+The task is arithmetic with written-out working, unless an experiment names others. A start is pre-trained on text and
+fine-tuned on demonstrations; all arms of one seed continue the same start on the same problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from glm5.config.recipe import (
     EvalConfig,
     FamilyConfig,
     OptimConfig,
+    PolicyStage,
     PretrainStage,
     ReasoningStage,
     SftStage,
@@ -27,6 +28,7 @@ from glm5.launch.reproduce.plan import METRICS, Outcome, Points, Sizes, Work, th
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import SamplingParams
+from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.loop import PolicyLoop
@@ -55,16 +57,20 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
         "rows": 2 if quick else 16,
         "row_length": 64 if quick else 256,
         "dtype": "float32",
-        "lr": 2e-3,
-        "final_lr": 2e-3,
+        "optimizer": "muon",
+        "lr": 1e-4,
         "prompts": 2 if quick else 16,
         "group": 4 if quick else 16,
-        "levels": [1] if quick else [3],
+        "tasks": [{"name": "arithmetic", "options": {"levels": [1 if quick else 3], "thinking": True}}],
+        "max_tokens": 32,
+        "max_turns": 1,
+        "max_context": 96,
         "pretrain_steps": 2 if quick else 150,
         "middle_steps": 2 if quick else 40,
         "sft_steps": 2 if quick else 150,
         "sft_rows": 2 if quick else 8,
         "problems": 4 if quick else 500,
+        "sampled_problems": 2 if quick else 250,
         "samples": 2 if quick else 8,
         "model": dict(use_dsa=False, num_nextn_predict_layers=0, max_position_embeddings=512)
         | (small if quick else {}),
@@ -74,17 +80,24 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
 
 def training(s: Sizes) -> str:
     """What ran, for cards."""
+    tasks = ", ".join(f"{task.name} {task.options}" for task in families(s))
     return (
         f"the start, {s['pretrain_steps']} steps of {s['rows']} rows of {s['row_length']} tokens of text and "
-        f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations (arithmetic, level "
-        f"{' and '.join(map(str, s['levels']))}, with written-out working); then {s['steps']} updates of "
-        f"{s['prompts']} problems x {s['group']} rollouts at temperature 1, Muon at a constant rate of {s['lr']:g}."
+        f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations ({tasks}); then {s['steps']} updates of "
+        f"{s['prompts']} problems x {s['group']} rollouts at temperature 1, {s['optimizer']} at a constant rate of "
+        f"{s['lr']:g}."
     )
 
 
-def family(s: Sizes) -> FamilyConfig:
-    """The task."""
-    return FamilyConfig(name="arithmetic", options={"levels": s["levels"], "thinking": True})
+def families(s: Sizes) -> list[FamilyConfig]:
+    """The tasks, weights as for rollouts."""
+    return [FamilyConfig(render_tools=False, **task) for task in s["tasks"]]
+
+
+def demonstrated(s: Sizes) -> list[FamilyConfig]:
+    """The tasks, weights as for fine-tuning."""
+    shares = s.get("sft_weights", [1.0] * len(s["tasks"]))
+    return [task.model_copy(update={"weight": share}) for task, share in zip(families(s), shares, strict=True)]
 
 
 def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
@@ -112,16 +125,40 @@ def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
                 with _stage_io(work, name) as io:
                     dsa_adapt.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
         else:
-            optim = OptimConfig(steps=s["sft_steps"], lr=6e-3, final_lr=1e-3, warmup=5)
-            tuned = SftStage(
-                name="sft", kind="sft", families=[family(s)], conversations=20 * s["sft_steps"], bias_rate=1e-2,
-                rows=s["sft_rows"], row_length=s["row_length"], optim=optim,
-            )  # fmt: skip
-            with _stage_io(work, "sft") as io:
-                sft.run(model, tuned, work.tokenizer, io, work.seed)
+            tune(work, model, s["sft_steps"], 6e-3, 1e-3)
+    return keep(work, model)
+
+
+def keep(work: Work, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+    """Save the model as the run's, for arms that continue it."""
     model.requires_grad_(True).eval()
     model.save_pretrained(work.folder / "model")
     return model
+
+
+def tune(
+    work: Work,
+    model: GLM5ForCausalLM,
+    steps: int,
+    lr: float,
+    final_lr: float,
+    tasks: Sequence[FamilyConfig] | None = None,
+    name: str = "sft",
+) -> None:
+    """Fine-tune on demonstrations of `tasks` (None: all), in place."""
+    s = work.sizes
+    stage = SftStage(
+        name=name,
+        kind="sft",
+        families=list(tasks or demonstrated(s)),
+        conversations=20 * steps,
+        bias_rate=1e-2,
+        rows=s["sft_rows"],
+        row_length=s["row_length"],
+        optim=OptimConfig(steps=steps, lr=lr, final_lr=final_lr, warmup=5),
+    )
+    with _stage_io(work, name) as io:
+        sft.run(model, stage, work.tokenizer, io, work.seed)
 
 
 def _pretrain(work: Work, model: GLM5ForCausalLM, name: str, steps: int, lr: float, final_lr: float) -> None:
@@ -141,14 +178,24 @@ def _pretrain(work: Work, model: GLM5ForCausalLM, name: str, steps: int, lr: flo
 
 
 @contextmanager
-def _stage_io(work: Work, name: str, metrics: str | None = None):  # type: ignore[no-untyped-def]
+def _stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[StageIO]:
     folder = work.folder / name
     folder.mkdir(exist_ok=True)
     with MetricsWriter(work.folder / metrics if metrics else folder / METRICS) as writer:
         yield StageIO(name, folder, writer, lambda steps, numbers: None)
 
 
-Stage = ReasoningStage | AgenticStage
+def limits(s: Sizes) -> dict[str, int]:
+    """How long episodes may be."""
+    return {name: s[name] for name in ("max_tokens", "max_turns", "max_context")}
+
+
+def optimizer(s: Sizes) -> OptimConfig:
+    """That of policy updates."""
+    decay = 0.0 if s["optimizer"] == "adamw" else 0.1
+    return OptimConfig(
+        steps=s["steps"], lr=s["lr"], kind=s["optimizer"], weight_decay=decay, schedule="constant", save_every=0
+    )
 
 
 def stage_of(s: Sizes, kind: str, **own: Any) -> Any:
@@ -157,28 +204,39 @@ def stage_of(s: Sizes, kind: str, **own: Any) -> Any:
     values: dict[str, Any] = dict(
         name="rl",
         kind=kind,
-        families=[family(s)],
+        families=families(s),
         prompts=s["prompts"],
         group=s["group"],
-        max_tokens=32,
-        max_turns=1,
-        max_context=96,
+        **limits(s),
         row_length=s["row_length"],
         rollouts="fast",
-        optim=OptimConfig(steps=s["steps"], lr=s["lr"], schedule="constant", save_every=0),
+        optim=optimizer(s),
     )
     return (ReasoningStage if kind == "reasoning" else AgenticStage).model_validate(values | own)
 
 
 def learn(
-    work: Work, model: GLM5ForCausalLM, stage: Stage, name: str = "rl", loop: Callable[..., PolicyLoop] = PolicyLoop
+    work: Work,
+    model: GLM5ForCausalLM,
+    stage: PolicyStage,
+    name: str = "rl",
+    *,
+    loop: Callable[..., PolicyLoop] = PolicyLoop,
+    algorithm: Algorithm | None = None,
 ) -> list[dict[str, Any]]:
     """Train the policy in place; its metrics, one row per update."""
-    algorithm = ReasoningRL(stage) if isinstance(stage, ReasoningStage) else AgenticRL(stage)
+    algorithm = algorithm or _algorithm(stage)
     with _stage_io(work, name, METRICS) as io:
         loop(model, work.tokenizer, stage, algorithm, io, work.seed).run()
     model.requires_grad_(True).eval()
     return [row for row in read_metrics(work.folder / METRICS) if row["stage"] == name]
+
+
+def _algorithm(stage: PolicyStage) -> Algorithm:
+    if isinstance(stage, AgenticStage):
+        return AgenticRL(stage)
+    assert isinstance(stage, ReasoningStage)
+    return ReasoningRL(stage)
 
 
 def outcome(work: Work, model: GLM5ForCausalLM, rows: list[dict[str, Any]]) -> Outcome:
@@ -206,28 +264,38 @@ def curve(rows: list[dict[str, Any]], name: str) -> Points:
 
 
 def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
-    """Of held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples."""
-    s = work.sizes
-    config = EvalConfig(problems=s["problems"], max_tokens=32, max_turns=1, max_context=96)
-    greedy = play_skill(model, work.tokenizer, family(s), config)
-    rewards = _sampled(model, work.tokenizer, s)
-    return {
-        "solved": sum(t.reward for t in greedy) / len(greedy),
-        "sampled": sum(map(sum, rewards)) / sum(map(len, rewards)),
-        "pass": sum(max(found) for found in rewards) / len(rewards),
-    }
+    """Of held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples; names begin
+    with the task's where there are several."""
+    s, tasks = work.sizes, families(work.sizes)
+    config = EvalConfig(problems=s["problems"], **limits(s))
+    found: dict[str, float] = {}
+    for task in tasks:
+        greedy = play_skill(model, work.tokenizer, task, config)
+        rewards = _sampled(model, work.tokenizer, task, s)
+        own = {
+            "solved": sum(t.reward for t in greedy) / len(greedy),
+            "sampled": sum(map(sum, rewards)) / sum(map(len, rewards)),
+            "pass": sum(max(part) for part in rewards) / len(rewards),
+        }
+        found |= own if len(tasks) == 1 else {f"{task.name}_{name}": value for name, value in own.items()}
+    return found
 
 
-def _sampled(model: GLM5ForCausalLM, tokenizer: Tokenizer, s: Sizes) -> list[list[float]]:
-    """Rewards of `samples` answers to a quarter of the held-out problems."""
-    task = family(s)
+def _sampled(model: GLM5ForCausalLM, tokenizer: Tokenizer, task: FamilyConfig, s: Sizes) -> list[list[float]]:
+    """Rewards of `samples` answers to the first `sampled_problems` held-out problems."""
     source = make_family(task.name, **task.options)
-    count = max(2, s["problems"] // 4)
     episodes = [
-        Episode(source.problem("heldout", index).env(), tokenizer, max_turns=1, max_context=96, group=index)
-        for index in range(count)
+        Episode(
+            source.problem("heldout", index).env(),
+            tokenizer,
+            max_turns=s["max_turns"],
+            max_context=s["max_context"],
+            group=index,
+            render_tools=task.render_tools,
+        )
+        for index in range(s["sampled_problems"])
         for _ in range(s["samples"])
     ]
-    engine = Engine(model, tokenizer, max_batch=128, max_length=97, exact=False)
-    done = play(episodes, engine, SamplingParams(max_tokens=32, temperature=1.0, seed=0))
+    engine = Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False)
+    done = play(episodes, engine, SamplingParams(max_tokens=s["max_tokens"], temperature=1.0, seed=0))
     return [[t.reward for t in done[i : i + s["samples"]]] for i in range(0, len(done), s["samples"])]
