@@ -117,7 +117,7 @@ EXPERIMENT = Experiment(
     },
     limits=(
         "The paper compares nothing here; it says that the method works. Its rollouts have 1,000 times the tokens.",
-        "The optimizer keeps its state over pushes of weights, in all arms; the paper resets it. Batches are small here, "
-        "and a reset after each would leave the noise of one batch in every update.",
+        "The optimizer keeps its state over pushes of weights, in all arms; the paper resets it. Batches are small "
+        "here, and a reset after each would leave the noise of one batch in every update.",
     ),
 )
