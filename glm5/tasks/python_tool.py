@@ -202,8 +202,8 @@ def _misuse(call: ToolCall) -> str | None:
 
 
 class PythonToolFamily:
-    """`levels` restricts the questions, `max_turns` counts assistant messages, `most_output` characters of a tool's
-    answer. Raises `GradingError` where code cannot be isolated.
+    """`levels` and `topics` restrict the questions (no topics: all of the levels), `max_turns` counts assistant messages,
+    `most_output` characters of a tool's answer. Raises `GradingError` where code cannot be isolated.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
     """
@@ -215,6 +215,7 @@ class PythonToolFamily:
         self,
         seed: int = 0,
         levels: Sequence[int] = LEVELS,
+        topics: Sequence[str] = (),
         max_turns: int = 4,
         most_output: int = 400,
         thinking: bool | None = True,
@@ -222,6 +223,14 @@ class PythonToolFamily:
     ) -> None:
         if not levels or any(level not in LEVELS for level in levels):
             raise ConfigError(f"python_tool levels {list(levels)}: use some of {list(LEVELS)}.")
+        known = {name: make for level in levels for name, make in QUESTIONS[level].items()}
+        if any(topic not in known for topic in topics):
+            raise ConfigError(f"python_tool topics {list(topics)}: levels {list(levels)} have {list(known)}.")
+        self._questions = {
+            level: [make for name, make in QUESTIONS[level].items() if name in (topics or known)] for level in levels
+        }
+        if not all(self._questions.values()):
+            raise ConfigError(f"python_tool topics {list(topics)}: each of the levels {list(levels)} needs one.")
         if max_turns < 2 or most_output < 100:
             raise ConfigError(
                 f"python_tool max_turns={max_turns}, most_output={most_output}: it takes at least 2 turns, a call and "
@@ -236,7 +245,7 @@ class PythonToolFamily:
 
     def _make(self, rng: random.Random, name: str) -> PythonProblem:
         level = rng.choice(self.levels)
-        question = rng.choice(QUESTIONS[level])(rng)
+        question = rng.choice(self._questions[level])(rng)
         thinking = rng.random() < 0.5 if self.thinking is None else self.thinking
         return PythonProblem(
             name, question, level, self.max_turns, self.most_output, thinking, question.text, self.programs

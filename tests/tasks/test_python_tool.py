@@ -43,7 +43,9 @@ def played(problem: PythonProblem, *messages: Message | None) -> StepResult:
 
 @needs_sandbox
 def test_programs_print_the_answer_that_another_way_gives() -> None:
-    questions = [make(random.Random(seed)) for level in LEVELS for make in QUESTIONS[level] for seed in range(3)]
+    questions = [
+        make(random.Random(seed)) for level in LEVELS for make in QUESTIONS[level].values() for seed in range(3)
+    ]
     results = Sandbox().run_many([Job(question.program) for question in questions])
     for question, result in zip(questions, results, strict=True):
         assert (result.stdout, result.stderr) == (question.printed, ""), question
@@ -52,7 +54,7 @@ def test_programs_print_the_answer_that_another_way_gives() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_only_the_right_answer_pays(level: int) -> None:
-    for make in QUESTIONS[level]:
+    for make in QUESTIONS[level].values():
         for seed in range(12):
             question = make(random.Random(seed))
             right = question.printed.strip()
@@ -148,6 +150,16 @@ def test_options_are_checked() -> None:
         with pytest.raises(ConfigError, match="python_tool"):
             dry(**options)
     assert dry(thinking=False).problem("train", 0).demonstration(0)[1].reasoning is None
+
+
+@needs_sandbox
+def test_topics_restrict_the_questions() -> None:
+    family = PythonToolFamily(levels=(1,), topics=("digit_sum",))
+    assert all("decimal digits of" in family.problem("train", i).prompt for i in range(20))
+    with pytest.raises(ConfigError, match="digit_sum"):
+        PythonToolFamily(levels=(1,), topics=("primes",))
+    with pytest.raises(ConfigError, match="needs one"):
+        PythonToolFamily(levels=(1, 2), topics=("digit_sum",))
 
 
 class CountingSandbox:

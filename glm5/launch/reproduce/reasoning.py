@@ -16,7 +16,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         steps,
         tasks=[
             {"name": "math", "options": {"levels": [1], "topics": ["linear", "words"]}},
-            {"name": "python_tool", "options": {"levels": [1]}},
+            {"name": "python_tool", "options": {"levels": [1], "topics": ["digit_sum"]}},
         ],
         sft_weights=[2.0, 3.0],
         max_tokens=80,
