@@ -202,7 +202,7 @@ def _misuse(call: ToolCall) -> str | None:
 
 
 class PythonToolFamily:
-    """`levels` and `topics` restrict the questions (no topics: all of the levels), `max_turns` counts assistant messages,
+    """`levels` and `topics` restrict the questions (none: all of the levels), `max_turns` counts assistant messages,
     `most_output` characters of a tool's answer. Raises `GradingError` where code cannot be isolated.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
