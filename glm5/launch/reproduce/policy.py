@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from glm5.chat import Tokenizer
 from glm5.config.recipe import (
     AgenticStage,
     DsaStage,
-    EvalConfig,
     FamilyConfig,
     OptimConfig,
     PolicyStage,
@@ -23,7 +21,7 @@ from glm5.config.recipe import (
     SftStage,
 )
 from glm5.engine.engine import Engine
-from glm5.eval.harness import play_skill
+from glm5.errors import DataError
 from glm5.launch.reproduce.plan import METRICS, Outcome, Points, Sizes, Work, thinned
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter, read_metrics
@@ -32,7 +30,7 @@ from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.loop import PolicyLoop
-from glm5.tasks import Episode, make_family, play
+from glm5.tasks import Episode, Family, Problem, make_family, play
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 
@@ -53,14 +51,14 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
     base = {
         "vocab": 384 if quick else 512,
         "max_bytes": 150_000 if quick else 3_000_000,
-        "steps": steps or (2 if quick else 30),
+        "steps": steps or (2 if quick else 24),
         "rows": 2 if quick else 16,
         "row_length": 64 if quick else 256,
         "dtype": "float32",
         "optimizer": "muon",
-        "lr": 1e-4,
-        "prompts": 2 if quick else 16,
-        "group": 4 if quick else 16,
+        "lr": 3e-4,
+        "prompts": 2 if quick else 64,
+        "group": 4 if quick else 8,
         "tasks": [{"name": "arithmetic", "options": {"levels": [1 if quick else 3], "thinking": True}}],
         "max_tokens": 32,
         "max_turns": 1,
@@ -264,38 +262,50 @@ def curve(rows: list[dict[str, Any]], name: str) -> Points:
 
 
 def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
-    """Of held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples; names begin
-    with the task's where there are several."""
+    """Of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples;
+    names begin with the task's where there are several."""
     s, tasks = work.sizes, families(work.sizes)
-    config = EvalConfig(problems=s["problems"], **limits(s))
     found: dict[str, float] = {}
     for task in tasks:
-        greedy = play_skill(model, work.tokenizer, task, config)
-        rewards = _sampled(model, work.tokenizer, task, s)
+        greedy = _rewards(work, model, task, s["problems"], 1, 0.0)
+        several = _rewards(work, model, task, s["sampled_problems"], s["samples"], 1.0)
         own = {
-            "solved": sum(t.reward for t in greedy) / len(greedy),
-            "sampled": sum(map(sum, rewards)) / sum(map(len, rewards)),
-            "pass": sum(max(part) for part in rewards) / len(rewards),
+            "solved": sum(map(sum, greedy)) / len(greedy),
+            "sampled": sum(map(sum, several)) / sum(map(len, several)),
+            "pass": sum(max(part) for part in several) / len(several),
         }
         found |= own if len(tasks) == 1 else {f"{task.name}_{name}": value for name, value in own.items()}
     return found
 
 
-def _sampled(model: GLM5ForCausalLM, tokenizer: Tokenizer, task: FamilyConfig, s: Sizes) -> list[list[float]]:
-    """Rewards of `samples` answers to the first `sampled_problems` held-out problems."""
-    source = make_family(task.name, **task.options)
+def _rewards(
+    work: Work, model: GLM5ForCausalLM, task: FamilyConfig, problems: int, samples: int, temperature: float
+) -> list[list[float]]:
+    """Rewards of `samples` answers to each of the first `problems` distinct held-out problems."""
+    s, tokenizer = work.sizes, work.tokenizer
     episodes = [
         Episode(
-            source.problem("heldout", index).env(),
+            problem.env(),
             tokenizer,
             max_turns=s["max_turns"],
             max_context=s["max_context"],
-            group=index,
+            group=number,
             render_tools=task.render_tools,
         )
-        for index in range(s["sampled_problems"])
-        for _ in range(s["samples"])
+        for number, problem in enumerate(distinct(make_family(task.name, **task.options), problems))
+        for _ in range(samples)
     ]
     engine = Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False)
-    done = play(episodes, engine, SamplingParams(max_tokens=s["max_tokens"], temperature=1.0, seed=0))
-    return [[t.reward for t in done[i : i + s["samples"]]] for i in range(0, len(done), s["samples"])]
+    done = play(episodes, engine, SamplingParams(max_tokens=s["max_tokens"], temperature=temperature, seed=0))
+    return [[t.reward for t in done[i : i + samples]] for i in range(0, len(done), samples)]
+
+
+def distinct(source: Family, count: int) -> list[Problem]:
+    """The first `count` held-out problems of different content. DataError where the family has too few."""
+    found: dict[str, Problem] = {}
+    for index in range(20 * count):
+        problem = source.problem("heldout", index)
+        found.setdefault(problem.key, problem)
+        if len(found) == count:
+            return list(found.values())
+    raise DataError(f"{source.name} has {len(found)} held-out problems, fewer than {count}; give it more levels.")
