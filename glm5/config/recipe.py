@@ -186,8 +186,8 @@ class ReasoningStage(RewardStage):
     """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
 
     kind: Literal["reasoning"]
-    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
-    """PPO's old policy is the rollout's."""
+    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
+    """"grpo" is Eq. 1 without pop, blind to how engine and learner differ. PPO's old policy is the rollout's."""
 
 
 class AgenticStage(RewardStage):
@@ -205,7 +205,9 @@ class AgenticStage(RewardStage):
     env_ticks: int = 4
     """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
     push_every: int = 1
-    """Gradient updates between weight pushes; the optimizer state is reset at every push."""
+    """Gradient updates between weight pushes."""
+    reset_optimizer: bool = True
+    """Whether the optimizer forgets its state at every push, as in the paper (§4.1)."""
 
 
 class RewardModelConfig(Frozen):
@@ -220,7 +222,7 @@ class GeneralStage(RewardStage):
     """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
-    loss: Literal["icepop", "ppo", "policy_gradient"] = "icepop"
+    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
     reward_model: RewardModelConfig
 
 

@@ -6,6 +6,10 @@ different keys. Here the rule is: higher score first, then lower position; indic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,28 @@ from glm5.ops.pages import Pages, plain_view
 
 CHUNK_ELEMENTS = 1 << 22
 """Upper bound for the elements of one [queries, heads, keys] block of scores: 16 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class OtherRule:
+    """A selection that this package does not use, to see what it would do: scores in FP8 (E4M3, scaled so that the
+    largest valid one of a query is the largest that FP8 has), and ties broken by the draws of `generator`, if any."""
+
+    generator: torch.Generator | None = None
+
+
+_rule: OtherRule | None = None
+
+
+@contextmanager
+def selecting(rule: OtherRule) -> Iterator[None]:
+    """Select by another rule within the block, in all threads. Compiled selection is off meanwhile."""
+    global _rule
+    before, _rule = _rule, rule
+    try:
+        yield
+    finally:
+        _rule = before
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[slice]:
@@ -86,14 +112,32 @@ def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     """Which keys are the k best valid ones of their query: higher score first, then lower position; NaN and -infinity
     never. scores [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
     masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
+    if _rule is not None:
+        masked = _in_fp8(masked)
     chosen = masked > float("-inf")
     if masked.shape[-1] > k:
         threshold = masked.topk(k, dim=-1).values[..., -1:]
         above = masked > threshold
         ties = masked == threshold
         room = k - above.sum(-1, keepdim=True)
-        chosen &= above | (ties & (ties.cumsum(-1) <= room))
+        chosen &= above | (ties & (_places(ties) <= room))
     return chosen
+
+
+def _in_fp8(scores: Tensor) -> Tensor:
+    """Rounded to E4M3 at a scale per query; -infinity stays."""
+    finite = scores.isfinite()
+    largest = torch.where(finite, scores.abs(), 0.0).amax(-1, keepdim=True).clamp_min(1e-30)
+    scale = torch.finfo(torch.float8_e4m3fn).max / largest
+    return torch.where(finite, (scores * scale).to(torch.float8_e4m3fn).to(scores.dtype) / scale, scores)
+
+
+def _places(ties: Tensor) -> Tensor:
+    """Whose turn a tied key is, from 1: lower positions first, unless another rule is to be tried."""
+    if _rule is None or _rule.generator is None:
+        return ties.cumsum(-1)
+    order = torch.rand(ties.shape[-1], generator=_rule.generator).argsort()
+    return ties[..., order].cumsum(-1)[..., order.argsort()]
 
 
 def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
@@ -123,7 +167,7 @@ def select_keys(
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
     are not scored. Scores exist for a block of queries at a time: memory is linear in the length.
     """
-    native = kernels(q)
+    native = kernels(q) if _rule is None else None
     if native is not None and k.dtype == q.dtype:
         batch, queries, heads, dim = q.shape
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))

@@ -34,7 +34,7 @@ from glm5.train.loop import StageIO
 WORK = ("generate", "environment", "update", "publish")
 """What the loop's time is spent on; "environment" is waiting for answers while there is nothing to generate."""
 
-TIMES = tuple(f"{work}_seconds" for work in WORK)
+TIMES = ("step_seconds", *(f"{work}_seconds" for work in WORK))
 """Metrics that differ between two runs of one recipe."""
 
 ENV_THREADS = 16
@@ -73,7 +73,6 @@ class PolicyLoop:
     ) -> None:
         self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
         self.seed = derive_seed(seed, "policy", stage.name)
-        asynchronous = isinstance(stage, AgenticStage)
         self.max_staleness = stage.max_staleness if isinstance(stage, AgenticStage) else 0
         self.train_ticks = stage.train_ticks if isinstance(stage, AgenticStage) else 0
         self.push_every = stage.push_every if isinstance(stage, AgenticStage) else 1
@@ -83,7 +82,7 @@ class PolicyLoop:
                 f"most max_staleness + 1 = {self.max_staleness + 1}."
             )
         self.env_ticks = stage.env_ticks if isinstance(stage, AgenticStage) else 0
-        self.reset_on_push = asynchronous
+        self.reset_on_push = isinstance(stage, AgenticStage) and stage.reset_optimizer
         self.concurrency = stage.concurrency if isinstance(stage, AgenticStage) else stage.prompts * stage.group
         self.learner = Learner(
             model,
@@ -96,7 +95,7 @@ class PolicyLoop:
         )
         self.record = io.folder.parent / replay.FILE if stage.record else None
         self.engine = Engine(
-            model.clone().cast(getattr(torch, stage.rollout_dtype)),
+            self.weights().clone().cast(getattr(torch, stage.rollout_dtype)),
             tokenizer,
             max_batch=self.concurrency,
             max_length=stage.max_context + 1,
@@ -113,6 +112,11 @@ class PolicyLoop:
         self._most_lost = max(8, 2 * stage.prompts)
         self._push_in = -1  # ticks until finished weights become visible; -1 = nothing on its way
         self._seconds = dict.fromkeys(WORK, 0.0)
+        self._since = time.perf_counter()
+
+    def weights(self) -> GLM5ForCausalLM:
+        """What the engine is given: the learner's model. Experiments give it another to see what that does."""
+        return self.learner.model
 
     def run(self) -> dict[str, float]:
         """All updates of the stage; resumes where no rollout was in flight. Returns the last update's numbers.
@@ -173,7 +177,7 @@ class PolicyLoop:
         self.learner.agreement = Agreement(**saved)
         self.buffer.dropped_env = int(str(extra["dropped_env"]))
         self.buffer.dropped_stale = int(str(extra["dropped_stale"]))
-        publish(self.learner.model, self.engine, done)
+        publish(self.weights(), self.engine, done)
 
     def _save(self, state, numbers: dict[str, float]) -> None:  # type: ignore[no-untyped-def]
         every = self.stage.optim.save_every
@@ -253,7 +257,7 @@ class PolicyLoop:
 
     def _push(self) -> None:
         with self._timed("publish"):
-            publish(self.learner.model, self.engine, self.learner.version)
+            publish(self.weights(), self.engine, self.learner.version)
         self._pushed, self._push_in = self.learner.version, -1
         if self.reset_on_push:
             self.learner.reset_optimizer()
@@ -266,6 +270,9 @@ class PolicyLoop:
 
     def _times(self) -> dict[str, float]:
         """Where the time since the last update went, for the metrics only: no result depends on it."""
-        found = {f"{work}_seconds": seconds for work, seconds in self._seconds.items()}
-        self._seconds = dict.fromkeys(WORK, 0.0)
+        now = time.perf_counter()
+        found = {"step_seconds": now - self._since} | {
+            f"{work}_seconds": spent for work, spent in self._seconds.items()
+        }
+        self._seconds, self._since = dict.fromkeys(WORK, 0.0), now
         return found

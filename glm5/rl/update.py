@@ -38,10 +38,14 @@ def update(
 
 
 def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
-    """Reward, solved share, output length and staleness of one batch."""
+    """Reward, solved share, output length and staleness of one batch; `solved/DOMAIN` where it has several domains."""
     count = len(trajectories)
     stale = [staleness(t, learner_version) for t in trajectories]
-    return {
+    by_domain: dict[str, list[bool]] = {}
+    for t in trajectories:
+        by_domain.setdefault(t.domain, []).append(t.outcome is Outcome.SOLVED)
+    several = by_domain if len(by_domain) > 1 else {}
+    return {f"solved/{domain}": sum(found) / len(found) for domain, found in sorted(several.items())} | {
         "reward": sum(t.reward for t in trajectories) / count,
         "solved": sum(t.outcome is Outcome.SOLVED for t in trajectories) / count,
         "length": sum(len(turn.output_ids) for t in trajectories for turn in t.turns) / count,

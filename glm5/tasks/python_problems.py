@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -187,8 +187,9 @@ def _steps(number: int) -> int:
     return 0 if number == 1 else 1 + _steps(number // 2 if number % 2 == 0 else 3 * number + 1)
 
 
-QUESTIONS: Mapping[int, Sequence[Callable[[random.Random], Question]]] = {
-    1: (_digit_sum, _multiples, _digit_count),
-    2: (_prime_sum, _recurrence, _harmonic),
-    3: (_change, _squares, _collatz),
+QUESTIONS: Mapping[int, Mapping[str, Callable[[random.Random], Question]]] = {
+    1: {"digit_sum": _digit_sum, "multiples": _multiples, "digit_count": _digit_count},
+    2: {"prime_sum": _prime_sum, "recurrence": _recurrence, "harmonic": _harmonic},
+    3: {"change": _change, "squares": _squares, "collatz": _collatz},
 }
+"""By level, then by topic."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from glm5.errors import ConfigError
@@ -28,10 +30,50 @@ AT_ONCE = threading.Semaphore(4)
 """Sandboxes that may run at a time, however many episodes there are."""
 
 
+MEMO_SIZE = 16384
+
+
+class Programs:
+    """Runs programs in a sandbox, each text once: the samples of one question often write the same. One that reads the
+    clock or draws random numbers hears its first result again. Safe to share between threads."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._memo: OrderedDict[str, Future[SandboxResult]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def run(self, code: str) -> SandboxResult:
+        """Raises `GradingError` when the sandbox fails; the next call tries again."""
+        with self._lock:
+            known = self._memo.get(code)
+            found = known or Future()
+            self._memo[code] = found
+            self._memo.move_to_end(code)
+            if len(self._memo) > MEMO_SIZE:
+                self._memo.popitem(last=False)
+        if known is not None:
+            return known.result()
+        try:
+            with AT_ONCE:
+                result = self._sandbox.run_python(code)
+        except BaseException as error:
+            self._forget(code)
+            found.set_exception(error)
+            raise
+        if result.killed_reason == "wall":  # says as much about the machine as about the program
+            self._forget(code)
+        found.set_result(result)
+        return result
+
+    def _forget(self, code: str) -> None:
+        with self._lock:
+            self._memo.pop(code, None)
+
+
 @functools.cache
-def default_sandbox() -> Sandbox:
-    """The sandbox that problems share unless given another. Raises `GradingError` where code cannot be isolated."""
-    return Sandbox(Limits(cpu_s=2, wall_s=10.0, memory_mb=256, processes=2, file_mb=4, output_kb=64))
+def default_programs() -> Programs:
+    """What problems share unless given another sandbox. Raises `GradingError` where code cannot be isolated."""
+    return Programs(Sandbox(Limits(cpu_s=2, wall_s=10.0, memory_mb=256, processes=2, file_mb=4, output_kb=64)))
 
 
 def observation(result: SandboxResult, most: int) -> str:
@@ -61,7 +103,7 @@ class PythonProblem:
     most_output: int
     thinking: bool
     prompt: str
-    sandbox: Sandbox = field(compare=False)
+    programs: Programs = field(compare=False)
     domain: str = "tool_reasoning"
     tools: Sequence[ToolSpec] = TOOLS
 
@@ -137,9 +179,7 @@ class PythonToolEnv:
 
     def _run(self, code: str) -> str:
         self._calls += 1
-        with AT_ONCE:
-            result = self._source.sandbox.run_python(code)
-        return observation(result, self._source.most_output)
+        return observation(self._source.programs.run(code), self._source.most_output)
 
     def _end(self, outcome: Outcome, reward: float = 0.0) -> StepResult:
         detail = {"calls": self._calls, "malformed": self._malformed}
@@ -162,8 +202,8 @@ def _misuse(call: ToolCall) -> str | None:
 
 
 class PythonToolFamily:
-    """`levels` restricts the questions, `max_turns` counts assistant messages, `most_output` characters of a tool's
-    answer. Raises `GradingError` where code cannot be isolated.
+    """`levels` and `topics` restrict the questions (none: all of the levels), `max_turns` counts assistant messages,
+    `most_output` characters of a tool's answer. Raises `GradingError` where code cannot be isolated.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
     """
@@ -175,6 +215,7 @@ class PythonToolFamily:
         self,
         seed: int = 0,
         levels: Sequence[int] = LEVELS,
+        topics: Sequence[str] = (),
         max_turns: int = 4,
         most_output: int = 400,
         thinking: bool | None = True,
@@ -182,6 +223,14 @@ class PythonToolFamily:
     ) -> None:
         if not levels or any(level not in LEVELS for level in levels):
             raise ConfigError(f"python_tool levels {list(levels)}: use some of {list(LEVELS)}.")
+        known = {name: make for level in levels for name, make in QUESTIONS[level].items()}
+        if any(topic not in known for topic in topics):
+            raise ConfigError(f"python_tool topics {list(topics)}: levels {list(levels)} have {list(known)}.")
+        self._questions = {
+            level: [make for name, make in QUESTIONS[level].items() if name in (topics or known)] for level in levels
+        }
+        if not all(self._questions.values()):
+            raise ConfigError(f"python_tool topics {list(topics)}: each of the levels {list(levels)} needs one.")
         if max_turns < 2 or most_output < 100:
             raise ConfigError(
                 f"python_tool max_turns={max_turns}, most_output={most_output}: it takes at least 2 turns, a call and "
@@ -189,15 +238,15 @@ class PythonToolFamily:
             )
         self.seed, self.levels, self.thinking = seed, tuple(levels), thinking
         self.max_turns, self.most_output = max_turns, most_output
-        self.sandbox = sandbox or default_sandbox()
+        self.programs = Programs(sandbox) if sandbox else default_programs()
 
     def problem(self, split: str, index: int) -> PythonProblem:
         return draw(self._make, self.name, self.seed, split, index)
 
     def _make(self, rng: random.Random, name: str) -> PythonProblem:
         level = rng.choice(self.levels)
-        question = rng.choice(QUESTIONS[level])(rng)
+        question = rng.choice(self._questions[level])(rng)
         thinking = rng.random() < 0.5 if self.thinking is None else self.thinking
         return PythonProblem(
-            name, question, level, self.max_turns, self.most_output, thinking, question.text, self.sandbox
+            name, question, level, self.max_turns, self.most_output, thinking, question.text, self.programs
         )

@@ -71,6 +71,7 @@ def test_every_arm_is_the_loss_it_names(average: Any) -> None:
     algorithms = [
         (ReasoningRL(reasoning(beta=1.5, **bounds)), IcePop(1.5, 0.1, 0.5)),
         (ReasoningRL(reasoning(loss="ppo", **bounds)), PPO(0.1, 0.5, "rollout")),
+        (ReasoningRL(reasoning(loss="grpo", **bounds)), PPO(0.1, 0.3, "old")),
         (ReasoningRL(reasoning(loss="policy_gradient", **bounds)), PolicyGradient()),
         (AgenticRL(agentic(eps_low=0.3, eps_high=0.7, average=average)), DoubleSided(0.3, 0.7)),
         (AgenticRL(agentic(loss="ppo", **bounds)), PPO(0.1, 0.5, "rollout")),

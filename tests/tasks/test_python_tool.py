@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +14,7 @@ from glm5.records import Message, Outcome, StepResult, ToolCall
 from glm5.tasks import sandbox_available
 from glm5.tasks.math_answer import check_answer
 from glm5.tasks.python_problems import LEVELS, QUESTIONS
-from glm5.tasks.python_tool import MOST_CALLS, PythonProblem, PythonToolFamily, observation
+from glm5.tasks.python_tool import MOST_CALLS, Programs, PythonProblem, PythonToolFamily, observation
 from glm5.tasks.sandbox import Job, Sandbox, SandboxResult
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
@@ -41,7 +43,9 @@ def played(problem: PythonProblem, *messages: Message | None) -> StepResult:
 
 @needs_sandbox
 def test_programs_print_the_answer_that_another_way_gives() -> None:
-    questions = [make(random.Random(seed)) for level in LEVELS for make in QUESTIONS[level] for seed in range(3)]
+    questions = [
+        make(random.Random(seed)) for level in LEVELS for make in QUESTIONS[level].values() for seed in range(3)
+    ]
     results = Sandbox().run_many([Job(question.program) for question in questions])
     for question, result in zip(questions, results, strict=True):
         assert (result.stdout, result.stderr) == (question.printed, ""), question
@@ -50,7 +54,7 @@ def test_programs_print_the_answer_that_another_way_gives() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_only_the_right_answer_pays(level: int) -> None:
-    for make in QUESTIONS[level]:
+    for make in QUESTIONS[level].values():
         for seed in range(12):
             question = make(random.Random(seed))
             right = question.printed.strip()
@@ -146,3 +150,47 @@ def test_options_are_checked() -> None:
         with pytest.raises(ConfigError, match="python_tool"):
             dry(**options)
     assert dry(thinking=False).problem("train", 0).demonstration(0)[1].reasoning is None
+
+
+@needs_sandbox
+def test_topics_restrict_the_questions() -> None:
+    family = PythonToolFamily(levels=(1,), topics=("digit_sum",))
+    assert all("decimal digits of" in family.problem("train", i).prompt for i in range(20))
+    with pytest.raises(ConfigError, match="digit_sum"):
+        PythonToolFamily(levels=(1,), topics=("primes",))
+    with pytest.raises(ConfigError, match="needs one"):
+        PythonToolFamily(levels=(1, 2), topics=("digit_sum",))
+
+
+class CountingSandbox:
+    """Counts runs; `reasons` says why each was stopped, an exception breaks the run."""
+
+    def __init__(self, *reasons: str | Exception | None) -> None:
+        self.reasons, self.runs = list(reasons), 0
+
+    def run_python(self, source: str, files: object = None, stdin: str = "") -> SandboxResult:
+        self.runs += 1
+        reason = self.reasons.pop(0) if self.reasons else None
+        if isinstance(reason, Exception):
+            raise reason
+        time.sleep(0.05)
+        return SandboxResult(0, f"{source} {self.runs}", "", reason == "wall", reason, 0.0)
+
+
+def test_a_program_runs_once_for_all_who_ask() -> None:
+    sandbox = CountingSandbox()
+    programs = Programs(sandbox)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(programs.run, ["a", "b", "a", "a", "b", "a", "b", "a"]))
+    assert sandbox.runs == 2
+    assert [result.stdout[0] for result in found] == list("abaababa") and len({id(result) for result in found}) == 2
+
+
+def test_what_the_machine_is_to_blame_for_is_tried_again() -> None:
+    sandbox = CountingSandbox(GradingError("broken"), "wall", "cpu")
+    programs = Programs(sandbox)  # type: ignore[arg-type]
+    with pytest.raises(GradingError, match="broken"):
+        programs.run("a")
+    assert programs.run("a").killed_reason == "wall"
+    assert programs.run("a").killed_reason == "cpu"
+    assert programs.run("a").killed_reason == "cpu" and sandbox.runs == 3

@@ -7,7 +7,7 @@ from typing import Any
 
 from glm5.errors import MissingExtraError
 from glm5.files import atomic_write
-from glm5.launch.reproduce.plan import Experiment, Figure
+from glm5.launch.reproduce.plan import Experiment, Figure, Sizes
 from glm5.obs.logs import get_logger
 from glm5.report.figures import Curve, lines
 
@@ -150,9 +150,7 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             f"- Arms: {arms}. Seeds {', '.join(map(str, result['seeds']))}; arms with one seed start from the same "
             "random numbers and see the same batches in the same order.",
             f"- Model: preset nano with {model}.",
-            f"- Training: {sizes['steps']:,} steps of {sizes['rows']} rows of {sizes['row_length']} tokens, Muon, peak "
-            f"rate {sizes['lr']:g} to {sizes['final_lr']:g}, forward and backward in {sizes['dtype']}, Newton-Schulz "
-            "in float32" + _arm_steps(sizes) + ". All numbers are under `config` in result.json.",
+            f"- Training: {(experiment.training or _on_text)(sizes)} All numbers are under `config` in result.json.",
             f"- Text: Python's standard library, {corpus['train_tokens']:,} tokens for training and "
             f"{corpus['held_out_tokens']:,} held out ({corpus['held_out_documents']} files, chosen by the hash of "
             f"their path), vocabulary {corpus['vocab']}; SHA-256 of all texts {corpus['sha256'][:16]}….",
@@ -162,16 +160,26 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
     )
 
 
+def _on_text(sizes: Sizes) -> str:
+    return (
+        f"{sizes['steps']:,} steps of {sizes['rows']} rows of {sizes['row_length']} tokens, Muon, peak rate "
+        f"{sizes['lr']:g} to {sizes['final_lr']:g}, forward and backward in {sizes['dtype']}, Newton-Schulz in float32"
+        f"{_arm_steps(sizes)}."
+    )
+
+
 def _arm_steps(sizes: dict[str, Any]) -> str:
     own = sizes.get("arm_steps")
     return f"; steps by arm: {', '.join(f'{arm} {steps:,}' for arm, steps in own.items())}" if own else ""
 
 
 def _scale(result: dict[str, Any]) -> str:
-    held_out = result["corpus"]["held_out_documents"]
+    what, count = "texts", f"{result['corpus']['held_out_documents']} held-out files"
+    if "problems" in result["config"]:
+        what, count = "problems", f"{result['config']['problems']} held-out problems"
     return (
         f"Intervals are over {_number(len(result['seeds']), 'seed')} (initialisation and order of the data), not over "
-        f"texts: all arms are measured on the same {held_out} held-out files."
+        f"{what}: all arms are measured on the same {count}."
     )
 
 

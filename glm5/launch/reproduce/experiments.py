@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from glm5.launch.reproduce import dsa, mtp, muon_split
+from glm5.launch.reproduce import dsa, dsa_bonus, icepop, lag, mtp, muon_split, reasoning, topk
 from glm5.launch.reproduce.plan import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in (muon_split, mtp, dsa)}
+_MODULES = (muon_split, mtp, dsa, lag, topk, icepop, dsa_bonus, reasoning)
+
+EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}

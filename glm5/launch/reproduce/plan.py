@@ -144,6 +144,8 @@ class Experiment:
     figures: tuple[Figure, ...]
     labels: Mapping[str, str]
     limits: tuple[str, ...]
+    training: Callable[[Sizes], str] | None = None
+    """How it was trained, for the card, where that is not next-token training on text."""
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)

@@ -66,6 +66,8 @@ def _training_seconds(folder: Path) -> dict[str, float]:
     from glm5.launch.reproduce.plan import METRICS
     from glm5.obs.metrics import read_metrics
 
+    if not (folder / METRICS).exists():
+        return {"training": 0.0, "steps": 0, "step": 0.0}  # a start, whose length does not follow from `steps`
     steps = [row["step_seconds"] for row in read_metrics(folder / METRICS) if row.get("step_seconds") is not None]
     return {"training": sum(steps), "steps": len(steps), "step": median(steps)} if steps else {}
 

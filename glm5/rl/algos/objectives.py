@@ -14,6 +14,7 @@ def _ppo(stage: RewardStage) -> PPO:
 
 _REASONING: dict[str, Callable[[ReasoningStage | GeneralStage], Objective]] = {
     "icepop": lambda stage: IcePop(stage.beta, stage.clip_low, stage.clip_high),
+    "grpo": lambda stage: PPO(stage.clip_low, stage.clip_high, against="old"),
     "ppo": _ppo,
     "policy_gradient": lambda stage: PolicyGradient(),
 }

@@ -1,0 +1,80 @@
+"""Reasoning RL on sparse attention against its dense twin (§2.1.1, §3.2): is there a bonus?"""
+
+from __future__ import annotations
+
+from glm5.launch.reproduce import policy
+from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+
+
+def sizes(quick: bool, steps: int | None) -> Sizes:
+    """A quarter of the keys of an answer are kept."""
+    return policy.sizes(quick, steps, index_topk=4 if quick else 8)
+
+
+def run(work: Work) -> Outcome:
+    """Twins: one base, the same rows in the middle, the same demonstrations, the same problems."""
+    if work.arm == "base":
+        return policy.outcome(work, policy.prepare(work, ("pretrain",)), [])
+    if work.arm in ("dense-start", "sparse-start"):
+        middle: policy.Part = "dense" if work.arm == "dense-start" else "sparse"
+        return policy.outcome(work, policy.prepare(work, (middle, "sft")), [])
+    model = work.model()
+    return policy.outcome(work, model, policy.learn(work, model, policy.stage_of(work.sizes, "reasoning")))
+
+
+EXPERIMENT = Experiment(
+    name="dsa-bonus",
+    title="Reasoning RL on sparse and on dense attention",
+    section="§2.1.1, §3.2",
+    claim=(
+        "Digests of the paper, not the paper itself, say that models with sparse attention gain more in Reasoning RL "
+        "than dense ones, by one or two points."
+    ),
+    arms=(
+        Arm("base", "dense base"),
+        Arm("dense-start", "dense, fine-tuned", after="base"),
+        Arm("sparse-start", "sparse, fine-tuned", after="base"),
+        Arm("dense", "dense, after RL", after="dense-start"),
+        Arm("sparse", "sparse, after RL", after="sparse-start"),
+    ),
+    sizes=sizes,
+    run=run,
+    training=policy.training,
+    questions=(
+        Question(
+            "The sparse model gains more in RL than its dense twin",
+            "sampled",
+            "sparse",
+            "dense",
+            "higher",
+            main=True,
+            left_base="sparse-start",
+            right_base="dense-start",
+        ),
+        Question(
+            "After RL the sparse model is as good as the dense one (within 3 %)",
+            "sampled",
+            "sparse",
+            "dense",
+            "equal",
+            0.03,
+        ),
+        Question("RL helps the sparse model", "sampled", "sparse", "sparse-start", "higher"),
+        Question("RL helps the dense model", "sampled", "dense", "dense-start", "higher"),
+    ),
+    figures=(
+        Figure("solved", "Rollouts solved", "share", curve="solved"),
+        Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
+    ),
+    labels={
+        "sampled": "solved at temperature 1",
+        "solved": "solved greedily",
+        "pass": "solved by one of 8 samples",
+        "end_entropy": "entropy at the end",
+        "end_length": "tokens of an answer at the end",
+    },
+    limits=(
+        "Answers have about thirty tokens, of which eight are attended to; at the paper's lengths the question is "
+        "another one.",
+    ),
+)

@@ -1,0 +1,311 @@
+"""What the experiments on reinforcement learning share: a policy that can do half of it, updates, and held-out scores.
+
+The task is arithmetic with written-out working, unless an experiment names others. A start is pre-trained on text and
+fine-tuned on demonstrations; all arms of one seed continue the same start on the same problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from glm5.config.recipe import (
+    AgenticStage,
+    DsaStage,
+    FamilyConfig,
+    OptimConfig,
+    PolicyStage,
+    PretrainStage,
+    ReasoningStage,
+    SftStage,
+)
+from glm5.engine.engine import Engine
+from glm5.errors import DataError
+from glm5.launch.reproduce.plan import METRICS, Outcome, Points, Sizes, Work, thinned
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.metrics import MetricsWriter, read_metrics
+from glm5.records import SamplingParams
+from glm5.rl.algos import Algorithm
+from glm5.rl.algos.agentic import AgenticRL
+from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.loop import PolicyLoop
+from glm5.tasks import Episode, Family, Problem, make_family, play
+from glm5.train import dsa_adapt, pretrain, sft
+from glm5.train.loop import StageIO
+
+Part = Literal["pretrain", "dense", "sparse", "sft"]
+"""Steps on the way to a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA
+stages."""
+
+CURVES = ("solved", "entropy", "masked_share", "clipped_share", "mismatch_kl", "staleness_mean", "length", "kl")
+LAST = 4
+"""Updates at the end of training over which metrics of training are averaged."""
+
+
+def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
+    """The frozen `nano`; `steps` are policy updates of prompts x group rollouts."""
+    small = dict(
+        hidden_size=32, num_hidden_layers=2, intermediate_size=48, moe_intermediate_size=16, n_routed_experts=4
+    )
+    base = {
+        "vocab": 384 if quick else 512,
+        "max_bytes": 150_000 if quick else 3_000_000,
+        "steps": steps or (2 if quick else 24),
+        "rows": 2 if quick else 16,
+        "row_length": 64 if quick else 256,
+        "dtype": "float32",
+        "optimizer": "muon",
+        "lr": 3e-4,
+        "prompts": 2 if quick else 64,
+        "group": 4 if quick else 8,
+        "tasks": [{"name": "arithmetic", "options": {"levels": [1 if quick else 3], "thinking": True}}],
+        "max_tokens": 32,
+        "max_turns": 1,
+        "max_context": 96,
+        "pretrain_steps": 2 if quick else 150,
+        "middle_steps": 2 if quick else 40,
+        "sft_steps": 2 if quick else 150,
+        "sft_rows": 2 if quick else 8,
+        "problems": 4 if quick else 500,
+        "sampled_problems": 2 if quick else 250,
+        "samples": 2 if quick else 8,
+        "model": dict(use_dsa=False, num_nextn_predict_layers=0, max_position_embeddings=512)
+        | (small if quick else {}),
+    }
+    return base | own
+
+
+def training(s: Sizes) -> str:
+    """What ran, for cards."""
+    tasks = ", ".join(f"{task.name} {task.options}" for task in families(s))
+    return (
+        f"the start, {s['pretrain_steps']} steps of {s['rows']} rows of {s['row_length']} tokens of text and "
+        f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations ({tasks}); then {s['steps']} updates of "
+        f"{s['prompts']} problems x {s['group']} rollouts at temperature 1, {s['optimizer']} at a constant rate of "
+        f"{s['lr']:g}."
+    )
+
+
+def families(s: Sizes) -> list[FamilyConfig]:
+    """The tasks, weights as for rollouts."""
+    return [FamilyConfig(render_tools=False, **task) for task in s["tasks"]]
+
+
+def demonstrated(s: Sizes) -> list[FamilyConfig]:
+    """The tasks, weights as for fine-tuning."""
+    shares = s.get("sft_weights", [1.0] * len(s["tasks"]))
+    return [task.model_copy(update={"weight": share}) for task, share in zip(families(s), shares, strict=True)]
+
+
+def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
+    """Take the model through `parts`, each with a folder of its own to go on from; the result is saved as the run's."""
+    s = work.sizes
+    model = GLM5ForCausalLM(work.config(), seed=work.seed) if work.start is None else work.model()
+    rows = dict(rows=s["rows"], row_length=s["row_length"])
+    for part in parts:
+        if part == "pretrain":
+            _pretrain(work, model, "pretrain", s["pretrain_steps"], 1e-2, 3e-3)
+        elif part == "dense":
+            _pretrain(work, model, "middle", s["middle_steps"], 3e-3, 3e-3)
+        elif part == "sparse":
+            model = dsa_adapt.add_indexer(model, work.seed, s["index_topk"])
+            for name, kind, lr, optimizer in (
+                ("warmup", "dsa_warmup", 5e-3, "adamw"),
+                ("middle", "dsa_sparse", 3e-3, "muon"),
+            ):
+                optim = OptimConfig(
+                    steps=s["middle_steps"], lr=lr, schedule="constant", kind=optimizer, weight_decay=0.0
+                )
+                stage = DsaStage(
+                    name=name, kind=kind, mtp_weight=0.0, mtp_depths=0, bias_rate=1e-2, optim=optim, **rows
+                )
+                with _stage_io(work, name) as io:
+                    dsa_adapt.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
+        else:
+            tune(work, model, s["sft_steps"], 6e-3, 1e-3)
+    return keep(work, model)
+
+
+def keep(work: Work, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+    """Save the model as the run's, for arms that continue it."""
+    model.requires_grad_(True).eval()
+    model.save_pretrained(work.folder / "model")
+    return model
+
+
+def tune(
+    work: Work,
+    model: GLM5ForCausalLM,
+    steps: int,
+    lr: float,
+    final_lr: float,
+    tasks: Sequence[FamilyConfig] | None = None,
+    name: str = "sft",
+) -> None:
+    """Fine-tune on demonstrations of `tasks` (None: all), in place."""
+    s = work.sizes
+    stage = SftStage(
+        name=name,
+        kind="sft",
+        families=list(tasks or demonstrated(s)),
+        conversations=20 * steps,
+        bias_rate=1e-2,
+        rows=s["sft_rows"],
+        row_length=s["row_length"],
+        optim=OptimConfig(steps=steps, lr=lr, final_lr=final_lr, warmup=5),
+    )
+    with _stage_io(work, name) as io:
+        sft.run(model, stage, work.tokenizer, io, work.seed)
+
+
+def _pretrain(work: Work, model: GLM5ForCausalLM, name: str, steps: int, lr: float, final_lr: float) -> None:
+    s = work.sizes
+    stage = PretrainStage(
+        name=name,
+        kind="pretrain",
+        rows=s["rows"],
+        row_length=s["row_length"],
+        mtp_weight=0.0,
+        mtp_depths=0,
+        bias_rate=2e-2,
+        optim=OptimConfig(steps=steps, lr=lr, final_lr=final_lr, warmup=8),
+    )
+    with _stage_io(work, name) as io:
+        pretrain.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
+
+
+@contextmanager
+def _stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[StageIO]:
+    folder = work.folder / name
+    folder.mkdir(exist_ok=True)
+    with MetricsWriter(work.folder / metrics if metrics else folder / METRICS) as writer:
+        yield StageIO(name, folder, writer, lambda steps, numbers: None)
+
+
+def limits(s: Sizes) -> dict[str, int]:
+    """How long episodes may be."""
+    return {name: s[name] for name in ("max_tokens", "max_turns", "max_context")}
+
+
+def optimizer(s: Sizes) -> OptimConfig:
+    """That of policy updates."""
+    decay = 0.0 if s["optimizer"] == "adamw" else 0.1
+    return OptimConfig(
+        steps=s["steps"], lr=s["lr"], kind=s["optimizer"], weight_decay=decay, schedule="constant", save_every=0
+    )
+
+
+def stage_of(s: Sizes, kind: str, **own: Any) -> Any:
+    """A reasoning or agentic stage of the experiment's sizes. Rollouts are fast unless `own` says otherwise: what is
+    under test must then show against a mismatch of about 1e-6."""
+    values: dict[str, Any] = dict(
+        name="rl",
+        kind=kind,
+        families=families(s),
+        prompts=s["prompts"],
+        group=s["group"],
+        **limits(s),
+        row_length=s["row_length"],
+        rollouts="fast",
+        optim=optimizer(s),
+    )
+    return (ReasoningStage if kind == "reasoning" else AgenticStage).model_validate(values | own)
+
+
+def learn(
+    work: Work,
+    model: GLM5ForCausalLM,
+    stage: PolicyStage,
+    name: str = "rl",
+    *,
+    loop: Callable[..., PolicyLoop] = PolicyLoop,
+    algorithm: Algorithm | None = None,
+) -> list[dict[str, Any]]:
+    """Train the policy in place; its metrics, one row per update."""
+    algorithm = algorithm or _algorithm(stage)
+    with _stage_io(work, name, METRICS) as io:
+        loop(model, work.tokenizer, stage, algorithm, io, work.seed).run()
+    model.requires_grad_(True).eval()
+    return [row for row in read_metrics(work.folder / METRICS) if row["stage"] == name]
+
+
+def _algorithm(stage: PolicyStage) -> Algorithm:
+    if isinstance(stage, AgenticStage):
+        return AgenticRL(stage)
+    assert isinstance(stage, ReasoningStage)
+    return ReasoningRL(stage)
+
+
+def outcome(work: Work, model: GLM5ForCausalLM, rows: list[dict[str, Any]]) -> Outcome:
+    """Held-out scores of the model and what its training looked like at the end."""
+    metrics = scores(work, model)
+    if rows:
+        metrics |= at_the_end(rows)
+    return Outcome(metrics, tokens_of(rows), {name: curve(rows, name) for name in CURVES if name in (rows or [{}])[0]})
+
+
+def at_the_end(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the last updates."""
+    tail = rows[-LAST:]
+    return {f"end_{name}": sum(row[name] for row in tail) / len(tail) for name in CURVES if name in tail[0]}
+
+
+def tokens_of(rows: list[dict[str, Any]]) -> int:
+    """Sampled tokens that were trained on."""
+    return int(sum(row["tokens"] for row in rows))
+
+
+def curve(rows: list[dict[str, Any]], name: str) -> Points:
+    """A metric over updates, thinned."""
+    return thinned([(float(row["step"]), row[name]) for row in rows])
+
+
+def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
+    """Of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples;
+    names begin with the task's where there are several."""
+    s, tasks = work.sizes, families(work.sizes)
+    found: dict[str, float] = {}
+    for task in tasks:
+        greedy = _rewards(work, model, task, s["problems"], 1, 0.0)
+        several = _rewards(work, model, task, s["sampled_problems"], s["samples"], 1.0)
+        own = {
+            "solved": sum(map(sum, greedy)) / len(greedy),
+            "sampled": sum(map(sum, several)) / sum(map(len, several)),
+            "pass": sum(max(part) for part in several) / len(several),
+        }
+        found |= own if len(tasks) == 1 else {f"{task.name}_{name}": value for name, value in own.items()}
+    return found
+
+
+def _rewards(
+    work: Work, model: GLM5ForCausalLM, task: FamilyConfig, problems: int, samples: int, temperature: float
+) -> list[list[float]]:
+    """Rewards of `samples` answers to each of the first `problems` distinct held-out problems."""
+    s, tokenizer = work.sizes, work.tokenizer
+    episodes = [
+        Episode(
+            problem.env(),
+            tokenizer,
+            max_turns=s["max_turns"],
+            max_context=s["max_context"],
+            group=number,
+            render_tools=task.render_tools,
+        )
+        for number, problem in enumerate(distinct(make_family(task.name, **task.options), problems))
+        for _ in range(samples)
+    ]
+    engine = Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False)
+    done = play(episodes, engine, SamplingParams(max_tokens=s["max_tokens"], temperature=temperature, seed=0))
+    return [[t.reward for t in done[i : i + samples]] for i in range(0, len(done), samples)]
+
+
+def distinct(source: Family, count: int) -> list[Problem]:
+    """The first `count` held-out problems of different content. DataError where the family has too few."""
+    found: dict[str, Problem] = {}
+    for index in range(20 * count):
+        problem = source.problem("heldout", index)
+        found.setdefault(problem.key, problem)
+        if len(found) == count:
+            return list(found.values())
+    raise DataError(f"{source.name} has {len(found)} held-out problems, fewer than {count}; give it more levels.")
