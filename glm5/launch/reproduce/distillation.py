@@ -1,0 +1,98 @@
+"""On-policy cross-stage distillation (§3.5): what a later stage cost comes back, and what it taught stays."""
+
+from __future__ import annotations
+
+from glm5.config.recipe import DistillStage
+from glm5.launch.reproduce import policy
+from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.launch.reproduce.reasoning import DOMAINS, two_domains
+from glm5.rl.algos.distill import Distillation, ModelTeacher
+
+EARLY, LATE = DOMAINS
+
+
+def sizes(quick: bool, steps: int | None) -> Sizes:
+    """The later stage learns its own skill alone. Updates are of one sample per prompt, as in the paper."""
+    return two_domains(quick, steps or (2 if quick else 40)) | {
+        "sft_weights": [1.0, 0.0],
+        "later_steps": 2 if quick else 60,
+        "problems": 4 if quick else 1000,
+        "prompts": 8 if quick else 512,
+        "group": 1,
+        "lr": 3e-4,
+    }
+
+
+def run(work: Work) -> Outcome:
+    """The first stage, the later one, or distillation of both into the later one."""
+    s = work.sizes
+    early, late = policy.families(s)
+    if work.arm == "first":
+        model = policy.prepare(work, ("pretrain",))
+        policy.tune(work, model, s["sft_steps"], 6e-3, 1e-3, [early])
+        return policy.outcome(work, policy.keep(work, model), [])
+    model = work.model()
+    if work.arm == "later":
+        policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, [late], "later")
+        return policy.outcome(work, policy.keep(work, model), [])
+    assert work.start is not None
+    folders = {"first": work.start.parent.parent / f"first-{work.seed}" / "model", "later": work.start}
+    stage = DistillStage(
+        name="distill",
+        kind="distill",
+        families=policy.families(s),
+        teachers={EARLY: str(folders["first"]), LATE: str(folders["later"])},
+        prompts=s["prompts"],
+        group=s["group"],
+        **policy.limits(s),
+        row_length=s["row_length"],
+        rollouts="fast",
+        optim=policy.optimizer(s),
+    )
+    teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders.values()}
+    rows = policy.learn(work, model, stage, "distill", algorithm=Distillation(stage, teachers))
+    return policy.outcome(work, model, rows)
+
+
+EXPERIMENT = Experiment(
+    name="distillation",
+    title="On-policy cross-stage distillation",
+    section="§3.5, Eq. 2",
+    claim="A skill that a later stage cost comes back by on-policy distillation, and what that stage taught stays.",
+    arms=(
+        Arm("first", "first stage"),
+        Arm("later", "later stage", after="first"),
+        Arm("distilled", "distilled", after="later"),
+    ),
+    sizes=sizes,
+    run=run,
+    training=policy.training,
+    questions=(
+        Question(f"The later stage costs {EARLY}", f"{EARLY}_solved", "later", "first", "lower"),
+        Question(f"Distillation brings {EARLY} back", f"{EARLY}_solved", "distilled", "later", "higher", main=True),
+        Question("It brings back all of it (within 10 %)", f"{EARLY}_solved", "distilled", "first", "equal", 0.1),
+        Question(
+            "What the later stage taught stays (within 3 %)",
+            f"{LATE}_solved",
+            "distilled",
+            "later",
+            "equal",
+            0.03,
+            main=True,
+        ),
+    ),
+    figures=(
+        Figure("reverse-kl", "KL of student and teachers", "nats per token", curve="reverse_kl"),
+        Figure("solved", "Rollouts solved", "share", curve="solved"),
+    ),
+    labels={
+        **{f"{task}_solved": f"{task}: solved greedily" for task in DOMAINS},
+        **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in DOMAINS},
+        **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in DOMAINS},
+        "end_reverse_kl": "KL of student and teachers at the end",
+    },
+    limits=(
+        "The later stage is fine-tuning on its own skill alone, which forgets more than the paper's stages would.",
+        "The paper gives no numbers for distillation.",
+    ),
+)
