@@ -38,7 +38,17 @@ Part = Literal["pretrain", "dense", "sparse", "sft"]
 """Steps on the way to a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA
 stages."""
 
-CURVES = ("solved", "entropy", "masked_share", "clipped_share", "mismatch_kl", "staleness_mean", "length", "kl")
+CURVES = (
+    "solved",
+    "entropy",
+    "masked_share",
+    "clipped_share",
+    "mismatch_kl",
+    "staleness_mean",
+    "length",
+    "kl",
+    "reverse_kl",
+)
 LAST = 4
 """Updates at the end of training over which metrics of training are averaged."""
 

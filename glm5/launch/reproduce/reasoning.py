@@ -14,6 +14,7 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
     return policy.sizes(
         quick,
         steps,
+        row_length=128 if quick else 256,
         tasks=[
             {"name": "arithmetic", "options": {"levels": [3], "thinking": True}},
             {"name": "python_tool", "options": {"levels": [1], "topics": ["digit_sum", "digit_count"]}},
