@@ -1,11 +1,11 @@
-"""Reasoning RL (§3.2) on two domains together, arithmetic and tool-integrated reasoning, against more fine-tuning."""
+"""Reasoning RL (§3.2) on two domains together, arithmetic and mathematics in words and equations, against more fine-tuning."""
 
 from __future__ import annotations
 
 from glm5.launch.reproduce import policy
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
 
-DOMAINS = ("arithmetic", "python_tool")
+DOMAINS = ("arithmetic", "math")
 ENGINES = {"rl": {"rollouts": "exact"}, "rl-bf16": {"rollouts": "fast", "rollout_dtype": "bfloat16"}}
 
 
@@ -17,20 +17,19 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
         row_length=128 if quick else 256,
         tasks=[
             {"name": "arithmetic", "options": {"levels": [3], "thinking": True}},
-            {"name": "python_tool", "options": {"levels": [1], "topics": ["digit_sum", "digit_count"]}},
+            {"name": "math", "options": {"levels": [1], "topics": ["linear", "words"]}},
         ],
-        max_tokens=64,
-        max_turns=3,
-        max_context=256,
+        max_tokens=48,
+        max_context=160,
     )
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """`continued_steps` of fine-tuning take as long as the updates of the policy."""
-    return two_domains(quick, steps or (2 if quick else 40)) | {
-        "sft_weights": [3.0, 1.0],
-        "sft_steps": 2 if quick else 350,
-        "continued_steps": 2 if quick else 600,
+    return two_domains(quick, steps or (2 if quick else 80)) | {
+        "sft_weights": [1.0, 2.0],
+        "sft_steps": 2 if quick else 900,
+        "continued_steps": 2 if quick else 1000,
     }
 
 
@@ -53,7 +52,7 @@ def run(work: Work) -> Outcome:
 
 EXPERIMENT = Experiment(
     name="reasoning-rl",
-    title="Reasoning RL on arithmetic and tool-integrated reasoning",
+    title="Reasoning RL on arithmetic and mathematics",
     section="§3.2",
     claim="Reinforcement learning on verifiable problems of several domains together raises all of them.",
     arms=(
