@@ -174,7 +174,9 @@ def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="muon-split, mtp or dsa.")],
+    name: Annotated[
+        str, typer.Argument(help="muon-split, mtp, dsa, reasoning-rl, distillation, lag, topk, icepop or dsa-bonus.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every arm; default 3.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget, from which the steps follow.")] = None,

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from glm5.config.recipe import DistillStage
-from glm5.launch.reproduce import policy
+from glm5.launch.reproduce import policy, reasoning
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
-from glm5.launch.reproduce.reasoning import DOMAINS, two_domains
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 
-EARLY, LATE = DOMAINS
+EARLY, LATE = reasoning.DOMAINS
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """The later stage learns its own skill alone. Updates are of one sample per prompt, as in the paper."""
-    return two_domains(quick, steps or (2 if quick else 40)) | {
-        "sft_weights": [1.0, 0.0],
-        "later_steps": 2 if quick else 60,
+    """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
+    in the paper."""
+    return reasoning.sizes(quick, steps or (2 if quick else 40)) | {
+        "later_steps": 2 if quick else 250,
         "problems": 4 if quick else 1000,
         "prompts": 8 if quick else 512,
         "group": 1,
-        "lr": 3e-4,
     }
 
 
 def run(work: Work) -> Outcome:
     """The first stage, the later one, or distillation of both into the later one."""
     s = work.sizes
-    early, late = policy.families(s)
     if work.arm == "first":
-        model = policy.prepare(work, ("pretrain",))
-        policy.tune(work, model, s["sft_steps"], 6e-3, 1e-3, [early])
-        return policy.outcome(work, policy.keep(work, model), [])
+        return policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
     model = work.model()
     if work.arm == "later":
-        policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, [late], "later")
+        policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, policy.demonstrated(s)[1:], "later")
         return policy.outcome(work, policy.keep(work, model), [])
     assert work.start is not None
     folders = {"first": work.start.parent.parent / f"first-{work.seed}" / "model", "later": work.start}
@@ -86,9 +81,9 @@ EXPERIMENT = Experiment(
         Figure("solved", "Rollouts solved", "share", curve="solved"),
     ),
     labels={
-        **{f"{task}_solved": f"{task}: solved greedily" for task in DOMAINS},
-        **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in DOMAINS},
-        **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in DOMAINS},
+        **{f"{task}_solved": f"{task}: solved greedily" for task in reasoning.DOMAINS},
+        **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in reasoning.DOMAINS},
+        **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in reasoning.DOMAINS},
         "end_reverse_kl": "KL of student and teachers at the end",
     },
     limits=(

@@ -1,4 +1,4 @@
-"""Reasoning RL (§3.2) on two domains together, arithmetic and mathematics in words and equations, against more fine-tuning."""
+"""Reasoning RL (§3.2) on two domains together, arithmetic and mathematics, against more fine-tuning."""
 
 from __future__ import annotations
 
