@@ -5,6 +5,7 @@ from __future__ import annotations
 from glm5.config.recipe import DistillStage
 from glm5.launch.reproduce import policy, reasoning
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.launch.reproduce.worker import read_run
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 
 EARLY, LATE = reasoning.DOMAINS
@@ -46,7 +47,17 @@ def run(work: Work) -> Outcome:
     )
     teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders.values()}
     rows = policy.learn(work, model, stage, "distill", algorithm=Distillation(stage, teachers))
-    return policy.outcome(work, model, rows)
+    found = policy.outcome(work, model, rows)
+    before, lost = (_score(work, arm) for arm in ("first", "later"))
+    now = found.metrics[f"{EARLY}_solved"]
+    found.metrics["came_back"] = (now - lost) / (before - lost) if before > lost else 0.0
+    return found
+
+
+def _score(work: Work, arm: str) -> float:
+    run = read_run(work.folder.parent.parent, arm, work.seed)
+    assert run is not None, "arms wait for what they continue"
+    return float(run["metrics"][f"{EARLY}_solved"])
 
 
 EXPERIMENT = Experiment(
@@ -84,6 +95,7 @@ EXPERIMENT = Experiment(
         **{f"{task}_solved": f"{task}: solved greedily" for task in reasoning.DOMAINS},
         **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in reasoning.DOMAINS},
         **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in reasoning.DOMAINS},
+        "came_back": f"share of what {EARLY} had lost that came back",
         "end_reverse_kl": "KL of student and teachers at the end",
     },
     limits=(
