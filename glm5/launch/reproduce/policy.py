@@ -252,7 +252,8 @@ def outcome(work: Work, model: GLM5ForCausalLM, rows: list[dict[str, Any]]) -> O
     metrics = scores(work, model)
     if rows:
         metrics |= at_the_end(rows)
-    return Outcome(metrics, tokens_of(rows), {name: curve(rows, name) for name in CURVES if name in (rows or [{}])[0]})
+    names = [name for name in (rows or [{}])[0] if name in CURVES or name.startswith("solved/")]
+    return Outcome(metrics, tokens_of(rows), {name: curve(rows, name) for name in names})
 
 
 def at_the_end(rows: list[dict[str, Any]]) -> dict[str, float]:

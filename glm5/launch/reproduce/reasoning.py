@@ -25,11 +25,15 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`continued_steps` of fine-tuning take as long as the updates of the policy."""
+    """`continued_steps` of fine-tuning take as long as the updates of the policy; the arm with a bf16 engine is short
+    and there for its mismatch."""
     return two_domains(quick, steps or (2 if quick else 80)) | {
-        "sft_weights": [1.0, 2.0],
-        "sft_steps": 2 if quick else 900,
-        "continued_steps": 2 if quick else 1000,
+        "sft_weights": [1.0, 3.0],
+        "sft_steps": 2 if quick else 700,
+        "continued_steps": 2 if quick else 2000,
+        "bf16_steps": 2 if quick else 16,
+        "lr": 5e-4,
+        "sampled_problems": 2 if quick else 500,
     }
 
 
@@ -42,7 +46,8 @@ def run(work: Work) -> Outcome:
         policy.tune(work, model, work.sizes["continued_steps"], 1e-3, 1e-4)
         model.requires_grad_(True).eval()
         return policy.outcome(work, model, [])
-    rows = policy.learn(work, model, policy.stage_of(work.sizes, "reasoning", **ENGINES[work.arm]))
+    s = work.sizes if work.arm == "rl" else work.sizes | {"steps": work.sizes["bf16_steps"]}
+    rows = policy.learn(work, model, policy.stage_of(s, "reasoning", **ENGINES[work.arm]))
     found = policy.outcome(work, model, rows)
     found.metrics["mismatch_max"] = max(row["mismatch_max"] for row in rows)
     found.metrics["mismatch_mean"] = sum(row["mismatch_mean"] * row["tokens"] for row in rows) / found.tokens
@@ -58,7 +63,7 @@ EXPERIMENT = Experiment(
     arms=(
         Arm("start", "fine-tuned start"),
         Arm("rl", "Reasoning RL, exact engine", after="start"),
-        Arm("rl-bf16", "Reasoning RL, fast bf16 engine", after="start"),
+        Arm("rl-bf16", "the same, fast bf16 engine, a quarter as long", after="start"),
         Arm("continued", "fine-tuning goes on, equal time", after="start"),
     ),
     sizes=sizes,
@@ -66,11 +71,13 @@ EXPERIMENT = Experiment(
     training=policy.training,
     questions=(
         *(
-            Question(f"Reasoning RL raises {task}", f"{task}_solved", "rl", "start", "higher", main=True)
+            Question(
+                f"At temperature 1, Reasoning RL raises {task}", f"{task}_sampled", "rl", "start", "higher", main=True
+            )
             for task in DOMAINS
         ),
         *(
-            Question(f"At temperature 1, Reasoning RL raises {task}", f"{task}_sampled", "rl", "start", "higher")
+            Question(f"Decoded greedily, Reasoning RL raises {task}", f"{task}_solved", "rl", "start", "higher")
             for task in DOMAINS
         ),
         *(
@@ -79,24 +86,14 @@ EXPERIMENT = Experiment(
         ),
         *(
             Question(
-                f"It raises {task} more than fine-tuning for as long", f"{task}_solved", "rl", "continued", "higher"
-            )
-            for task in DOMAINS
-        ),
-        *(
-            Question(
-                f"A fast bf16 engine is as good for {task} (within 5 %)",
-                f"{task}_solved",
-                "rl-bf16",
-                "rl",
-                "equal",
-                0.05,
+                f"It raises {task} more than fine-tuning for as long", f"{task}_sampled", "rl", "continued", "higher"
             )
             for task in DOMAINS
         ),
     ),
     figures=(
-        Figure("solved", "Rollouts solved", "share", curve="solved"),
+        Figure("arithmetic", "Rollouts of arithmetic solved", "share", curve="solved/reasoning"),
+        Figure("math", "Rollouts of mathematics solved", "share", curve="solved/math"),
         Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
         Figure("length", "Tokens of an answer", "tokens", curve="length"),
     ),
