@@ -89,12 +89,10 @@ EXPERIMENT = Experiment(
     ),
     figures=(
         Figure("reverse-kl", "KL of student and teachers", "nats per token", curve="reverse_kl"),
-        Figure("solved", "Rollouts solved", "share", curve="solved"),
+        policy.SOLVED,
     ),
     labels={
-        **{f"{task}_solved": f"{task}: solved greedily" for task in reasoning.DOMAINS},
-        **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in reasoning.DOMAINS},
-        **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in reasoning.DOMAINS},
+        **policy.task_labels(reasoning.DOMAINS),
         "came_back": f"share of what {EARLY} had lost that came back",
         "end_reverse_kl": "KL of student and teachers at the end",
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm5.launch.reproduce import policy
-from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.launch.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes, Work
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -63,16 +63,10 @@ EXPERIMENT = Experiment(
         Question("RL helps the dense model", "sampled", "dense", "dense-start", "higher"),
     ),
     figures=(
-        Figure("solved", "Rollouts solved", "share", curve="solved"),
-        Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
+        policy.SOLVED,
+        policy.ENTROPY,
     ),
-    labels={
-        "sampled": "solved at temperature 1",
-        "solved": "solved greedily",
-        "pass": "solved by one of 8 samples",
-        "end_entropy": "entropy at the end",
-        "end_length": "tokens of an answer at the end",
-    },
+    labels=policy.LABELS,
     limits=(
         "Answers have about thirty tokens, of which eight are attended to; at the paper's lengths the question is "
         "another one.",

@@ -74,21 +74,12 @@ EXPERIMENT = Experiment(
         Question("Eq. 1 learns at all under this mismatch", "sampled", "pop", "start", "higher"),
     ),
     figures=(
-        Figure("solved", "Rollouts solved", "share", curve="solved"),
-        Figure("mismatch", "KL of engine and learner", "nats per token", curve="mismatch_kl"),
-        Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
+        policy.SOLVED,
+        policy.MISMATCH,
+        policy.ENTROPY,
         Figure("masked", "Tokens that pop leaves out", "share", curve="masked_share"),
     ),
-    labels={
-        "sampled": "solved at temperature 1",
-        "solved": "solved greedily",
-        "pass": "solved by one of 8 samples",
-        "end_entropy": "entropy at the end",
-        "end_mismatch_kl": "KL of engine and learner at the end",
-        "end_masked_share": "tokens left out by pop at the end",
-        "end_clipped_share": "tokens clipped at the end",
-        "end_length": "tokens of an answer at the end",
-    },
+    labels=policy.LABELS,
     limits=(
         "The mismatch is injected: the engine's matrices have two bits of mantissa. Real mismatches are smaller per "
         "token and act over thousands of times as many tokens.",

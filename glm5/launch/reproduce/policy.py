@@ -22,7 +22,7 @@ from glm5.config.recipe import (
 )
 from glm5.engine.engine import Engine
 from glm5.errors import DataError
-from glm5.launch.reproduce.plan import METRICS, Outcome, Points, Sizes, Work, thinned
+from glm5.launch.reproduce.plan import METRICS, Figure, Outcome, Points, Sizes, Work, thinned
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import SamplingParams
@@ -49,6 +49,22 @@ CURVES = (
     "kl",
     "reverse_kl",
 )
+LABELS = {
+    "sampled": "solved at temperature 1",
+    "solved": "solved greedily",
+    "pass": "solved by one of 8 samples",
+    "end_entropy": "entropy at the end",
+    "end_mismatch_kl": "KL of engine and learner at the end",
+    "end_masked_share": "tokens left out by pop at the end",
+    "end_clipped_share": "tokens clipped at the end",
+    "end_length": "tokens of an answer at the end",
+}
+"""What cards call the metrics of one task."""
+
+SOLVED = Figure("solved", "Rollouts solved", "share", curve="solved")
+ENTROPY = Figure("entropy", "Entropy of the learner", "nats", curve="entropy")
+MISMATCH = Figure("mismatch", "KL of engine and learner", "nats per token", curve="mismatch_kl")
+
 LAST = 4
 """Updates at the end of training over which metrics of training are averaged."""
 
@@ -100,6 +116,11 @@ def training(s: Sizes) -> str:
 def families(s: Sizes) -> list[FamilyConfig]:
     """The tasks, weights as for rollouts."""
     return [FamilyConfig(render_tools=False, **task) for task in s["tasks"]]
+
+
+def task_labels(tasks: Sequence[str]) -> dict[str, str]:
+    """The same for the held-out scores of several tasks."""
+    return {f"{task}_{name}": f"{task}: {LABELS[name]}" for name in ("solved", "sampled", "pass") for task in tasks}
 
 
 def demonstrated(s: Sizes) -> list[FamilyConfig]:

@@ -94,13 +94,11 @@ EXPERIMENT = Experiment(
     figures=(
         Figure("arithmetic", "Rollouts of arithmetic solved", "share", curve="solved/reasoning"),
         Figure("math", "Rollouts of mathematics solved", "share", curve="solved/math"),
-        Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
+        policy.ENTROPY,
         Figure("length", "Tokens of an answer", "tokens", curve="length"),
     ),
     labels={
-        **{f"{task}_solved": f"{task}: solved greedily" for task in DOMAINS},
-        **{f"{task}_sampled": f"{task}: solved at temperature 1" for task in DOMAINS},
-        **{f"{task}_pass": f"{task}: solved by one of 8 samples" for task in DOMAINS},
+        **policy.task_labels(DOMAINS),
         "end_entropy": "entropy at the end",
         "mismatch_max": "largest difference of engine's and learner's log-probabilities, whole run",
         "mismatch_mean": "the same, mean",

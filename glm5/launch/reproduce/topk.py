@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from glm5.launch.reproduce import policy
-from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.launch.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes, Work
 from glm5.ops.indexer import OtherRule, selecting
 from glm5.seeds import derive_seed
 
@@ -51,19 +51,11 @@ EXPERIMENT = Experiment(
         Question("With deterministic ties the policy learns", "sampled", "deterministic", "start", "higher"),
     ),
     figures=(
-        Figure("solved", "Rollouts solved", "share", curve="solved"),
-        Figure("entropy", "Entropy of the learner", "nats", curve="entropy"),
-        Figure("mismatch", "KL of engine and learner", "nats per token", curve="mismatch_kl"),
+        policy.SOLVED,
+        policy.ENTROPY,
+        policy.MISMATCH,
     ),
-    labels={
-        "sampled": "solved at temperature 1",
-        "solved": "solved greedily",
-        "pass": "solved by one of 8 samples",
-        "end_entropy": "entropy at the end",
-        "end_mismatch_kl": "KL of engine and learner at the end",
-        "end_masked_share": "tokens left out by pop at the end",
-        "end_length": "tokens of an answer at the end",
-    },
+    labels=policy.LABELS,
     limits=(
         "Six keys of about thirty are kept; the paper keeps 2,048 of up to 200,000. Held-out scores are taken with the "
         "usual rule (full precision, ties by position).",
