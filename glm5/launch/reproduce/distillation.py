@@ -15,7 +15,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
     in the paper."""
     return reasoning.sizes(quick, steps or (2 if quick else 40)) | {
-        "later_steps": 2 if quick else 250,
+        "later_steps": 2 if quick else 150,
         "problems": 4 if quick else 1000,
         "prompts": 8 if quick else 512,
         "group": 1,

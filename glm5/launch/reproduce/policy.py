@@ -105,10 +105,11 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
 def training(s: Sizes) -> str:
     """What ran, for cards."""
     tasks = ", ".join(f"{task.name} {task.options}" for task in families(s))
+    until = f" and more, until a pass rate of {s['target']:.0%} in each" if "target" in s else ""
     return (
         f"the start, {s['pretrain_steps']} steps of {s['rows']} rows of {s['row_length']} tokens of text and "
-        f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations ({tasks}); then {s['steps']} updates of "
-        f"{s['prompts']} problems x {s['group']} rollouts at temperature 1, {s['optimizer']} at a constant rate of "
+        f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations{until} ({tasks}); then {s['steps']} updates "
+        f"of {s['prompts']} problems x {s['group']} rollouts at temperature 1, {s['optimizer']} at a constant rate of "
         f"{s['lr']:g}."
     )
 
@@ -153,6 +154,8 @@ def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
                 )
                 with _stage_io(work, name) as io:
                     dsa_adapt.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
+        elif "target" in s:
+            tune_until(work, model)
         else:
             tune(work, model, s["sft_steps"], 6e-3, 1e-3)
     return keep(work, model)
@@ -188,6 +191,23 @@ def tune(
     )
     with _stage_io(work, name) as io:
         sft.run(model, stage, work.tokenizer, io, work.seed)
+
+
+def tune_until(work: Work, model: GLM5ForCausalLM) -> None:
+    """Fine-tune until every task's pass rate at temperature 1, on training problems, is at least `target`: in chunks of
+    steps, each with demonstrations of its own, most of them of the tasks that are below."""
+    s, tasks = work.sizes, families(work.sizes)
+    tune(work, model, s["sft_steps"], 6e-3, 4e-3)
+    for chunk in range(s["most_chunks"]):
+        rates = [sum(map(sum, _rewards(work, model, task, s["probes"], 2, 1.0, "train"))) for task in tasks]
+        low = [rate < s["target"] * 2 * s["probes"] for rate in rates]
+        if not any(low):
+            return
+        own = [
+            task.model_copy(update={"weight": 1.0 if wanted else 0.2, "options": task.options | {"seed": 1 + chunk}})
+            for task, wanted in zip(tasks, low, strict=True)
+        ]
+        tune(work, model, s["chunk_steps"], 3e-3, 3e-3, own, f"sft-{chunk:02d}")
 
 
 def _pretrain(work: Work, model: GLM5ForCausalLM, name: str, steps: int, lr: float, final_lr: float) -> None:
@@ -311,9 +331,15 @@ def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
 
 
 def _rewards(
-    work: Work, model: GLM5ForCausalLM, task: FamilyConfig, problems: int, samples: int, temperature: float
+    work: Work,
+    model: GLM5ForCausalLM,
+    task: FamilyConfig,
+    problems: int,
+    samples: int,
+    temperature: float,
+    split: str = "heldout",
 ) -> list[list[float]]:
-    """Rewards of `samples` answers to each of the first `problems` distinct held-out problems."""
+    """Rewards of `samples` answers to each of the first `problems` distinct problems of a split."""
     s, tokenizer = work.sizes, work.tokenizer
     episodes = [
         Episode(
@@ -324,7 +350,7 @@ def _rewards(
             group=number,
             render_tools=task.render_tools,
         )
-        for number, problem in enumerate(distinct(make_family(task.name, **task.options), problems))
+        for number, problem in enumerate(distinct(make_family(task.name, **task.options), problems, split))
         for _ in range(samples)
     ]
     engine = Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False)
@@ -332,12 +358,12 @@ def _rewards(
     return [[t.reward for t in done[i : i + samples]] for i in range(0, len(done), samples)]
 
 
-def distinct(source: Family, count: int) -> list[Problem]:
-    """The first `count` held-out problems of different content. DataError where the family has too few."""
+def distinct(source: Family, count: int, split: str = "heldout") -> list[Problem]:
+    """The first `count` problems of a split that differ in content. DataError where the family has too few."""
     found: dict[str, Problem] = {}
     for index in range(20 * count):
-        problem = source.problem("heldout", index)
+        problem = source.problem(split, index)
         found.setdefault(problem.key, problem)
         if len(found) == count:
             return list(found.values())
-    raise DataError(f"{source.name} has {len(found)} held-out problems, fewer than {count}; give it more levels.")
+    raise DataError(f"{source.name} has {len(found)} {split} problems, fewer than {count}; give it more levels.")
