@@ -49,9 +49,11 @@ def _section(run: Run, stage: Stage) -> PolicySection:
     reward = _lines(run, name, {"reward": "reward", "solved": "solved", "with reward model": "combined_reward"})
     shares, shares_said = _left_out(run, name)
     weights, weights_said = _weights(run, name)
+    domains = _lines(run, name, _parts(run, name, "solved/"))
     reward_model = _lines(run, f"{name}{REWARD_MODEL}", {"loss": "loss", "accuracy": "accuracy"})
     made = [
         curves(f"Reward in {name}", reward, "mean of a batch; solved is the share with the full outcome"),
+        curves(f"Solved by domain in {name}", domains, "share of a batch's rollouts") if domains else None,
         curves(f"Entropy in {name}", _lines(run, name, {"entropy": "entropy"}), "nats per token"),
         curves(f"Length in {name}", _lines(run, name, {"length": "length"}), "sampled tokens per trajectory"),
         shares,
@@ -87,8 +89,13 @@ def _lines(run: Run, stage: str, keys: dict[str, str]) -> list[Series]:
 
 def _by_teacher(run: Run, stage: str) -> dict[str, str]:
     """Keys of the reverse KL by label: over all tokens, then over those of every teacher."""
-    keys = dict.fromkeys(key for row in run.metrics.get(stage, ()) for key in row if key.startswith("reverse_kl/"))
-    return {"all": "reverse_kl"} | {f"to {key.removeprefix('reverse_kl/')}": key for key in keys}
+    return {"all": "reverse_kl"} | {f"to {name}": key for name, key in _parts(run, stage, "reverse_kl/").items()}
+
+
+def _parts(run: Run, stage: str, prefix: str) -> dict[str, str]:
+    """Metrics that begin with `prefix`, by what follows it."""
+    keys = dict.fromkeys(key for row in run.metrics.get(stage, ()) for key in row if key.startswith(prefix))
+    return {key.removeprefix(prefix): key for key in keys}
 
 
 def _any(lines: Sequence[Series]) -> bool:

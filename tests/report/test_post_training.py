@@ -93,16 +93,19 @@ def test_all_that_an_update_measures_is_drawn(write_run: WriteRun, drawn: dict[s
         20, solved=lambda n: n / 200, entropy=lambda n: 1 / n, length=lambda n: 20.0, masked_share=lambda n: 0.01 * n,
         clipped_share=lambda n: 0.0, ess_share=lambda n: 0.9, mismatch_mean=lambda n: 1e-4,
         mismatch_max=lambda n: 0.0 if n == 4 else 1e-2, mismatch_kl=lambda n: 1e-6, staleness_mean=lambda n: 0.5,
-        staleness_max=lambda n: 2.0, reverse_kl=lambda n: 0.2, reverse_kl__sft=lambda n: 0.3, kl=lambda n: 0.01,
+        staleness_max=lambda n: 2.0, reverse_kl=lambda n: 0.2, reverse_kl__sft=lambda n: 0.3,
+        solved__math=lambda n: n / 100, solved__code=lambda n: n / 300, kl=lambda n: 0.01,
         generate_seconds=lambda n: 3.0, environment_seconds=lambda n: 0.5, update_seconds=lambda n: 1.0 + n % 2,
         publish_seconds=lambda n: 0.0, **bins(b5=98.0, b6=2.0),
     )  # fmt: skip
     (section,) = sections_of(write_run, rows)
     assert [panel.title.removesuffix(" in rl") for panel in section.panels] == [
-        "Reward", "Entropy", "Length", "Left out or limited", "Ratios", "Effective sample size", "Mismatch",
+        "Reward", "Solved by domain", "Entropy", "Length", "Left out or limited", "Ratios", "Effective sample size", "Mismatch",
         "Staleness", "Reverse KL", "KL penalty", "Time",
     ]  # fmt: skip
     assert set(drawn["Reward in rl"]["series"]) == {"reward", "solved"}
+    assert drawn["Solved by domain in rl"]["series"]["math"][:2] == [(1, 0.01), (2, 0.02)]
+    assert set(drawn["Solved by domain in rl"]["series"]) == {"math", "code"}
     assert set(drawn["Left out or limited in rl"]["series"]) == {"masked", "clipped"}
     assert set(drawn["Reverse KL in rl"]["series"]) == {"all", "to sft"}
     ratios = drawn["Ratios in rl"]
