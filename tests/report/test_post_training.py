@@ -100,8 +100,8 @@ def test_all_that_an_update_measures_is_drawn(write_run: WriteRun, drawn: dict[s
     )  # fmt: skip
     (section,) = sections_of(write_run, rows)
     assert [panel.title.removesuffix(" in rl") for panel in section.panels] == [
-        "Reward", "Solved by domain", "Entropy", "Length", "Left out or limited", "Ratios", "Effective sample size", "Mismatch",
-        "Staleness", "Reverse KL", "KL penalty", "Time",
+        "Reward", "Solved by domain", "Entropy", "Length", "Left out or limited", "Ratios", "Effective sample size",
+        "Mismatch", "Staleness", "Reverse KL", "KL penalty", "Time",
     ]  # fmt: skip
     assert set(drawn["Reward in rl"]["series"]) == {"reward", "solved"}
     assert drawn["Solved by domain in rl"]["series"]["math"][:2] == [(1, 0.01), (2, 0.02)]
