@@ -14,11 +14,12 @@ EARLY, LATE = reasoning.DOMAINS
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
     in the paper."""
-    return reasoning.sizes(quick, steps or (2 if quick else 40)) | {
-        "later_steps": 2 if quick else 150,
+    return reasoning.sizes(quick, steps or (2 if quick else 50)) | {
+        "later_steps": 2 if quick else 60,
         "problems": 4 if quick else 1000,
-        "prompts": 8 if quick else 512,
+        "prompts": 8 if quick else 256,
         "group": 1,
+        "sampled_problems": 2 if quick else 250,
     }
 
 
