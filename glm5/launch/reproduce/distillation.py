@@ -14,7 +14,7 @@ EARLY, LATE = reasoning.DOMAINS
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
     in the paper."""
-    return reasoning.sizes(quick, steps or (2 if quick else 50)) | {
+    return reasoning.sizes(quick, steps or (2 if quick else 32)) | {
         "later_steps": 2 if quick else 60,
         "problems": 4 if quick else 1000,
         "prompts": 8 if quick else 256,
