@@ -20,7 +20,7 @@ class Interval:
     value: float
     low: float
     high: float
-    n: int
+    n: float
 
     @property
     def excludes_zero(self) -> bool:
@@ -28,9 +28,10 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     """Wilson score interval for a proportion, e.g. a pass rate. Honest at 0 and at n successes, unlike the normal
-    approximation, and always within [0, 1]. ValueError unless 0 <= successes <= n and n > 0."""
+    approximation, and always within [0, 1]. Neither number needs to be whole: `n` may be an effective sample size.
+    ValueError unless 0 <= successes <= n and n > 0."""
     if n <= 0 or not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} are not a proportion")
     z = _normal_quantile(confidence)
@@ -75,6 +76,45 @@ def paired_difference(
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} values are not pairs")
     return mean_interval([x - y for x, y in zip(a, b, strict=True)], confidence, bounds)
+
+
+def paired_shares(before: Sequence[bool], now: Sequence[bool]) -> Interval:
+    """95 % interval of Bonett and Price (2012) for the change of a share, `now` minus `before`, problem by problem.
+
+    Only problems that changed tell anything: one is added to those that were won and to those that were lost, two to
+    all, which keeps the coverage where they are few. It excludes 0 about where McNemar's exact test does. ValueError
+    unless both are equally long and not empty.
+    """
+    if len(before) != len(now) or not now:
+        raise ValueError(f"{len(before)} and {len(now)} outcomes are not pairs")
+    n = len(now)
+    won = sum(b and not a for a, b in zip(before, now, strict=True))
+    lost = sum(a and not b for a, b in zip(before, now, strict=True))
+    up, down = (won + 1) / (n + 2), (lost + 1) / (n + 2)
+    half = _normal_quantile(0.95) * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    centre = up - down
+    return Interval((won - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
+
+
+def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+    """Fieller's 95 % interval for mean(above) / mean(below) of pairs. None where the mean below cannot be told from 0,
+    for then no ratio can be excluded, and for fewer than two pairs. ValueError unless both are equally long."""
+    if len(above) != len(below):
+        raise ValueError(f"{len(above)} and {len(below)} values are not pairs")
+    n = len(below)
+    if n < 2:
+        return None
+    x, y = fmean(above), fmean(below)
+    scale = t_quantile(0.95, n - 1) ** 2 / n / (n - 1)
+    xx = scale * sum((a - x) ** 2 for a in above)
+    yy = scale * sum((b - y) ** 2 for b in below)
+    xy = scale * sum((a - x) * (b - y) for a, b in zip(above, below, strict=True))
+    # (x - q y)^2 <= t^2 var(x - q y) is a quadratic in the ratio q.
+    lead = y * y - yy
+    if lead <= 0.0:
+        return None
+    root = math.sqrt(max(0.0, (x * y - xy) ** 2 - lead * (x * x - xx)))
+    return Interval(x / y, (x * y - xy - root) / lead, (x * y - xy + root) / lead, n)
 
 
 def t_quantile(confidence: float, df: int) -> float:

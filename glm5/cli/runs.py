@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -142,7 +142,7 @@ def stages(
 def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     """Run supervised fine-tuning stages (resumes), and tell what their data held."""
     run = _run(recipe, overrides, kinds=("sft",))
-    for stage in json.loads((run / "results.json").read_text(encoding="utf-8"))["stages"]:
+    for stage in _results(run)["stages"]:
         if "data/rows" in stage["numbers"]:  # runs of earlier versions lack it
             typer.echo(f"{stage['name']}: {_told(stage['numbers'])}")
 
@@ -152,7 +152,7 @@ def rl(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     """Run stages of kind reasoning, agentic, general or distill (resumes), and tell how their last updates went."""
     run = _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
     told = ("reward", "solved", "reverse_kl", "pass_rate", "kept_share")
-    for stage in json.loads((run / "results.json").read_text(encoding="utf-8"))["stages"]:
+    for stage in _results(run)["stages"]:
         numbers = stage["numbers"].items()
         parts = [f"{name} {value:.3f}" for name, value in numbers if name.partition("/")[0] in told]
         typer.echo(f"{stage['name']}: {', '.join(parts)}")
@@ -167,7 +167,7 @@ def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
     from glm5.report import build_report, summary_table
 
     page = build_report(run)
-    Console().print(summary_table(json.loads((run / "results.json").read_text(encoding="utf-8"))))
+    Console().print(summary_table(_results(run)))
     typer.echo(f"Report: {page}")
     typer.echo(f"Chat with the result: glm5 serve {run / 'final'}")
 
@@ -208,6 +208,11 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     from glm5.report import build_report
 
     typer.echo(f"Report: {build_report(run)}")
+
+
+def _results(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _told(numbers: dict[str, float]) -> str:

@@ -137,10 +137,6 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
                 if line is None:
                     report.add_bad(where, f"the line has more than {limit:,} bytes")
                     continue
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if not line.strip():
-                    continue
                 try:
                     document = _record(json.loads(line.decode("utf-8")), field, f"{path.name}:{number}")
                 except UnicodeDecodeError:
@@ -154,12 +150,15 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
 
 
 def limited_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Lines with their numbers from 1; None stands for one of more than `limit` bytes, which is read past in pieces."""
+    """Lines that are not blank, with their numbers from 1 and without a byte order mark at the beginning. None stands
+    for one of more than `limit` bytes, which is read past in pieces."""
     number = 0
     while line := file.readline(limit + 1):
         number += 1
         if len(line.removesuffix(b"\n")) <= limit:
-            yield number, line
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield number, line
             continue
         while line and not line.endswith(b"\n"):
             line = file.readline(_SKIPPED_BYTES)

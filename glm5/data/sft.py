@@ -106,10 +106,6 @@ def read_conversations(
                     if line is None:
                         bad(where, f"it has more than {MAX_LINE_BYTES:,} bytes")
                         continue
-                    if number == 1:
-                        line = line.removeprefix(b"\xef\xbb\xbf")
-                    if not line.strip():
-                        continue
                     try:
                         found = parse_conversation(_load(line), sort_results)
                     except DataError as error:

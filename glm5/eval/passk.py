@@ -9,8 +9,6 @@ from statistics import fmean, pvariance
 from glm5.errors import ConfigError
 from glm5.stats import wilson
 
-_CONFIDENCE_Z = 1.959963984540054  # the normal quantile of a 95 % interval
-
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """The unbiased estimate 1 - C(n-c, k) / C(n, k) for one problem with c right ones among n samples (Chen et al.,
@@ -31,8 +29,9 @@ def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
     if not values:
         raise ConfigError(f"pass@{k} of no problems is not a number; set evaluation.problems.")
     mean, problems = fmean(values), len(values)
-    low, high = _interval(mean, _effective(mean, pvariance(values), problems, samples))
-    return {"score": mean, "low": low, "high": high, "n": problems}
+    n = _effective(mean, pvariance(values), problems, samples)
+    interval = wilson(mean * n, n)
+    return {"score": mean, "low": interval.low, "high": interval.high, "n": problems}
 
 
 def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -46,14 +45,3 @@ def _effective(mean: float, variance: float, problems: int, samples: int) -> flo
     if variance == 0.0:
         return float(problems) if mean in (0.0, 1.0) else float(problems * samples)
     return min(float(problems * samples), max(float(problems), problems * mean * (1.0 - mean) / variance))
-
-
-def _interval(mean: float, n: float) -> tuple[float, float]:
-    """Wilson's limits for a share that need not be a whole number of `n`."""
-    if mean in (0.0, 1.0):
-        found = wilson(round(mean * n), round(n))
-        return found.low, found.high
-    z2 = _CONFIDENCE_Z**2
-    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
-    half = _CONFIDENCE_Z / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)

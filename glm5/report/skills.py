@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glm5.report.pairs import ratio_of_means
 from glm5.report.results import Results, Score, parse_results
 from glm5.report.wording import Change, listing, score_change
+from glm5.stats import ratio_of_means
 
 DISTILL_KIND = "distill"
 

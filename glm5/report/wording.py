@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from glm5.report.pairs import paired_shares
 from glm5.report.results import Agreement, Score
+from glm5.stats import paired_shares
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ def measure_pass_rates(
     max_turns: int = 16,
     max_context: int = 4096,
     render_tools: bool = True,
+    split: str = "train",
 ) -> dict[int, PassCount]:
-    """Pass counts of training problems, by problem index: each is played `tries` times, all of them together.
+    """Pass counts of problems of a split, by problem index: each is played `tries` times, all of them together.
 
     `completer` is an engine or whatever else continues token ids. A sample passes where its episode ends as solved.
     Samples that the environment lost say nothing and are not counted, and a problem that has no others is left out.
@@ -69,7 +70,7 @@ def measure_pass_rates(
             group=index,
             render_tools=render_tools,
         )
-        for index, problem in ((index, family.problem("train", index)) for index in indices)
+        for index, problem in ((index, family.problem(split, index)) for index in indices)
         for _ in range(tries)
     ]
     counts: dict[int, PassCount] = {}

@@ -12,10 +12,9 @@ import pytest
 
 from glm5.errors import DataError
 from glm5.report import forgetting, recovered
-from glm5.report.pairs import paired_shares, ratio_of_means
 from glm5.report.sections import recovery_table
 from glm5.report.skills import recovery_sentences
-from glm5.stats import wilson
+from glm5.stats import paired_shares, ratio_of_means, wilson
 
 
 def entry(solved: str, keep: bool = True) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from glm5.config.recipe import DistillStage
+from pathlib import Path
+
 from glm5.launch.reproduce import policy, reasoning
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
-from glm5.launch.reproduce.worker import read_run
+from glm5.launch.reproduce.worker import read_run, run_folder
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 
 EARLY, LATE = reasoning.DOMAINS
@@ -14,7 +15,7 @@ EARLY, LATE = reasoning.DOMAINS
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
     in the paper."""
-    return reasoning.sizes(quick, steps or (2 if quick else 32)) | {
+    return reasoning.two_domains(quick, steps or (2 if quick else 32)) | {
         "later_steps": 2 if quick else 60,
         "problems": 4 if quick else 1000,
         "prompts": 8 if quick else 256,
@@ -30,23 +31,13 @@ def run(work: Work) -> Outcome:
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
     model = work.model()
     if work.arm == "later":
-        policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, policy.demonstrated(s)[1:], "later")
+        policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, policy.families(s)[1:], "later")
         return policy.outcome(work, policy.keep(work, model), [])
     assert work.start is not None
-    folders = {"first": work.start.parent.parent / f"first-{work.seed}" / "model", "later": work.start}
-    stage = DistillStage(
-        name="distill",
-        kind="distill",
-        families=policy.families(s),
-        teachers={EARLY: str(folders["first"]), LATE: str(folders["later"])},
-        prompts=s["prompts"],
-        group=s["group"],
-        **policy.limits(s),
-        row_length=s["row_length"],
-        rollouts="fast",
-        optim=policy.optimizer(s),
-    )
-    teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders.values()}
+    folders = [run_folder(_runs(work), "first", work.seed) / "model", work.start]
+    first, later = map(str, folders)
+    stage = policy.stage_of(s, "distill", name="distill", teachers={EARLY: first, LATE: later})
+    teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders}
     rows = policy.learn(work, model, stage, "distill", algorithm=Distillation(stage, teachers))
     found = policy.outcome(work, model, rows)
     before, lost = (_score(work, arm) for arm in ("first", "later"))
@@ -55,8 +46,13 @@ def run(work: Work) -> Outcome:
     return found
 
 
+def _runs(work: Work) -> Path:
+    """The experiment's folder, which has the runs of other arms."""
+    return work.folder.parent.parent
+
+
 def _score(work: Work, arm: str) -> float:
-    run = read_run(work.folder.parent.parent, arm, work.seed)
+    run = read_run(_runs(work), arm, work.seed)
     assert run is not None, "arms wait for what they continue"
     return float(run["metrics"][f"{EARLY}_solved"])
 

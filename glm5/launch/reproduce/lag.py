@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from glm5.launch.reproduce import policy
-from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work
+from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work, curve
 from glm5.model.glm5 import GLM5ForCausalLM
 
 LOSSES = {"double-sided": "double_sided", "ppo": "ppo", "none": "policy_gradient"}
@@ -14,7 +14,7 @@ LONG = 32
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """A higher rate than elsewhere: weights that hardly move do not grow stale."""
+    """`lags` are the staleness of rollouts, in updates."""
     return policy.sizes(quick, steps, lags=[0, 1] if quick else [0, 2, 8])
 
 
@@ -35,7 +35,7 @@ def run(work: Work) -> Outcome:
         metrics |= {f"{name}@{lag}": value for name, value in found.items()}
         tokens += policy.tokens_of(rows)
         if lag == s["lags"][-1]:
-            curves = {name: policy.curve(rows, name) for name in ("solved", "entropy")}
+            curves = {name: curve(rows, name) for name in ("solved", "entropy")}
     first, last = s["lags"][0], s["lags"][-1]
     metrics["lost"] = metrics[f"sampled@{first}"] - metrics[f"sampled@{last}"]
     metrics["sampled_last"] = metrics[f"sampled@{last}"]

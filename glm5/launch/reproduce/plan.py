@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -122,7 +122,7 @@ class Work:
 
     def curve(self, name: str) -> Points:
         """A metric over steps, thinned."""
-        return thinned([(float(row["step"]), row[name]) for row in self.rows() if row.get(name) is not None])
+        return curve(self.rows(), name)
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,11 @@ class Experiment:
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
+
+
+def curve(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
+    """A metric over the steps of metrics lines that have it, thinned."""
+    return thinned([(float(row["step"]), row[name]) for row in rows if row.get(name) is not None])
 
 
 def thinned(points: Points, most: int = CURVE_POINTS) -> Points:

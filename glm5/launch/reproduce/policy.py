@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from glm5.config.recipe import (
     AgenticStage,
+    DistillStage,
     DsaStage,
     FamilyConfig,
     OptimConfig,
@@ -22,21 +23,23 @@ from glm5.config.recipe import (
 )
 from glm5.engine.engine import Engine
 from glm5.errors import DataError
-from glm5.launch.reproduce.plan import METRICS, Figure, Outcome, Points, Sizes, Work, thinned
+from glm5.launch.reproduce.plan import METRICS, Figure, Outcome, Sizes, Work, curve
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.obs.metrics import MetricsWriter, read_metrics
+from glm5.obs.metrics import MetricsWriter
 from glm5.records import SamplingParams
 from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.loop import PolicyLoop
-from glm5.tasks import Episode, Family, Problem, make_family, play
+from glm5.tasks import Family, make_family, measure_pass_rates
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 
 Part = Literal["pretrain", "dense", "sparse", "sft"]
 """Steps on the way to a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA
 stages."""
+
+STAGES: dict[str, type[PolicyStage]] = {"reasoning": ReasoningStage, "agentic": AgenticStage, "distill": DistillStage}
 
 CURVES = (
     "solved",
@@ -80,8 +83,6 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
         "steps": steps or (2 if quick else 24),
         "rows": 2 if quick else 16,
         "row_length": 64 if quick else 256,
-        "dtype": "float32",
-        "optimizer": "muon",
         "lr": 3e-4,
         "prompts": 2 if quick else 64,
         "group": 4 if quick else 8,
@@ -109,7 +110,7 @@ def training(s: Sizes) -> str:
     return (
         f"the start, {s['pretrain_steps']} steps of {s['rows']} rows of {s['row_length']} tokens of text and "
         f"{s['sft_steps']} steps of {s['sft_rows']} rows of demonstrations{until} ({tasks}); then {s['steps']} updates "
-        f"of {s['prompts']} problems x {s['group']} rollouts at temperature 1, {s['optimizer']} at a constant rate of "
+        f"of {s['prompts']} problems x {s['group']} rollouts at temperature 1, Muon at a constant rate of "
         f"{s['lr']:g}."
     )
 
@@ -122,12 +123,6 @@ def families(s: Sizes) -> list[FamilyConfig]:
 def task_labels(tasks: Sequence[str]) -> dict[str, str]:
     """The same for the held-out scores of several tasks."""
     return {f"{task}_{name}": f"{task}: {LABELS[name]}" for name in ("solved", "sampled", "pass") for task in tasks}
-
-
-def demonstrated(s: Sizes) -> list[FamilyConfig]:
-    """The tasks, weights as for fine-tuning."""
-    shares = s.get("sft_weights", [1.0] * len(s["tasks"]))
-    return [task.model_copy(update={"weight": share}) for task, share in zip(families(s), shares, strict=True)]
 
 
 def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
@@ -182,7 +177,7 @@ def tune(
     stage = SftStage(
         name=name,
         kind="sft",
-        families=list(tasks or demonstrated(s)),
+        families=list(tasks or families(s)),
         conversations=20 * steps,
         bias_rate=1e-2,
         rows=s["sft_rows"],
@@ -199,8 +194,8 @@ def tune_until(work: Work, model: GLM5ForCausalLM) -> None:
     s, tasks = work.sizes, families(work.sizes)
     tune(work, model, s["sft_steps"], 6e-3, 4e-3)
     for chunk in range(s["most_chunks"]):
-        rates = [sum(map(sum, _rewards(work, model, task, s["probes"], 2, 1.0, "train"))) for task in tasks]
-        low = [rate < s["target"] * 2 * s["probes"] for rate in rates]
+        passed = [sum(_passed(work, model, task, s["probes"], 2, 1.0, "train")) for task in tasks]
+        low = [right < s["target"] * 2 * s["probes"] for right in passed]
         if not any(low):
             return
         own = [
@@ -234,34 +229,23 @@ def _stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[Sta
         yield StageIO(name, folder, writer, lambda steps, numbers: None)
 
 
-def limits(s: Sizes) -> dict[str, int]:
-    """How long episodes may be."""
-    return {name: s[name] for name in ("max_tokens", "max_turns", "max_context")}
-
-
-def optimizer(s: Sizes) -> OptimConfig:
-    """That of policy updates."""
-    decay = 0.0 if s["optimizer"] == "adamw" else 0.1
-    return OptimConfig(
-        steps=s["steps"], lr=s["lr"], kind=s["optimizer"], weight_decay=decay, schedule="constant", save_every=0
-    )
-
-
 def stage_of(s: Sizes, kind: str, **own: Any) -> Any:
-    """A reasoning or agentic stage of the experiment's sizes. Rollouts are fast unless `own` says otherwise: what is
-    under test must then show against a mismatch of about 1e-6."""
+    """A reasoning, agentic or distill stage of the experiment's sizes. Rollouts are fast unless `own` says otherwise:
+    what is under test must then show against a mismatch of about 1e-6."""
     values: dict[str, Any] = dict(
         name="rl",
         kind=kind,
         families=families(s),
         prompts=s["prompts"],
         group=s["group"],
-        **limits(s),
+        max_tokens=s["max_tokens"],
+        max_turns=s["max_turns"],
+        max_context=s["max_context"],
         row_length=s["row_length"],
         rollouts="fast",
-        optim=optimizer(s),
+        optim=OptimConfig(steps=s["steps"], lr=s["lr"], schedule="constant", save_every=0),
     )
-    return (ReasoningStage if kind == "reasoning" else AgenticStage).model_validate(values | own)
+    return STAGES[kind].model_validate(values | own)
 
 
 def learn(
@@ -278,7 +262,7 @@ def learn(
     with _stage_io(work, name, METRICS) as io:
         loop(model, work.tokenizer, stage, algorithm, io, work.seed).run()
     model.requires_grad_(True).eval()
-    return [row for row in read_metrics(work.folder / METRICS) if row["stage"] == name]
+    return [row for row in work.rows() if row["stage"] == name]
 
 
 def _algorithm(stage: PolicyStage) -> Algorithm:
@@ -308,29 +292,24 @@ def tokens_of(rows: list[dict[str, Any]]) -> int:
     return int(sum(row["tokens"] for row in rows))
 
 
-def curve(rows: list[dict[str, Any]], name: str) -> Points:
-    """A metric over updates, thinned."""
-    return thinned([(float(row["step"]), row[name]) for row in rows])
-
-
 def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
     """Of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples;
     names begin with the task's where there are several."""
     s, tasks = work.sizes, families(work.sizes)
     found: dict[str, float] = {}
     for task in tasks:
-        greedy = _rewards(work, model, task, s["problems"], 1, 0.0)
-        several = _rewards(work, model, task, s["sampled_problems"], s["samples"], 1.0)
+        greedy = _passed(work, model, task, s["problems"], 1, 0.0)
+        several = _passed(work, model, task, s["sampled_problems"], s["samples"], 1.0)
         own = {
-            "solved": sum(map(sum, greedy)) / len(greedy),
-            "sampled": sum(map(sum, several)) / sum(map(len, several)),
-            "pass": sum(max(part) for part in several) / len(several),
+            "solved": sum(greedy) / s["problems"],
+            "sampled": sum(several) / (s["sampled_problems"] * s["samples"]),
+            "pass": sum(passed > 0 for passed in several) / s["sampled_problems"],
         }
         found |= own if len(tasks) == 1 else {f"{task.name}_{name}": value for name, value in own.items()}
     return found
 
 
-def _rewards(
+def _passed(
     work: Work,
     model: GLM5ForCausalLM,
     task: FamilyConfig,
@@ -338,32 +317,30 @@ def _rewards(
     samples: int,
     temperature: float,
     split: str = "heldout",
-) -> list[list[float]]:
-    """Rewards of `samples` answers to each of the first `problems` distinct problems of a split."""
+) -> list[int]:
+    """How many of `samples` answers are right, for the first `problems` distinct problems of a split."""
     s, tokenizer = work.sizes, work.tokenizer
-    episodes = [
-        Episode(
-            problem.env(),
-            tokenizer,
-            max_turns=s["max_turns"],
-            max_context=s["max_context"],
-            group=number,
-            render_tools=task.render_tools,
-        )
-        for number, problem in enumerate(distinct(make_family(task.name, **task.options), problems, split))
-        for _ in range(samples)
-    ]
-    engine = Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False)
-    done = play(episodes, engine, SamplingParams(max_tokens=s["max_tokens"], temperature=temperature, seed=0))
-    return [[t.reward for t in done[i : i + samples]] for i in range(0, len(done), samples)]
+    source = make_family(task.name, **task.options)
+    counts = measure_pass_rates(
+        Engine(model, tokenizer, max_batch=128, max_length=s["max_context"] + 1, exact=False),
+        tokenizer,
+        source,
+        distinct(source, problems, split),
+        samples,
+        SamplingParams(max_tokens=s["max_tokens"], temperature=temperature, seed=0),
+        max_turns=s["max_turns"],
+        max_context=s["max_context"],
+        render_tools=task.render_tools,
+        split=split,
+    )
+    return [count.passed for count in counts.values()]
 
 
-def distinct(source: Family, count: int, split: str = "heldout") -> list[Problem]:
-    """The first `count` problems of a split that differ in content. DataError where the family has too few."""
-    found: dict[str, Problem] = {}
+def distinct(source: Family, count: int, split: str = "heldout") -> list[int]:
+    """Indices of the first `count` problems of a split that differ in content. DataError where there are too few."""
+    found: dict[str, int] = {}
     for index in range(20 * count):
-        problem = source.problem(split, index)
-        found.setdefault(problem.key, problem)
+        found.setdefault(source.problem(split, index).key, index)
         if len(found) == count:
             return list(found.values())
     raise DataError(f"{source.name} has {len(found)} {split} problems, fewer than {count}; give it more levels.")
