@@ -45,8 +45,8 @@ class Engine:
 
     `submit` queues requests and `step` advances every running one by a token, so callers may join and leave at any
     step; `generate` is the same loop run to the end. Every token carries the weight version that produced it. In fp32
-    the log-probabilities of a DSA model are bit for bit those of a learner that runs the same weights over the packed
-    sequence; a dense model decodes in absorbed form and agrees with its learner to rounding. `exact=False` gives that
+    the log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the same
+    weights over the packed sequence; GQA and recurrent layers agree with theirs to rounding. `exact=False` gives that
     up for speed: few tokens at a time take fused kernels, and a result may differ in its last digits with its
     neighbours.
 

@@ -30,14 +30,15 @@ class Feed:
 class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
-    MLA with DSA takes all tokens in one flat batch without padding; other attention wants rows of one length, so there
-    feeds are grouped by it. Nothing of this changes a token's bits in exact mode.
+    MLA takes all tokens in one flat batch without padding where it selects keys and in exact mode; other attention
+    wants rows of one length, so there feeds are grouped by it. Nothing of this changes a token's bits in exact mode.
     """
 
     def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:
         config = model.config
         self.model, self.pool, self.exact = model, pool, exact
-        self.flat = config.use_dsa and config.attention_type == "mla" and not config.has_recurrent_layers
+        selecting = config.attention_type == "mla" and (config.use_dsa or exact)
+        self.flat = selecting and not config.has_recurrent_layers
         self.device = model.lm_head.weight.device
         self.table = torch.zeros(rows, 16, dtype=torch.long, device=self.device)
 

@@ -134,11 +134,12 @@ class ForwardContext:
     positions [B, T]: RoPE position of every token. With a cache, `pages` says where each token's sequence lies,
     `places` [M] where in the flat pool its own latent goes, `state_rows` [B] which recurrent state is its sequence's,
     and queries see their sequence from `first_key` on. documents [B, T]: tokens attend only within equal non-negative
-    numbers; None = one document per row; a document is a run of neighbouring tokens. `exact` pads token counts and
-    selected slots so that a token's bits do not depend on its batch or on the length of its row. `attend_dense` keeps
-    attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many tokens of each row are
-    real; None = all. What follows is padding, which only a recurrent layer could notice. max_logits, where it is a
-    dictionary, receives the largest attention logit of each head [N] by layer (softmax attention only).
+    numbers; None = one document per row; a document is a run of neighbouring tokens. `exact` computes in the forms that
+    learner and engine share, so that a token's bits do not depend on its batch, on a cache or on the length of its row.
+    `attend_dense` keeps attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many
+    tokens of each row are real; None = all. What follows is padding, which only a recurrent layer could notice.
+    max_logits, where it is a dictionary, receives the largest attention logit of each head [N] by layer (softmax
+    attention only).
     `recompute` keeps only the inputs of layers for the backward pass, which computes them again.
     """
 
@@ -233,6 +234,12 @@ class ForwardContext:
                 start = torch.maximum(start, end - window)
             self._ranges[window] = (start, end)
         return self._ranges[window]
+
+    def all_keys(self, window: int | None = None) -> Tensor:
+        """The slots of `key_range` as indices [B, T, K] like those of an indexer: ascending, then -1."""
+        start, end = self.key_range(window)
+        slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
+        return slots.where(slots < end.unsqueeze(-1), -1)
 
     def note_max_logits(self, layer: int, found: Tensor) -> None:
         """Keep the larger of what a layer has seen so far and `found` [N]; the MTP layer is called at every depth."""
@@ -332,8 +339,8 @@ def paged_context(
 ) -> ForwardContext:
     """Context for new tokens of several sequences of a pool of pages: positions [B, T], `longest` above all of them.
 
-    MLA with DSA takes tokens of any sequences in any order, say [1, M]; all other layers want one sequence per batch
-    entry. `places` is where the tokens' latents go if that is not where `pages` says.
+    MLA takes tokens of any sequences in any order, say [1, M], where it selects keys and in exact mode; all else wants
+    one sequence per batch entry. `places` is where the tokens' latents go if that is not where `pages` says.
     """
     return ForwardContext(
         positions=positions,

@@ -49,9 +49,9 @@ class Indexer(nn.Module):
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
         """Selected key slots [B, T, K], ascending, -1 = empty, from keys as `ForwardContext.store` returns
-        them. Exact mode always returns K = index_topk slots."""
+        them; K = index_topk, or the number of keys if there are not so many."""
         start, end = ctx.key_range()
-        slots = self.topk if ctx.exact else min(self.topk, ctx.key_length or ctx.length)
+        slots = min(self.topk, ctx.key_length or ctx.length)
         return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages)
 
     def score_selected(self, state: IndexerState, keys: Tensor, indices: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ class MLA(nn.Module):
     """Queries through a low-rank path, keys and values through one latent per token that is all a cache has to hold.
 
     Both forms share weights and agree to rounding: the expanded form multiplies latents out into per-head keys and
-    values, the absorbed form multiplies the query into latent space instead. A layer without an indexer (IndexShare
-    "shared") reuses the indices of the nearest layer before it that has one.
+    values, the absorbed form multiplies the query into latent space instead. In exact mode dense attention is sparse
+    attention that selects every key, the one form whose bits learner and engine share. A layer without an indexer
+    (IndexShare "shared") reuses the indices of the nearest layer before it that has one.
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
@@ -58,15 +59,17 @@ class MLA(nn.Module):
         state = self._index(x, q_latent, ctx)
         latents, index_keys = ctx.store(self.layer, new, None if state is None else state.k)
 
-        if not self.use_dsa or ctx.attend_dense:
-            cached = ctx.cache is not None
-            out = self._dense_cached(q, latents, ctx) if cached else self._dense_expanded(q, latents, state, ctx)
-        else:
+        if self.use_dsa and not ctx.attend_dense:
             if state is not None and self.indexer is not None and index_keys is not None:
                 indices = self.indexer.select(state, index_keys, ctx)
             if indices is None:
                 raise ValueError(f"layer {self.layer} has no indexer and no layer before it selected keys")
             out = self._sparse(q, latents, indices, state, index_keys, ctx)
+        elif ctx.exact and ctx.observer is None:
+            out = self._sparse(q, latents, ctx.all_keys(self.window), None, None, ctx)
+        else:
+            cached = ctx.cache is not None
+            out = self._dense_cached(q, latents, ctx) if cached else self._dense_expanded(q, latents, state, ctx)
         return self.o_proj(out), indices
 
     def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glm5.ops import round_up
+from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import kernels
 from glm5.ops.pages import Pages, plain_view
 
 LANE = 8
-"""Widths and slot counts are padded to this many elements where they are odd: BLAS rounds by the alignment of a matrix,
-and in a stack of matrices of odd size alignment changes with the position in the batch."""
+"""Widths are padded to this many elements where they are odd: BLAS rounds by the alignment of a matrix, and in a stack
+of matrices of odd size alignment changes with the position in the batch."""
 
 CHUNK_ELEMENTS = 1 << 22
 """Gathered elements per block of queries in the sparse path: 16 MiB in fp32."""
@@ -61,6 +61,25 @@ def _probabilities(q: Tensor, rows: Tensor, indices: Tensor, scale: float) -> Te
     return torch.softmax(scores, dim=-1)
 
 
+def _attend_tiles(q: Tensor, rows: Tensor, indices: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """q [B, t, N, W], rows [B, t, tiles, KEY_TILE, W] -> output [B, t, N, value_dim], probabilities [B, t, tiles, N,
+    KEY_TILE]. Matrices have one shape whatever the number of tiles, and empty tiles at the end change no bit."""
+    scores = torch.matmul(q.unsqueeze(2), rows.transpose(-1, -2)) * scale
+    empty = (indices < 0).view(*rows.shape[:3], 1, KEY_TILE)
+    scores = scores.masked_fill(empty, torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - scores.amax(dim=(2, 4), keepdim=True))
+    total = _fold(weights.sum(-1, keepdim=True))
+    return _fold(torch.matmul(weights, rows[..., :value_dim])) / total, weights / total.unsqueeze(2)
+
+
+def _fold(parts: Tensor) -> Tensor:
+    """Sum over tiles (dimension 2), one after the other: torch's own sum rounds by their number."""
+    total = parts[:, :, 0]
+    for tile in range(1, parts.shape[2]):
+        total = total + parts[:, :, tile]
+    return total
+
+
 class _SparseAttention(torch.autograd.Function):
     """Gathers in blocks of queries and gathers again in backward, so that nothing of size T * K * W is kept."""
 
@@ -73,11 +92,10 @@ class _SparseAttention(torch.autograd.Function):
         target = q.new_empty(indices.shape) if want_probs else None
         for s in range(0, q.shape[1], step):
             part = slice(s, s + step)
-            rows = _gather(latents, indices[:, part])
-            probs = _probabilities(q[:, part], rows, indices[:, part], scale)
-            out[:, part] = torch.matmul(probs, rows[..., :value_dim])
+            rows = _gather(latents, indices[:, part]).unflatten(2, (-1, KEY_TILE))
+            out[:, part], probs = _attend_tiles(q[:, part], rows, indices[:, part], value_dim, scale)
             if target is not None:
-                target[:, part] = probs.sum(2)
+                target[:, part] = probs.sum(3).flatten(2)
         if target is not None:
             ctx.mark_non_differentiable(target)
         return out, target
@@ -167,8 +185,7 @@ def sparse_attention(
     first and -1 behind them -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the
     probabilities summed over heads [B, T, K] (no gradient). With `pages`, latents are a pool [pages, size, C + R] and
     indices count the tokens of each query's own sequence (a cache, no gradient). A query's bits depend on its own
-    selected rows alone; the torch form additionally needs the same K in learner and engine. At least one slot per query
-    must be filled.
+    selected rows alone. At least one slot per query must be filled.
     """
     width, slots = q.shape[-1], indices.shape[-1]
     if kernels(q) is not None and latents.dtype == q.dtype:
@@ -180,8 +197,8 @@ def sparse_attention(
     if width % LANE:
         wider = (0, round_up(width, LANE) - width)
         q, latents = torch.nn.functional.pad(q, wider), torch.nn.functional.pad(latents, wider)
-    if slots % LANE:
-        indices = torch.nn.functional.pad(indices, (0, round_up(slots, LANE) - slots), value=-1)
+    if slots % KEY_TILE:
+        indices = torch.nn.functional.pad(indices, (0, round_up(slots, KEY_TILE) - slots), value=-1)
     out, probs = _SparseAttention.apply(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
     return out[..., :value_dim], probs if probs is None else probs[..., :slots]
 

@@ -260,7 +260,7 @@ class Trainer:
         return losses, tally, loads
 
     def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, Tally, ForwardContext]:
-        ctx = packed_context(part.documents, exact=self.stage.dtype == "float32")
+        ctx = packed_context(part.documents, exact=False)
         ctx.router_stats, ctx.recompute = [], self.stage.recompute
         ctx.max_logits = {} if monitored else None
         return *self.ranks.run(self.loss_of, self._computing, part, ctx), ctx

@@ -134,8 +134,11 @@ def test_greedy_equals_decoding_without_a_cache(small: Any, use_dsa: bool) -> No
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_score_and_packed_forward_give_the_bits_of_generate(small: Any, temperature: float) -> None:
-    model = small(seed=7)
+@pytest.mark.parametrize("changes", [{}, {"use_dsa": False, "index_topk": None}], ids=["sparse", "dense"])
+def test_score_and_packed_forward_give_the_bits_of_generate(
+    small: Any, changes: dict[str, Any], temperature: float
+) -> None:
+    model = small(seed=7, **changes)
     engine = Engine(model)
     asked = prompts(7, seed=3, longest=50)
     done = engine.generate(asked, SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True))

@@ -188,3 +188,21 @@ def test_sparse_attention_does_not_depend_on_rows_that_nobody_selected(profile: 
     longer = torch.cat((torch.full((1, 7, s.W), 1e3), latents, torch.full((1, 160, s.W), 1e3)), dim=1)
     found, _ = sparse_attention(q, longer, chosen + 7, value_dim=s.C, scale=0.2)
     assert torch.equal(found, short)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_sparse_attention_does_not_depend_on_the_number_of_slots(profile: str) -> None:
+    """One query selects as many keys as it has, another one many more: empty slots behind the last change no bit."""
+    s = PROFILES[profile]
+    latents, q = randn(1, 300, s.W, seed=1), randn(1, 300, s.N, s.W, seed=2)
+    every = torch.arange(300).expand(300, 300).tril() - torch.ones(300, 300, dtype=torch.long).triu(1)
+    whole, sums = sparse_attention(q, latents, every[None], value_dim=s.C, scale=0.2, want_probs=True)
+    assert sums is not None
+    for first, last in ((0, 1), (0, 63), (40, 64), (64, 65), (100, 192), (5, 299)):
+        part = slice(first, last)
+        alone = sparse_attention(
+            q[:, part].clone(), latents[:, :last].clone(), every[None, part, :last], value_dim=s.C, scale=0.2,
+            want_probs=True,
+        )  # fmt: skip
+        assert torch.equal(alone[0], whole[:, part])
+        assert alone[1] is not None and torch.equal(alone[1], sums[:, part, :last])
