@@ -160,7 +160,7 @@ class PolicyStage(Stage):
     clip_high: float = 0.28
     rollouts: Literal["exact", "fast"] = "exact"
     """How the engine computes. "exact": with the learner's own functions, so that both give equal log-probabilities,
-    with sparse attention bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the
+    with MLA bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the
     loss to deal with."""
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     record: bool = False
