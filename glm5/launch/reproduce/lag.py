@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from glm5.engine.engine import CHUNK
 from glm5.launch.reproduce import policy
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work, curve
 from glm5.model.glm5 import GLM5ForCausalLM
 
 LOSSES = {"double-sided": "double_sided", "ppo": "ppo", "none": "policy_gradient"}
-LONG = 32
-"""Engine steps that an update takes on the clock: about the longest answer, so that a whole answer is equally old."""
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`lags` are the staleness of rollouts, in updates."""
-    return policy.sizes(quick, steps, lags=[0, 1] if quick else [0, 2, 8])
+    """`lags` are the staleness of rollouts, in updates. The rate is a high one: slow weights do not grow stale."""
+    return policy.sizes(quick, steps, lags=[0, 1] if quick else [0, 2, 8], lr=5e-4)
 
 
 def run(work: Work) -> Outcome:
@@ -50,11 +49,17 @@ def _learn(work: Work, model: GLM5ForCausalLM, lag: int) -> list[dict[str, Any]]
         loss=LOSSES[work.arm],
         max_staleness=lag,
         concurrency=(lag + 1) * s["prompts"] * s["group"],
-        train_ticks=LONG if lag else 0,
+        # While an update takes its time, the engine gets as far ahead as it may: every batch is `lag` updates old.
+        train_ticks=(lag + 1) * _batch_steps(s) if lag else 0,
         reset_optimizer=False,
         env_ticks=0,
     )
     return policy.learn(work, model, stage, f"lag-{lag}")
+
+
+def _batch_steps(s: Sizes) -> int:
+    """Engine steps after which a batch of rollouts is certainly complete."""
+    return int(s["prompts"] * s["group"] * s["max_context"] // CHUNK + s["max_tokens"])
 
 
 EXPERIMENT = Experiment(
