@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -183,17 +184,22 @@ def select_keys(
 def _select_from_pool(
     q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages
 ) -> Tensor:
-    """The torch form over pages: keys of one sequence at a time are gathered for its neighbouring queries."""
+    """The torch form over pages: keys are gathered, for sequences with equally many neighbouring queries together."""
     shape = start.shape
-    q, w, start, end = (x.flatten(0, 1).unsqueeze(0) for x in (q, w, start, end))
+    q, w, start, end = (x.flatten(0, 1) for x in (q, w, start, end))
     rows, counts = pages.rows.unique_consecutive(return_counts=True)
-    found, at = [], 0
-    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-        part = slice(at, at + count)
-        keys = pages.read(pool, row, int(end[:, part].max())).unsqueeze(0)
-        found.append(_select_in_torch(q[:, part], keys, w[:, part], start[:, part], end[:, part], topk))
-        at += count
-    return torch.cat(found, dim=1)[0].unflatten(0, shape)
+    together = max(1, CHUNK_ELEMENTS // (q.shape[1] * round_up(int(end.max()), KEY_TILE)))
+    found, first, at = [], 0, 0
+    for count, run in groupby(counts.tolist()):
+        last = first + len(list(run))
+        for own in rows[first:last].split(together):
+            part = slice(at, at + count * len(own))
+            queries, weights, low, high = (x[part].unflatten(0, (-1, count)) for x in (q, w, start, end))
+            keys = pages.read(pool, own, int(high.max()))
+            found.append(_select_in_torch(queries, keys, weights, low, high, topk).flatten(0, 1))
+            at = part.stop
+        first = last
+    return torch.cat(found).unflatten(0, shape)
 
 
 def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:

@@ -30,10 +30,12 @@ class Pages:
         pages = self.table[rows, positions >> self.shift]
         return pages * self.size + (positions if self.shift == WHOLE else positions & (self.size - 1))
 
-    def read(self, pool: Tensor, row: int, length: int) -> Tensor:
-        """The first `length` tokens of a sequence, copied out of the pool: [length, width]."""
-        positions = torch.arange(length, device=pool.device)
-        return pool.flatten(0, 1).index_select(0, self.place(torch.full_like(positions, row), positions))
+    def read(self, pool: Tensor, rows: Tensor, length: int) -> Tensor:
+        """The first `length` tokens of some sequences, copied out of the pool: [rows, length, width]. Behind the end of
+        a shorter one stands anything."""
+        positions = torch.arange(length, device=pool.device).expand(len(rows), -1)
+        places = self.place(rows.unsqueeze(1).expand_as(positions), positions)
+        return pool.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
 
     def kernel_view(self) -> tuple[Tensor, Tensor, int, int, int]:
         """The arguments by which the compiled kernels find rows: rows, table, pages per sequence, shift, page size."""

@@ -8,11 +8,11 @@ from glm5.launch.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """A quarter of the keys of an answer are kept."""
-    return policy.sizes(quick, steps, index_topk=4 if quick else 8)
+    return policy.sizes(quick, steps, index_topk=4 if quick else 8, **policy.until_it_passes(quick))
 
 
 def run(work: Work) -> Outcome:
-    """Twins: one base, the same rows in the middle, the same demonstrations, the same problems."""
+    """Twins: one base, the same rows in the middle, the same demonstrations until both can do it, the same problems."""
     if work.arm == "base":
         return policy.outcome(work, policy.prepare(work, ("pretrain",)), [])
     if work.arm in ("dense-start", "sparse-start"):

@@ -22,12 +22,8 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
         max_tokens=64,
         max_turns=3,
         max_context=256,
-        # Skills of so small a model come in jumps, at other steps for every seed: fine-tuning ends when both are there.
         sft_steps=2 if quick else 200,
-        target=1.0 if quick else 0.25,
-        chunk_steps=2 if quick else 25,
-        most_chunks=2 if quick else 40,
-        probes=2 if quick else 48,
+        **policy.until_it_passes(quick),
         lr=5e-4,
     )
 

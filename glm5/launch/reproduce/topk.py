@@ -12,7 +12,7 @@ from glm5.seeds import derive_seed
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
     """Few keys and few indexer heads, so that the choice matters in answers of thirty tokens and ties are common."""
-    found = policy.sizes(quick, steps, index_topk=4 if quick else 6)
+    found = policy.sizes(quick, steps, index_topk=4 if quick else 6, **policy.until_it_passes(quick))
     found["model"] |= dict(index_n_heads=2, index_head_dim=16)
     return found
 
