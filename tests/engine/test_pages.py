@@ -109,7 +109,9 @@ def test_places_of_tokens_by_hand() -> None:
     whole = Pages(torch.tensor([[3], [1]]), torch.tensor([0]), 192)
     assert whole.place(torch.tensor([0, 1]), torch.tensor([191, 0])).tolist() == [767, 192]
     pool = torch.arange(10 * 64).view(10, 64, 1)
-    assert pages.read(pool, 0, 66).flatten().tolist() == [*range(448, 512), 128, 129]
+    found = pages.read(pool, torch.tensor([1, 0]), 66)
+    assert found.shape == (2, 66, 1)
+    assert found.flatten(1).tolist() == [[*range(256, 320), 256, 257], [*range(448, 512), 128, 129]]
 
 
 # -------------------------------------------------------------------------------------------------------------- tree

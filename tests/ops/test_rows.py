@@ -168,6 +168,11 @@ def test_selected_keys_do_not_depend_on_what_lies_behind_them(profile: str) -> N
     pages = Pages(table, torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]), KEY_TILE, 6)
     found = select_keys(q[:, order], cache, w[:, order], start[:, order], end[:, order], s.K, pages)
     assert torch.equal(found[:, pages.rows == 1], whole[:, order[pages.rows == 1]])
+    # One query of each of several sequences, as in decoding; equal ones lie in other pages.
+    pages = Pages(torch.tensor([[8, 7, 6, 5], [3, 4, 5, 6], [8, 7, 6, 5]]), torch.tensor([2, 1, 0]), KEY_TILE, 6)
+    order = torch.tensor([199, 30, 64])
+    found = select_keys(q[:, order], cache, w[:, order], start[:, order], end[:, order], s.K, pages)
+    assert torch.equal(found[:, ::2], whole[:, order[::2]])
 
 
 @pytest.mark.parametrize("profile", PROFILES)
