@@ -160,8 +160,8 @@ class PolicyStage(Stage):
     clip_high: float = 0.28
     rollouts: Literal["exact", "fast"] = "exact"
     """How the engine computes. "exact": with the learner's own functions, so that both give equal log-probabilities,
-    with MLA bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the
-    loss to deal with."""
+    with MLA bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the loss to deal
+    with."""
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     record: bool = False
     """Write every batch of rollouts to `rollouts.jsonl` beside the metrics, from which its update can be repeated."""

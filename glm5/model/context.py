@@ -160,6 +160,7 @@ class ForwardContext:
     recompute: bool = False
     _valid: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -236,10 +237,13 @@ class ForwardContext:
         return self._ranges[window]
 
     def all_keys(self, window: int | None = None) -> Tensor:
-        """The slots of `key_range` as indices [B, T, K] like those of an indexer: ascending, then -1."""
-        start, end = self.key_range(window)
-        slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
-        return slots.where(slots < end.unsqueeze(-1), -1)
+        """The slots of `key_range` as indices [B, T, K] like those of an indexer, ascending, then -1; all layers share
+        them."""
+        if window not in self._all_keys:
+            start, end = self.key_range(window)
+            slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
+            self._all_keys[window] = slots.where(slots < end.unsqueeze(-1), -1)
+        return self._all_keys[window]
 
     def note_max_logits(self, layer: int, found: Tensor) -> None:
         """Keep the larger of what a layer has seen so far and `found` [N]; the MTP layer is called at every depth."""
