@@ -158,7 +158,8 @@ class TrainSample:
     """One token row for the learner. All lists have the length of `ids`.
 
     `loss_mask[i]` is True where token i was sampled by the policy (or is a target in SFT) and counts in the loss;
-    `rollout_logprobs[i]` and `advantages[i]` are 0.0 elsewhere. Position i is predicted from ids[:i].
+    `rollout_logprobs[i]` and `advantages[i]` are 0.0 elsewhere. `teacher_logprobs` is empty outside distillation.
+    Position i is predicted from ids[:i].
     """
 
     ids: list[int]
@@ -169,6 +170,7 @@ class TrainSample:
     group: int = 0
     domain: str = ""
     teacher: str = ""
+    teacher_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def test_no_module_shadows_the_standard_library() -> None:
         ("serve.app", "import importlib\nimportlib.import_module('glm5.cli')", False),
         ("serve.app", "from glm5 import Engine", False),
         ("serve.app", "import glm5", False),
-        ("rl.loop", "import ray.util", False),
+        ("rl.learner", "import ray.util", False),
         ("novelty.x", "", False),
     ],
 )

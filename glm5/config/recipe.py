@@ -189,6 +189,18 @@ class PolicyStage(Stage):
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     record: bool = False
     """Write every batch of rollouts to `rollouts.jsonl` beside the metrics, from which its update can be repeated."""
+    max_staleness: int = Field(0, ge=0)
+    """How many versions older than the learner's weights a sampled token may be; 0 is synchronous RL."""
+    push_every: int = Field(1, ge=1)
+    """Updates between weight pushes."""
+    reset_optimizer: bool = False
+    """Whether the optimizer forgets its state at every push."""
+    concurrency: int | None = Field(None, ge=1)
+    """Most rollouts in flight; None: `prompts` x `group`."""
+    train_ticks: int = Field(0, ge=0)
+    """Engine steps that pass on the logical clock while one update is computed."""
+    env_ticks: int = Field(0, ge=0)
+    """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
@@ -196,6 +208,11 @@ class PolicyStage(Stage):
             raise ValueError(f'{self.name}: rollout_dtype = "{self.rollout_dtype}" needs rollouts = "fast"')
         if self.minibatches > self.prompts:
             raise ValueError(f"{self.name}: minibatches = {self.minibatches} is more than prompts = {self.prompts}")
+        if self.push_every > self.max_staleness + 1:
+            raise ValueError(
+                f"{self.name}: push_every = {self.push_every} leaves the learner without fresh rollouts; it can be at "
+                f"most max_staleness + 1 = {self.max_staleness + 1}"
+            )
         return self
 
 
@@ -227,16 +244,12 @@ class AgenticStage(RewardStage):
     average: Literal["sequence", "token"] = "token"
     eps_low: float = 0.5
     eps_high: float = 1.0
-    max_staleness: int = 4
-    concurrency: int = 64
-    train_ticks: int = 24
-    """Engine steps that pass on the logical clock while one gradient update is computed."""
-    env_ticks: int = 4
-    """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
-    push_every: int = 1
-    """Gradient updates between weight pushes."""
+    max_staleness: int = Field(4, ge=0)
     reset_optimizer: bool = True
-    """Whether the optimizer forgets its state at every push, as in the paper (§4.1)."""
+    """As in the paper (§4.1)."""
+    concurrency: int | None = Field(64, ge=1)
+    train_ticks: int = Field(24, ge=0)
+    env_ticks: int = Field(4, ge=0)
 
 
 class RewardModelConfig(Frozen):

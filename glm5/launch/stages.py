@@ -37,8 +37,8 @@ from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Agreement
-from glm5.rl.loop import PolicyLoop
 from glm5.rl.reward_model import train_reward_model
 from glm5.tasks import make_family
 from glm5.tasks.general import GeneralFamily
@@ -221,10 +221,10 @@ def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
 
 
 def _policy(state: RunState, stage: PolicyStage, algorithm: Algorithm, io: StageIO) -> dict[str, float]:
-    loop = PolicyLoop(state.need_model(), state.need_tokenizer(), stage, algorithm, io, state.recipe.seed)
-    numbers = loop.run()
+    driver = LogicalDriver(state.need_model(), state.need_tokenizer(), stage, algorithm, io, state.recipe.seed)
+    numbers = driver.run()
     if stage.rollouts == "exact":
-        state.agreement[stage.name] = loop.learner.agreement
+        state.agreement[stage.name] = driver.learner.agreement
     state.need_model().requires_grad_(True)
     return numbers
 

@@ -101,7 +101,7 @@ class RolloutToken(_Finite):
 
 
 class Rollout(_Finite):
-    """One trajectory of the last update, as `glm5.rl.specimen` writes it."""
+    """One trajectory of the last update, as `glm5.rl.rollout_trace` writes it."""
 
     step: Count | None = None
     problem: str = ""

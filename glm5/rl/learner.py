@@ -27,10 +27,11 @@ ROWS_PER_STEP = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(Tokens):
-    """Sampled tokens of some train samples, one line each, [N, L] padded on the right; `versions` are those of the
-    weights that sampled them."""
+    """Sampled tokens of some train samples, one row each, [N, L] padded on the right; `versions` are those of the
+    weights that sampled them, `teacher_logprobs` the teacher's log-probabilities (None outside distillation)."""
 
     versions: Tensor
+    teacher_logprobs: Tensor | None = None
     samples: Sequence[TrainSample] = ()
 
 
@@ -189,6 +190,7 @@ class Learner:
             fresh=mask & (versions == self.version),
             whole=whole,
             versions=versions,
+            teacher_logprobs=lines(lambda s: s.teacher_logprobs) if samples[0].teacher_logprobs else None,
             samples=samples,
         )
 

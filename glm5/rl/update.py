@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from glm5.config.recipe import PolicyStage
 from glm5.errors import RolloutError
@@ -11,10 +12,15 @@ from glm5.records import Outcome, Trajectory
 from glm5.rl.algos import Algorithm
 from glm5.rl.buffer import staleness
 from glm5.rl.learner import Learner
+from glm5.rl.losses import Observer
 
 
 def update(
-    learner: Learner, algorithm: Algorithm, stage: PolicyStage, groups: Sequence[Sequence[Trajectory]]
+    learner: Learner,
+    algorithm: Algorithm,
+    stage: PolicyStage,
+    groups: Sequence[Sequence[Trajectory]],
+    observe: Observer | None = None,
 ) -> dict[str, float]:
     """Advantages, train samples and the optimizer steps of one update, at the rate that the learner's version has in
     the stage's schedule. Returns the numbers of rollouts and update; raises RolloutError if no trajectory has a sampled
@@ -35,7 +41,7 @@ def update(
         warmup=config.warmup,
         shape=config.schedule,
     )
-    return numbers | more | learner.step(samples, algorithm.loss, rate)
+    return numbers | more | learner.step(samples, partial(algorithm.loss, observe=observe), rate)
 
 
 def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:

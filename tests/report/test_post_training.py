@@ -306,9 +306,9 @@ def test_what_the_loop_writes_is_what_the_report_reads(
     import torch
 
     from glm5.records import TrainSample
-    from glm5.rl import specimen
     from glm5.rl.learner import PolicyBatch
     from glm5.rl.losses import IcePop
+    from glm5.rl.rollout_trace import FILE, RolloutTrace
 
     ids = tokenizer.encode("a=b")
     sample = TrainSample(ids, [False, True, True], [0.0, -1.0, -1.0], [0.0, 1.0, 1.0], [-1, 4, 4], teacher="sft")
@@ -328,11 +328,11 @@ def test_what_the_loop_writes_is_what_the_report_reads(
         def forward(self, samples: Any) -> PolicyBatch:
             return batch
 
-    seen = specimen.Specimen(IcePop())
-    seen(batch)
+    seen = RolloutTrace("IcePop")
+    seen(batch, IcePop()(batch))
     learner: Any = Same()
     assert seen.write(tmp_path, learner, [], tokenizer)
-    content = json.loads((tmp_path / specimen.FILE).read_text())
+    content = json.loads((tmp_path / FILE).read_text())
     assert set(content) - {"loss"} <= set(Rollout.model_fields)
     assert set(content["tokens"][1]) == {"text", "loss", "ratio", "rho", "advantage", "masked", "clipped", "version"}
     _, page = page_of(rl_run(content))

@@ -21,8 +21,9 @@ from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.drivers.logical import LogicalDriver
+from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.rl.losses import PPO, DoubleSided, IcePop, PolicyGradient, policy_loss
 
 OPTIM = OptimConfig(steps=4, lr=5e-3, save_every=2)
@@ -123,7 +124,7 @@ def test_arms_train_and_repeat(toy: str, talker: Any, tokenizer: Any, stage_io: 
     for folder in ("one", "two"):
         model, io = talker(), stage_io(folder)
         algorithm: Any = AgenticRL(stage) if isinstance(stage, AgenticStage) else ReasoningRL(stage)
-        PolicyLoop(model, tokenizer, stage, algorithm, io, 0).run()
+        LogicalDriver(model, tokenizer, stage, algorithm, io, 0).run()
         rows = [{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in read_metrics(io.metrics.path)]
         ends.append((rows, model.lm_head.weight.detach()))
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
@@ -138,7 +139,7 @@ def test_on_policy_the_arms_agree(toy: str, talker: Any, tokenizer: Any, stage_i
     weights = []
     for loss in ("icepop", "ppo", "policy_gradient"):
         stage, model = reasoning(loss=loss), talker()
-        PolicyLoop(model, tokenizer, stage, ReasoningRL(stage), stage_io(loss), 0).run()
+        LogicalDriver(model, tokenizer, stage, ReasoningRL(stage), stage_io(loss), 0).run()
         weights.append(model.lm_head.weight.detach())
     assert not torch.equal(weights[0], talker().lm_head.weight)
     assert all(torch.allclose(weights[0], other, atol=1e-5) for other in weights[1:])
@@ -149,9 +150,11 @@ def test_a_resumed_run_keeps_its_reference(toy: str, talker: Any, tokenizer: Any
     for folder, stop in (("whole", None), ("broken", 3)):
         if stop:
             with pytest.raises(KeyboardInterrupt):
-                PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), stage_io(folder, stop_after=stop), 0).run()
+                LogicalDriver(
+                    talker(), tokenizer, stage, ReasoningRL(stage), stage_io(folder, stop_after=stop), 0
+                ).run()
         io = stage_io(folder)
-        PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
+        LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
         rows = read_metrics(io.metrics.path)
         found.append([{k: v for k, v in row.items() if k not in ("time", *TIMES)} for row in rows])
     assert found[0] == found[1] and found[0][-1]["kl"] > 0
@@ -163,6 +166,6 @@ def test_the_penalty_holds_the_policy_back(toy: str, talker: Any, tokenizer: Any
     for weight in (1e-9, 10.0):
         stage = reasoning(kl_weight=weight, kl_estimator="k2").model_copy(update={"optim": optim})
         io = stage_io(str(weight))
-        PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
+        LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
         moved.append(read_metrics(io.metrics.path)[-1]["kl"])
     assert moved[1] < 0.7 * moved[0], moved

@@ -19,8 +19,8 @@ from glm5.records import Outcome, SamplingParams, Trajectory, Turn
 from glm5.rl import replay
 from glm5.rl.algos import distill as distill_module
 from glm5.rl.algos.distill import Distillation, EngineTeacher, ModelTeacher
+from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Learner, PolicyBatch
-from glm5.rl.loop import PolicyLoop
 from glm5.tasks.episode import to_samples
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)
@@ -81,7 +81,7 @@ def test_loss_and_gradient_with_two_teachers(small: Any, way: str) -> None:
         all_lp = torch.log_softmax(logits.double(), -1)
         picked = [all_lp[k - 1, row.ids[k]] for k, m in enumerate(row.loss_mask) if m]
         teacher_lp[i, : len(picked)] = torch.stack(picked).float()
-    assert torch.allclose(batch.advantages, teacher_lp, atol=2e-6)
+    assert torch.allclose(batch.teacher_logprobs, teacher_lp, atol=2e-6)
     advantage = teacher_lp - student_lp
     loss, stats = algorithm.loss(batch)
     share = batch.mask / batch.mask.sum(1, keepdim=True) / 7
@@ -126,8 +126,8 @@ def test_eq2_off_policy() -> None:
     old = current.detach() + 0.1 * torch.randn(3, 6, generator=generator, dtype=torch.float64)
     rollout = old + 0.6 * torch.randn(3, 6, generator=generator, dtype=torch.float64)
     batch = PolicyBatch(
-        logprobs=current, old_logprobs=old, rollout_logprobs=rollout, advantages=teacher, mask=mask,
-        versions=torch.zeros(3, 6),
+        logprobs=current, old_logprobs=old, rollout_logprobs=rollout, advantages=torch.zeros(3, 6),
+        teacher_logprobs=teacher, mask=mask, versions=torch.zeros(3, 6),
     )  # fmt: skip
     loss, stats = Distillation(distill_stage(beta=1.6), {}).loss(batch)
     (gradient,) = torch.autograd.grad(loss, current)
@@ -203,10 +203,10 @@ def test_teachers_are_read_when_they_are_needed(
     teachers = {name: ModelTeacher(tmp_path / name, ROW, keep=keep) for name in ("one", "two", "three")}
     algorithm = Distillation(distill_stage(), teachers)
     groups = [*played(student, 3, "two"), *played(student, 2, "one")]
-    first, again = ([row.advantages for row in algorithm.samples(groups)[0]] for _ in range(2))
+    first, again = ([row.teacher_logprobs for row in algorithm.samples(groups)[0]] for _ in range(2))
     assert first == again
     other = Distillation(distill_stage(), {n: ModelTeacher(small(seed=s), ROW) for n, s in (("one", 4), ("two", 5))})
-    assert [row.advantages for row in other.samples(groups)[0]] == first
+    assert [row.teacher_logprobs for row in other.samples(groups)[0]] == first
     # Name, and how many others are in memory: the third is never needed.
     assert read == (["two 0", "one 1"] if keep else ["two 0", "one 0"] * 2)
 
@@ -303,7 +303,7 @@ def test_prompts_of_one_domain_have_their_own_teachers(talker: Any, tokenizer: A
 
     algorithm.samples = samples  # type: ignore[method-assign]
     io = stage_io()
-    PolicyLoop(talker(), tokenizer, Both.stage, algorithm, io, 0).run()
+    LogicalDriver(talker(), tokenizer, Both.stage, algorithm, io, 0).run()
     assert len(seen) == 18
     for trajectory in seen:
         assert trajectory.domain == "reasoning"

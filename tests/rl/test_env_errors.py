@@ -16,8 +16,9 @@ from glm5.errors import RolloutError
 from glm5.obs.metrics import read_metrics
 from glm5.records import Message, Outcome, StepResult, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.drivers.logical import LogicalDriver
+from glm5.rl.drivers.timing import TIMES
 from glm5.rl.env_errors import EnvErrors
-from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.tasks import families
 
 
@@ -73,8 +74,8 @@ def hostile(toy: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str
     go.set()
 
 
-def run(model: Any, tokenizer: Any, stage: ReasoningStage, io: Any) -> PolicyLoop:
-    loop = PolicyLoop(model, tokenizer, stage, ReasoningRL(stage), io, 0)
+def run(model: Any, tokenizer: Any, stage: ReasoningStage, io: Any) -> LogicalDriver:
+    loop = LogicalDriver(model, tokenizer, stage, ReasoningRL(stage), io, 0)
     loop.run()
     return loop
 

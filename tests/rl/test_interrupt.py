@@ -18,7 +18,8 @@ from glm5.config.recipe import FamilyConfig, OptimConfig, ReasoningStage
 from glm5.obs.metrics import read_metrics
 from glm5.records import Message, StepResult
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.loop import TIMES, PolicyLoop
+from glm5.rl.drivers.logical import LogicalDriver
+from glm5.rl.drivers.timing import TIMES
 from glm5.tasks import Limits, Sandbox, families, sandbox_available
 
 
@@ -71,10 +72,10 @@ def test_ctrl_c_in_a_stage(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stage, before = reasoning(), set(threading.enumerate())
     whole, io = talker(), stage_io("whole")
-    PolicyLoop(whole, tokenizer, stage, ReasoningRL(stage), io, 0).run()
+    LogicalDriver(whole, tokenizer, stage, ReasoningRL(stage), io, 0).run()
     with monkeypatch.context() as patch:
         pressed = hang_at(patch, 7, box)
-        loop = PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), stage_io("broken"), 0)
+        loop = LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), stage_io("broken"), 0)
         with pytest.raises(KeyboardInterrupt):
             loop.run()
     assert time.monotonic() - pressed[0] < 20, "it waited for programs without end"
@@ -82,7 +83,7 @@ def test_ctrl_c_in_a_stage(
     assert {thread for thread in threading.enumerate() if thread.name == "glm5-environment"} <= before
     assert loop.learner.version == 3
     resumed, again = talker(3), stage_io("broken")
-    PolicyLoop(resumed, tokenizer, stage, ReasoningRL(stage), again, 0).run()
+    LogicalDriver(resumed, tokenizer, stage, ReasoningRL(stage), again, 0).run()
     for name, tensor in whole.state_dict().items():
         assert tensor.equal(resumed.state_dict()[name]), name
     rows = [

@@ -20,7 +20,7 @@ from glm5.obs.metrics import read_metrics
 from glm5.records import Completion, SamplingParams
 from glm5.rl import prompts as prompts_module
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.loop import PASS_RATES, PolicyLoop
+from glm5.rl.drivers.logical import PASS_RATES, LogicalDriver
 from glm5.rl.prompts import SPAN, PromptStream
 from glm5.tasks import (
     DistinctProblems,
@@ -247,9 +247,9 @@ def test_lost_samples_do_not_count(toy: str, tokenizer: Any) -> None:
 DIFFICULT = DifficultyConfig(problems=12, tries=4, low=0.2, high=0.8)
 
 
-def run(model: Any, tokenizer: Any, io: Any, steps: int = 3, **changes: Any) -> PolicyLoop:
+def run(model: Any, tokenizer: Any, io: Any, steps: int = 3, **changes: Any) -> LogicalDriver:
     stage = stage_of([toy_family(difficulty=DIFFICULT)], steps, **changes)
-    loop = PolicyLoop(model, tokenizer, stage, ReasoningRL(stage), io, SEED)
+    loop = LogicalDriver(model, tokenizer, stage, ReasoningRL(stage), io, SEED)
     started: list[str] = []
     episode = loop.prompts.episode
 

@@ -22,8 +22,9 @@ from glm5.rl import replay
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.drivers.logical import LogicalDriver
+from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import Learner
-from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.rl.update import update
 
 DROPPED = ("dropped_groups", "dropped_env", "dropped_stale", "stale_responses", "padded_responses", "env_errors")
@@ -226,7 +227,7 @@ def test_replaying_repeats_the_updates_bit_for_bit(
     after: dict[int, dict[str, torch.Tensor]] = {}
     resets: list[int] = []
 
-    class Watched(PolicyLoop):
+    class Watched(LogicalDriver):
         def _update(self) -> dict[str, float]:
             numbers = super()._update()
             state = self.learner.model.state_dict()
@@ -272,18 +273,18 @@ def test_a_resumed_run_leaves_the_record_of_an_uninterrupted_one(
         replay.write([[trajectory()]], file, "earlier", 1)
         if stop:
             with pytest.raises(KeyboardInterrupt):
-                PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
+                LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
             with file.open("a") as half:
                 half.write('{"stage": "stage", "st')
             io = stage_io(folder)
-        PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
+        LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
         files.append(file.read_bytes())
     assert files[0] == files[1] and files[0].count(b"\n") == 1 + 4 * 8
 
 
 def test_nothing_is_recorded_unasked(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     stage, io = reasoning(record=False), stage_io()
-    PolicyLoop(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
+    LogicalDriver(talker(), tokenizer, stage, ReasoningRL(stage), io, 0).run()
     assert not (io.folder.parent / replay.FILE).exists()
     assert not ReasoningStage.model_fields["record"].default and math.isfinite(
         read_metrics(io.metrics.path)[-1]["loss"]

@@ -7,7 +7,7 @@ import torch
 from glm5.launch.reproduce import policy
 from glm5.launch.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.rl.loop import PolicyLoop
+from glm5.rl.drivers.logical import LogicalDriver
 
 BLOCK = 32
 """Rows of a weight that share a scale."""
@@ -19,7 +19,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     return policy.sizes(quick, steps, kl_weight=0.04)
 
 
-class MismatchedLoop(PolicyLoop):
+class MismatchedDriver(LogicalDriver):
     """The engine gets the learner's matrices rounded to FP8 with two bits of mantissa, as a coarse engine would."""
 
     def weights(self) -> GLM5ForCausalLM:
@@ -45,7 +45,7 @@ def run(work: Work) -> Outcome:
     loss, penalised = ARMS[work.arm]
     stage = policy.stage_of(work.sizes, "reasoning", loss=loss, kl_weight=work.sizes["kl_weight"] if penalised else 0.0)
     model = work.model()
-    return policy.outcome(work, model, policy.learn(work, model, stage, loop=MismatchedLoop))
+    return policy.outcome(work, model, policy.learn(work, model, stage, driver=MismatchedDriver))
 
 
 EXPERIMENT = Experiment(

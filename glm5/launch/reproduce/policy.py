@@ -30,7 +30,7 @@ from glm5.records import SamplingParams
 from glm5.rl.algos import Algorithm
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.loop import PolicyLoop
+from glm5.rl.drivers.logical import LogicalDriver
 from glm5.tasks import DistinctProblems, Family, make_family, measure_pass_rates
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
@@ -265,13 +265,13 @@ def learn(
     stage: PolicyStage,
     name: str = "rl",
     *,
-    loop: Callable[..., PolicyLoop] = PolicyLoop,
+    driver: Callable[..., LogicalDriver] = LogicalDriver,
     algorithm: Algorithm | None = None,
 ) -> list[dict[str, Any]]:
     """Train the policy in place; its metrics, one row per update."""
     algorithm = algorithm or _algorithm(stage)
     with _stage_io(work, name, METRICS) as io:
-        loop(model, work.tokenizer, stage, algorithm, io, work.seed).run()
+        driver(model, work.tokenizer, stage, algorithm, io, work.seed).run()
     model.requires_grad_(True).eval()
     return [row for row in work.rows() if row["stage"] == name]
 

@@ -11,7 +11,7 @@ from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import mean_centred
 from glm5.rl.algos.objectives import agentic_objective, kl_penalty
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import Statistics, policy_loss
+from glm5.rl.losses import Observer, Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -31,5 +31,5 @@ class AgenticRL:
         turns = [len(t.turns) for group in groups for t in group]
         return rows, {"turns": sum(turns) / len(turns)}
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
-        return policy_loss(self.objective, batch, self.stage.average, self.penalty)
+    def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
+        return policy_loss(self.objective, batch, self.stage.average, self.penalty, observe)

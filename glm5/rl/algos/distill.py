@@ -24,7 +24,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import distillation
 from glm5.rl.learner import ROWS_PER_STEP, PolicyBatch, packed_logprobs
-from glm5.rl.losses import IcePop, Statistics, policy_loss
+from glm5.rl.losses import IcePop, Observer, Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -90,11 +90,11 @@ class Distillation:
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
         self.stage, self.teachers = stage, teachers
-        self.objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
+        self.objective, self.penalty = IcePop(stage.beta, stage.clip_low, stage.clip_high), None
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """Rows that hold the teachers' log-probabilities in the place of advantages; the student's are subtracted in
-        the loss. Raises ConfigError for a prompt whose tag names no teacher."""
+        """Rows with their teachers' log-probabilities; the student's are subtracted in the loss. Raises ConfigError for
+        a prompt whose tag names no teacher."""
         rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
         for name in dict.fromkeys(row.teacher for row in rows):
             own = [row for row in rows if row.teacher == name]
@@ -105,13 +105,15 @@ class Distillation:
                 )
             for row, scores in zip(own, self.teachers[name].score(own, self.stage.temperature), strict=True):
                 values = iter(scores)
-                row.advantages = [next(values) if wanted else 0.0 for wanted in row.loss_mask]
+                row.teacher_logprobs = [next(values) if wanted else 0.0 for wanted in row.loss_mask]
         return rows, {}
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
-        """The loss of a micro-batch whose `advantages` are the teachers' log-probabilities."""
-        advantages = distillation(batch.advantages, batch.logprobs)
-        loss, statistics = policy_loss(self.objective, replace(batch, advantages=advantages), "sequence")
+    def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
+        """The loss of a micro-batch that has `teacher_logprobs`."""
+        assert batch.teacher_logprobs is not None
+        advantages = distillation(batch.teacher_logprobs, batch.logprobs)
+        batch = replace(batch, advantages=advantages)
+        loss, statistics = policy_loss(self.objective, batch, "sequence", observe=observe)
         statistics.tokens_mean("reverse_kl", -advantages, batch.mask)
         for name in dict.fromkeys(sample.teacher for sample in batch.samples):
             own = torch.tensor([sample.teacher == name for sample in batch.samples], device=batch.mask.device)

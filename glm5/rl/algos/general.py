@@ -23,8 +23,10 @@ class GeneralRL(ReasoningRL):
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         passed = [t for group in groups for t in group if t.reward > 0]
         scores = self.reward_model.score([self._pair(t) for t in passed]) if passed else []
-        learned = {id(t): 1.0 / (1.0 + math.exp(min(-score, 700.0))) for t, score in zip(passed, scores, strict=True)}
-        rewarded = [[dataclasses.replace(t, reward=learned.get(id(t), 0.0)) for t in group] for group in groups]
+        learned = (1.0 / (1.0 + math.exp(min(-score, 700.0))) for score in scores)
+        rewarded = [
+            [dataclasses.replace(t, reward=next(learned) if t.reward > 0 else 0.0) for t in group] for group in groups
+        ]
         rows, numbers = super().samples(rewarded)
         combined = [t.reward for group in rewarded for t in group]
         numbers |= {"combined_reward": sum(combined) / len(combined)}

@@ -11,7 +11,7 @@ from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import group_normalised
 from glm5.rl.algos.objectives import kl_penalty, reasoning_objective
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import Statistics, policy_loss
+from glm5.rl.losses import Observer, Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -30,5 +30,5 @@ class ReasoningRL:
                 rows.extend(to_samples(trajectory, advantage))
         return rows, {}
 
-    def loss(self, batch: PolicyBatch) -> tuple[Tensor, Statistics]:
-        return policy_loss(self.objective, batch, self.stage.average, self.penalty)
+    def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
+        return policy_loss(self.objective, batch, self.stage.average, self.penalty, observe)

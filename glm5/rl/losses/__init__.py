@@ -12,7 +12,7 @@ from glm5.rl.losses.icepop import IcePop, icepop_grpo_loss
 from glm5.rl.losses.kl import KLPenalty
 from glm5.rl.losses.measure import Statistics
 from glm5.rl.losses.policy_gradient import PolicyGradient
-from glm5.rl.losses.policy_loss import policy_loss
+from glm5.rl.losses.policy_loss import Observer, policy_loss
 from glm5.rl.losses.ppo import PPO
 from glm5.rl.losses.tokens import Objective, Terms, Tokens
 
@@ -24,6 +24,7 @@ __all__ = [
     "IcePop",
     "KLPenalty",
     "Objective",
+    "Observer",
     "PolicyGradient",
     "Statistics",
     "Terms",

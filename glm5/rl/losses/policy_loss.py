@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from glm5.rl.losses.averaging import Average, average_over
 from glm5.rl.losses.kl import KLPenalty
 from glm5.rl.losses.measure import Statistics, measure
-from glm5.rl.losses.tokens import Objective, Tokens
+from glm5.rl.losses.tokens import Objective, Terms, Tokens
+
+Observer = Callable[[Tokens, Terms], None]
+"""Is shown every micro-batch (cleaned) and its evaluated equation; changes nothing."""
 
 
 def policy_loss(
-    objective: Objective, tokens: Tokens, average: Average, penalty: KLPenalty | None = None
+    objective: Objective,
+    tokens: Tokens,
+    average: Average,
+    penalty: KLPenalty | None = None,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, Statistics]:
     """-average(objective) + weight * average(KL), a scalar, and its statistics.
 
@@ -20,6 +29,8 @@ def policy_loss(
     """
     tokens = tokens.cleaned()
     terms = objective(tokens)
+    if observe is not None:
+        observe(tokens, terms)
     statistics = measure(tokens, terms)
     loss = -average_over(terms.objective, tokens.mask, average)
     if penalty is not None and penalty.weight:

@@ -13,15 +13,16 @@ import torch
 from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, OptimConfig, ReasoningStage
 from glm5.obs.metrics import read_metrics
 from glm5.records import Outcome, TrainSample, Trajectory, Turn
-from glm5.rl import loop as loop_module
-from glm5.rl import specimen
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.drivers import logical
+from glm5.rl.drivers.logical import LogicalDriver
+from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import Learner, PolicyBatch
-from glm5.rl.loop import TIMES, PolicyLoop
 from glm5.rl.losses import DoubleSided, IcePop, policy_loss
 from glm5.rl.losses.tokens import Tokens
+from glm5.rl.rollout_trace import RolloutTrace
 
 LIMITS: dict[str, Any] = dict(max_tokens=8, max_context=80, row_length=80, max_turns=4, prompts=3, group=4)
 TOY = FamilyConfig(name="toy")
@@ -75,17 +76,11 @@ class Fixed:
         return batch_of(samples, [self.after], [[-0.5] * len(self.after)])
 
 
-def watched(objective: Any, batches: list[PolicyBatch]) -> specimen.Specimen:
-    class Bare:
-        pass
-
-    algorithm: Any = Bare()
-    algorithm.objective = objective
-    with specimen.watch(algorithm) as seen:
-        for batch in batches:
-            policy_loss(algorithm.objective, batch, "token")
-    assert algorithm.objective is objective and seen is not None
-    return seen
+def watched(objective: Any, batches: list[PolicyBatch]) -> RolloutTrace:
+    trace = RolloutTrace(type(objective).__name__)
+    for batch in batches:
+        policy_loss(objective, batch, "token", observe=trace)
+    return trace
 
 
 def test_the_numbers_are_those_of_the_equations(tokenizer: Any, tmp_path: Path) -> None:
@@ -136,13 +131,11 @@ def test_nothing_is_written_where_nothing_is_learnt(tokenizer: Any, tmp_path: Pa
     learner: Any = Fixed([-0.5])
     seen = watched(IcePop(), [batch_of([sample([65, 66], "01", 0.0)], [[-3.0]], [[-0.5]])])
     assert not seen.write(tmp_path, learner, [], tokenizer) and list(tmp_path.iterdir()) == []
-    plain = specimen.Specimen(IcePop())
+    plain = RolloutTrace("IcePop")
     ones = torch.ones(1, 2)
-    plain(Tokens(logprobs=ones, rollout_logprobs=ones, advantages=ones, mask=ones.bool()))
+    policy_loss(IcePop(), Tokens(logprobs=ones, rollout_logprobs=ones, advantages=ones, mask=ones.bool()), "token",
+                observe=plain)  # fmt: skip
     assert not plain.write(tmp_path, learner, [], tokenizer)
-    nothing: Any = object()
-    with specimen.watch(nothing) as seen_nothing:
-        assert seen_nothing is None
 
 
 def test_an_impossible_token_and_broken_text_are_still_json(tokenizer: Any, tmp_path: Path) -> None:
@@ -155,18 +148,9 @@ def test_an_impossible_token_and_broken_text_are_still_json(tokenizer: Any, tmp_
     assert tokens[1]["masked"] and 0 < tokens[1]["rho"] < 1e-20 and 1e20 < tokens[2]["ratio"] < 1e30
 
 
-def test_the_objective_returns_however_the_update_ends() -> None:
-    algorithm = ReasoningRL(stage_of("reasoning", 1))
-    before = algorithm.objective
-    with pytest.raises(KeyboardInterrupt), specimen.watch(algorithm):
-        assert algorithm.objective is not before
-        raise KeyboardInterrupt
-    assert algorithm.objective is before
-
-
-def run(model: Any, tokenizer: Any, stage: Any, io: Any) -> PolicyLoop:
+def run(model: Any, tokenizer: Any, stage: Any, io: Any) -> LogicalDriver:
     algorithm: Any = AgenticRL(stage) if stage.kind == "agentic" else ReasoningRL(stage)
-    loop = PolicyLoop(model, tokenizer, stage, algorithm, io, 0)
+    loop = LogicalDriver(model, tokenizer, stage, algorithm, io, 0)
     loop.run()
     return loop
 
@@ -184,7 +168,7 @@ def test_a_watched_run_has_the_numbers_of_an_unwatched_one(
     stage, first, second = stage_of(kind, 3), talker(), talker()
     one, two = stage_io("one"), stage_io("two")
     loop = run(first, tokenizer, stage, one)
-    monkeypatch.setattr(loop_module.specimen, "is_due", lambda *args: False)
+    monkeypatch.setattr(logical, "is_due", lambda *args: False)
     other = run(second, tokenizer, stage, two)
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
@@ -250,7 +234,7 @@ def test_ratios_are_those_of_the_weights_before_and_after(
 def test_distillation_shows_the_teachers_advantage(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     teacher, student, io = talker(seed=1), talker(), stage_io("run")
     stage = stage_of("distill", 1, group=1, teachers={"toy": "start"})
-    PolicyLoop(student, tokenizer, stage, Distillation(stage, {"start": ModelTeacher(teacher, 80)}), io, 0).run()
+    LogicalDriver(student, tokenizer, stage, Distillation(stage, {"start": ModelTeacher(teacher, 80)}), io, 0).run()
     found = json.loads((io.folder / "rollout.json").read_text())
     trained = [t for t in found["tokens"] if t["loss"]]
     ids = ids_of(found["tokens"], tokenizer)

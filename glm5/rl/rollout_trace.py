@@ -1,10 +1,9 @@
 """One trajectory of an update, token by token, for people: what the loss saw of it and where the step moved it.
 
-While an algorithm computes its loss, `watch` looks at the tokens that pass through its equation and keeps the row with
-an advantage whose ratios are farthest from 1, the first of several; where all are 1, the one with the largest
-advantage. After the step its tokens are scored once more and written to `rollout.json` in the stage's folder. Nothing
-of it goes back into training, and it depends on the batch and the weights alone, so that a resumed run writes the same.
-Keys:
+`RolloutTrace` watches the loss of an update and keeps one row that has an advantage: the one whose ratios are farthest
+from 1 (the first of several), or, if all ratios are 1, the one with the largest advantage. After the step its tokens
+are scored once more and written to `rollout.json` in the stage's folder. Nothing of it goes back into training, and it
+depends on the batch and the weights alone, so a resumed run writes the same. Keys:
 
     step, loss                               the update, as in `metrics.jsonl`, and the name of its equation
     problem, domain, outcome, reward, teacher
@@ -19,8 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +30,8 @@ from glm5.chat import Tokenizer
 from glm5.config.recipe import OptimConfig
 from glm5.files import atomic_write
 from glm5.records import TrainSample, Trajectory
-from glm5.rl.algos import Algorithm
 from glm5.rl.learner import Learner, PolicyBatch
-from glm5.rl.losses import Objective, Terms, Tokens
+from glm5.rl.losses import Terms, Tokens
 from glm5.rl.losses.tokens import MAX_LOG_RATIO
 
 FILE = "rollout.json"
@@ -51,22 +48,19 @@ class _Seen:
     clipped: Tensor
 
 
-class Specimen:
-    """Stands in an equation's place and passes everything on; remembers the row that `write` is about."""
+class RolloutTrace:
+    """Watches an update's micro-batches (`policy_loss` calls it with each) and keeps the row that `write` is about.
+    `loss` is the name of the equation."""
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+    def __init__(self, loss: str) -> None:
+        self.loss = loss
         self._seen: _Seen | None = None
         self._rank = (-1.0, -1.0)
 
-    def __call__(self, tokens: Tokens) -> Terms:
-        terms = self.objective(tokens)
-        if isinstance(tokens, PolicyBatch) and tokens.samples:
-            self._look(tokens, terms)
-        return terms
-
     @torch.no_grad()
-    def _look(self, tokens: PolicyBatch, terms: Terms) -> None:
+    def __call__(self, tokens: Tokens, terms: Terms) -> None:
+        if not isinstance(tokens, PolicyBatch):
+            return
         log_rho = (tokens.old - tokens.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         zeros = torch.zeros_like(log_rho)
         advantages = tokens.advantages.detach()
@@ -88,7 +82,7 @@ class Specimen:
         with torch.no_grad():
             batch = learner.forward([sample])
         after = (batch.logprobs - batch.rollout_logprobs)[0].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        found = {"step": learner.version, "loss": type(self.objective).__name__}
+        found = {"step": learner.version, "loss": self.loss}
         found |= _origin(sample, groups)
         found["tokens"] = _tokens(self._seen, after, tokenizer)
         atomic_write(folder / FILE, json.dumps(found, allow_nan=False) + "\n")
@@ -98,21 +92,6 @@ class Specimen:
 def is_due(step: int, config: OptimConfig) -> bool:
     """Whether a row of this update is written: of the last one, and where states are saved, for reports on the way."""
     return step == config.steps or (config.save_every > 0 and step % config.save_every == 0)
-
-
-@contextmanager
-def watch(algorithm: Algorithm) -> Iterator[Specimen | None]:
-    """Look at what passes through an algorithm's `objective` while the block runs. None where it has none."""
-    objective = getattr(algorithm, "objective", None)
-    if objective is None:
-        yield None
-        return
-    specimen = Specimen(objective)
-    setattr(algorithm, "objective", specimen)  # noqa: B010 - the protocol does not promise the attribute
-    try:
-        yield specimen
-    finally:
-        setattr(algorithm, "objective", objective)  # noqa: B010
 
 
 def _origin(sample: TrainSample, groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:

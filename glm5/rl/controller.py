@@ -1,0 +1,118 @@
+"""What an RL stage does next: which rollout starts, which batch is trained on, when weights are pushed, when it saves.
+
+A pure state machine (no clock, thread, file or model): a driver tells it what happened and carries out what it decides.
+`glm5/rl/drivers` holds the drivers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from glm5.config.recipe import PolicyStage
+from glm5.errors import RolloutError
+from glm5.records import Trajectory
+from glm5.rl.buffer import Buffer
+
+
+class Controller:
+    """Paces one stage. Synchronous RL is the case `max_staleness = 0`.
+
+    A rollout is (group, member): sample `member` of prompt `group`. Group g may start only if
+    g < (pushed + 1 + max_staleness) * prompts + dropped groups: sampling is paced first, and responses that still come
+    out too stale are dropped (§4.1).
+    """
+
+    def __init__(self, stage: PolicyStage) -> None:
+        self._stage = stage
+        self._most_lost = max(8, 2 * stage.prompts)
+        self.buffer = Buffer(stage.group, stage.max_staleness)
+        self.version = 0
+        """Updates so far: the version of the learner's weights."""
+        self.pushed = 0
+        """Version of the engine's weights."""
+        self.in_flight = 0
+        """Rollouts that have started and not ended."""
+        self.pushing = False
+        """Whether updated weights are on their way to the engine; no update is computed meanwhile."""
+        self._next = (0, 0)
+        self._landing: int | None = None
+        """While a state is due: the pushed version that still counts for what may start."""
+
+    @property
+    def concurrency(self) -> int:
+        """Most rollouts in flight."""
+        return self._stage.concurrency or self._stage.prompts * self._stage.group
+
+    @property
+    def finished(self) -> bool:
+        return self.version >= self._stage.optim.steps
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing is under way and nothing can be done."""
+        return not self.in_flight and not self.pushing and self.buffer.ready < self._stage.prompts
+
+    def start(self) -> tuple[int, int] | None:
+        """The rollout that starts now, or None if none may."""
+        pushed = self.pushed if self._landing is None else self._landing
+        budget = (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
+        group, member = self._next
+        if self.in_flight >= self.concurrency or group >= budget:
+            return None
+        self._next = (group, member + 1) if member + 1 < self._stage.group else (group + 1, 0)
+        self.in_flight += 1
+        return group, member
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """A rollout has ended. Raises RolloutError if the environment failed in too many groups in a row."""
+        self.in_flight -= 1
+        self.buffer.add(trajectory)
+        if self.buffer.lost_in_a_row > self._most_lost:
+            raise RolloutError(
+                f"{self._stage.name}: the environment failed in {self.buffer.lost_in_a_row} groups in a row, most "
+                f"recently in {trajectory.problem}: {trajectory.detail.get('error', 'no reason given')}"
+            )
+
+    def batch(self) -> list[list[Trajectory]] | None:
+        """The groups of the next update, without responses that are too stale by now; None if it cannot begin yet."""
+        if self.pushing:
+            return None
+        self.buffer.drop_stale(self.version)
+        return self.buffer.take(self._stage.prompts) if self.buffer.ready >= self._stage.prompts else None
+
+    def updated(self) -> None:
+        """The learner has taken its step on the last batch. `pushing` says whether its weights go to the engine."""
+        self.version += 1
+        self.pushing = self.version % self._stage.push_every == 0
+
+    def weights_arrived(self) -> None:
+        """The engine computes with the learner's weights from now on."""
+        self.pushed, self.pushing = self.version, False
+
+    def saves(self) -> bool:
+        """Whether a state is saved now. Call it once after every update, with what can be pushed at once pushed.
+
+        A state is due every `save_every` updates. It holds no rollouts, so from then on no further weights let rollouts
+        start, until all that have started are trained on. An interrupted run and one that is not interrupted land
+        alike, so that both end with the same numbers.
+        """
+        every = self._stage.optim.save_every
+        if every and self.version % every == 0 and self._landing is None:
+            self._landing = self.pushed
+        waiting = self.in_flight or self.buffer.ready or self._next[1]
+        return self._landing is not None and not self.finished and not waiting
+
+    def saved(self) -> None:
+        """A state was saved; sampling goes on."""
+        self._landing = None
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed stage needs; only complete when `saves`."""
+        return {"next_group": self._next[0], "buffer": self.buffer.counts}
+
+    def restore(self, version: int, state: Mapping[str, Any]) -> None:
+        """Go on from a `state` that was taken at `version`."""
+        self.version = self.pushed = version
+        self._next = (int(state["next_group"]), 0)
+        self.buffer.restore(state["buffer"])

@@ -1,0 +1,238 @@
+"""Drives the controller on a logical clock: engine and learner take turns in one thread, and a run can be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.chat import Tokenizer
+from glm5.config.recipe import PolicyStage
+from glm5.engine.engine import Engine
+from glm5.engine.request import Request
+from glm5.errors import RequestFailed, RolloutError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.records import SamplingParams, Trajectory
+from glm5.rl import replay
+from glm5.rl.algos import Algorithm
+from glm5.rl.controller import Controller
+from glm5.rl.drivers.timing import TimeSpent
+from glm5.rl.env_errors import EnvErrors
+from glm5.rl.learner import Agreement, Learner
+from glm5.rl.prompts import PromptStream
+from glm5.rl.rollout_trace import RolloutTrace, is_due
+from glm5.rl.update import update
+from glm5.rl.weight_sync import publish, tensor_hashes
+from glm5.seeds import derive_seed
+from glm5.tasks import Episode
+from glm5.tasks.episode import settle
+from glm5.tasks.reactions import Reactions
+from glm5.train.checkpoint import load_state, save_state
+from glm5.train.loop import StageIO
+
+ENV_THREADS = 16
+"""Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
+
+PASS_RATES = "pass_rates.jsonl"
+"""File of a stage's folder that holds the pass rates of the policy that it started from."""
+
+
+@dataclass
+class _Running:
+    """An episode whose next turn the engine is generating."""
+
+    episode: Episode
+    member: int
+    request: Request
+
+
+class LogicalDriver:
+    """Keeps the engine busy, hands batches to the learner and pushes weights.
+
+    One tick of the clock is one engine step. An update's weights become visible `train_ticks` ticks after its batch was
+    taken, an environment's answer one or two `env_ticks` after it was asked. So asynchrony is simulated: it can be
+    repeated exactly, but gains no time.
+    """
+
+    def __init__(
+        self,
+        model: GLM5ForCausalLM,
+        tokenizer: Tokenizer,
+        stage: PolicyStage,
+        algorithm: Algorithm,
+        io: StageIO,
+        seed: int,
+    ) -> None:
+        self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
+        self.seed = derive_seed(seed, "policy", stage.name)
+        self.controller = Controller(stage)
+        self.learner = Learner(
+            model,
+            stage.optim,
+            row_length=stage.row_length,
+            temperature=stage.temperature,
+            # Before any state of the stage is loaded, the model is what the stage starts from.
+            reference=model.clone() if algorithm.penalty else None,
+            exact=stage.rollouts == "exact",
+            minibatches=stage.minibatches,
+        )
+        self.record = io.folder.parent / replay.FILE if stage.record else None
+        self.engine = Engine(
+            self.weights().clone().cast(getattr(torch, stage.rollout_dtype)),
+            tokenizer,
+            max_batch=self.controller.concurrency,
+            max_length=stage.max_context + 1,
+            exact=stage.rollouts == "exact",
+        )
+        self.env_errors = EnvErrors(stage.name, stage.env_error_share, stage.env_error_window)
+        self.prompts = PromptStream(stage, seed)
+        self._running: list[_Running] = []
+        self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
+        self._clock = 0
+        self._push_in = 0  # ticks until the weights that are being pushed become visible
+        self._threads = Reactions(ENV_THREADS, stage.env_seconds)
+        self._time = TimeSpent()
+
+    def weights(self) -> GLM5ForCausalLM:
+        """What the engine is given: the learner's model. Experiments give it another to see what that does."""
+        return self.learner.model
+
+    def run(self) -> dict[str, float]:
+        """All updates of the stage; resumes from its last state. Returns the last update's numbers.
+
+        Call it once: its threads end with it, however it ends. Nobody reads what environments would still answer.
+        """
+        with self._threads:
+            self._measure()
+            return self._run()
+
+    def _measure(self) -> None:
+        """Pass rates of the policy that the stage starts from, if a family asks for them: before any state of the stage
+        is loaded, learner and engine still have its weights."""
+        if any(family.difficulty for family in self.stage.families):
+            hashes = sorted(tensor_hashes(self.learner.model).items())
+            policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
+            self.prompts.measure(self.engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
+
+    def _run(self) -> dict[str, float]:
+        state, controller = self.io.folder / "state", self.controller
+        done, extra = load_state(state, self.learner.model, self.learner.optimizer) or (0, {})
+        numbers: dict[str, float] = dict(extra.get("numbers", {}))
+        if done:
+            self._restore(done, extra)
+        self.io.metrics.rewind(self.io.name, done)
+        if self.record is not None:
+            replay.rewind(self.record, self.io.name, done)
+        self.io.advance(done, {})
+        while not controller.finished:
+            self._tick()
+            groups = controller.batch()
+            if groups is not None:
+                numbers = self._update(groups)
+                self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent())
+                self.io.advance(1, numbers)
+                if controller.pushing and not self._push_in and not controller.in_flight:
+                    self._push()
+                if controller.saves():
+                    self._save(state, numbers)
+        return numbers
+
+    def _tick(self) -> None:
+        """One step of the clock: start what may start, advance the engine, collect what ended, push when due."""
+        while (rollout := self.controller.start()) is not None:
+            group, member = rollout
+            self._continue(self.prompts.episode(group, self.tokenizer, self._threads), member)
+        if self.controller.stuck:
+            raise RolloutError(
+                f"{self.io.name}: no rollout may start and no batch is complete. The state in {self.io.folder} was "
+                "written with other settings; delete it to start this stage again."
+            )
+        with self._time.on("generate"), suppress(RequestFailed):  # logged; its episode ends as an environment error
+            self.engine.step()
+        self._clock += 1
+        for running in [r for r in self._running if r.request.done]:
+            self._running.remove(running)
+            answer = self._threads.submit(running.episode.accept, running.request.completion)
+            self._reacting.append((self._due(), running, answer))
+        while self._reacting and self._reacting[0][0] <= self._clock:
+            _, running, answer = self._reacting.pop(0)
+            with self._time.on("environment"):
+                settle(running.episode, answer, self._threads)
+            self._continue(running.episode, running.member)
+        if self.controller.pushing:
+            self._push_in = max(0, self._push_in - 1)
+            if not self._push_in:
+                self._push()
+
+    def _due(self) -> int:
+        """When an environment that is asked now answers: at a multiple of `env_ticks`, so that new turns start together
+        and share their prefill instead of holding up everybody's decoding one by one."""
+        every = self.stage.env_ticks
+        return (self._clock // every + 2) * every if every else self._clock
+
+    def _continue(self, episode: Episode, member: int) -> None:
+        """Submit the next turn of an episode, or report its end."""
+        context = episode.pending()
+        if context is None:
+            trajectory = episode.trajectory()
+            self.env_errors.add(self.prompts.label(trajectory.group), trajectory)
+            self.controller.ended(trajectory)
+            return
+        params = SamplingParams(
+            max_tokens=min(self.stage.max_tokens, episode.room),
+            temperature=self.stage.temperature,
+            seed=derive_seed(self.seed, "turn", episode.group, member, len(episode.turns)),
+            stop_token_ids=self.tokenizer.stop_token_ids,
+        )
+        (request,) = self.engine.submit(context, params)
+        self._running.append(_Running(episode, member, request))
+
+    def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
+        step = self.controller.version + 1
+        if self.record is not None:
+            replay.write(groups, self.record, self.io.name, step)
+        due = is_due(step, self.stage.optim)
+        trace = RolloutTrace(type(self.algorithm.objective).__name__) if due else None
+        with self._time.on("update"):
+            numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
+            if trace is not None:
+                trace.write(self.io.folder, self.learner, groups, self.tokenizer)
+        self.controller.updated()
+        self._push_in = self.stage.train_ticks
+        numbers |= {"dropped_groups": float(self.controller.buffer.dropped)}
+        numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
+        return numbers | self.env_errors.numbers | self.prompts.numbers
+
+    def _push(self) -> None:
+        with self._time.on("publish"):
+            publish(self.weights(), self.engine, self.learner.version)
+        self.controller.weights_arrived()
+        if self.stage.reset_optimizer:
+            self.learner.reset_optimizer()
+
+    def _save(self, state: Path, numbers: dict[str, float]) -> None:
+        if self.controller.pushed < self.controller.version:
+            self._push()
+        self._clock = 0  # a resumed run has a new clock
+        extra = self.controller.state() | {"numbers": numbers}
+        extra |= {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
+        save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)
+        self.controller.saved()
+
+    def _restore(self, done: int, extra: Mapping[str, Any]) -> None:
+        if not all(isinstance(extra.get(key), dict) for key in ("agreement", "buffer", "env_errors")):
+            raise RolloutError(
+                f"{self.io.name}: the state in {self.io.folder} was written by an earlier version; delete it to start "
+                "this stage again."
+            )
+        self.learner.version = done
+        self.learner.agreement = Agreement(**extra["agreement"])
+        self.controller.restore(done, extra)
+        self.env_errors.restore(extra["env_errors"])
+        publish(self.weights(), self.engine, done)

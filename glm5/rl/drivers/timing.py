@@ -1,0 +1,36 @@
+"""Where a driver's time went, for the metrics only: no result depends on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WORK = ("generate", "environment", "update", "publish")
+"""What time is spent on; "environment" is waiting for answers while there is nothing to generate."""
+
+TIMES = ("step_seconds", *(f"{work}_seconds" for work in WORK))
+"""Metrics that differ between two runs of one recipe."""
+
+
+class TimeSpent:
+    """Seconds per kind of work since the last update."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(WORK, 0.0)
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def on(self, work: str) -> Iterator[None]:
+        """Count what the block takes as `work`."""
+        began = time.perf_counter()
+        yield
+        self._seconds[work] += time.perf_counter() - began
+
+    def spent(self) -> dict[str, float]:
+        """The metrics of `TIMES`; counting begins anew."""
+        now = time.perf_counter()
+        found = {"step_seconds": now - self._since}
+        found |= {f"{work}_seconds": seconds for work, seconds in self._seconds.items()}
+        self._seconds, self._since = dict.fromkeys(WORK, 0.0), now
+        return found
