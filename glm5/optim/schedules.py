@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
+from glm5.config.recipe import OptimConfig
 from glm5.errors import ConfigError, nearest
 
 SHAPES = ("cosine", "linear", "constant")
@@ -27,6 +30,20 @@ def learning_rate(
     if shape == "linear":
         return peak + (final - peak) * progress
     return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def scheduled_rate(config: OptimConfig, step: int) -> float:
+    """Learning rate of step `step` (0-based) of a stage."""
+    return learning_rate(
+        step, steps=config.steps, peak=config.lr, final=config.final_lr, warmup=config.warmup, shape=config.schedule
+    )
+
+
+def begin_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the next optimizer step and drop the gradients of the last one."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
 
 
 def by_tokens(value: float | Sequence[Sequence[float]], tokens: int) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.expert import expert_modules, whole_stack
-from glm5.parallel.ranks import Box
+from glm5.parallel.ranks import ShardSlice
 
 RUN = "run_unsharded"
 """Method of a sharded model that calls a function inside of the model's own forward, as FSDP sees it."""
@@ -86,11 +86,11 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def local_box(tensor: Tensor) -> Box:
+def local_slice(tensor: Tensor) -> ShardSlice:
     """Where this rank's part of a parameter lies in the whole; plain tensors are whole."""
     if not isinstance(tensor, DTensor):
         sizes = tuple(tensor.shape)
-        return Box(sizes, (0,) * len(sizes), sizes)
+        return ShardSlice(sizes, (0,) * len(sizes), sizes)
     (placement,) = tensor.placements
     if not isinstance(placement, Shard) or placement.dim != 0:
         raise ValueError(f"parameters are sharded by rows, not as {placement}")
@@ -99,7 +99,7 @@ def local_box(tensor: Tensor) -> Box:
     start = min(rank * each, rows)
     sizes = (min(start + each, rows) - start, *tensor.shape[1:])
     first, total = getattr(tensor, "expert_part", (0, rows))
-    return Box((total, *tensor.shape[1:]), (first + start, *(0 for _ in sizes[1:])), sizes)
+    return ShardSlice((total, *tensor.shape[1:]), (first + start, *(0 for _ in sizes[1:])), sizes)
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from glm5.config.parallel import Layout
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.expert import divide_experts
-from glm5.parallel.fsdp import RUN, local_box, shard_model, unshard_model
-from glm5.parallel.ranks import Box, Ranks, check_layout
+from glm5.parallel.fsdp import RUN, local_slice, shard_model, unshard_model
+from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ class TorchRanks(Ranks):
             model.reshard()  # type: ignore[operator]
         return result
 
-    def box(self, tensor: Tensor) -> Box:
-        return local_box(tensor)
+    def shard_slice(self, tensor: Tensor) -> ShardSlice:
+        return local_slice(tensor)
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world

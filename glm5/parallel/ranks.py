@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardSlice:
     """The part of a tensor that one rank holds: `offsets` and `sizes` within the whole tensor's `shape`."""
 
     shape: tuple[int, ...]
@@ -63,9 +63,9 @@ class Ranks:
         differentiated later must be part of the result."""
         return function(model, *args)
 
-    def box(self, tensor: Tensor) -> Box:
+    def shard_slice(self, tensor: Tensor) -> ShardSlice:
         """Which part of a parameter or buffer of a sharded model this rank holds."""
-        return Box(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+        return ShardSlice(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in their order."""

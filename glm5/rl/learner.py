@@ -15,7 +15,9 @@ from glm5.config.recipe import OptimConfig
 from glm5.data.packing import Batch, pack_batch
 from glm5.errors import DataError
 from glm5.model.context import packed_context
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.optim.schedules import begin_step
 from glm5.records import TrainSample
 from glm5.rl.losses import Counts, Statistics, Tokens
 from glm5.train.loop import build_optimizer, clip_gradients
@@ -77,7 +79,7 @@ class Learner:
         self.row_length, self.temperature, self.minibatches = row_length, temperature, minibatches
         self.version = 0
         self.agreement = Agreement()
-        self.optimizer = build_optimizer(model, config, lambda name: ".indexer." not in name and "mtp." not in name)
+        self.optimizer = build_optimizer(model, config, lambda name: INDEXER not in name and "mtp." not in name)
 
     def reset_optimizer(self) -> None:
         """Forget momentum (after a weight push in agentic RL, §4.1)."""
@@ -91,13 +93,12 @@ class Learner:
         of the minibatch. Returns the statistics of all steps together, `loss` and `grad_norm` as means over the steps,
         and `lr`. Raises DataError for a gradient that is not finite.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         batches = split_groups(samples, self.minibatches)
         old = None if len(batches) == 1 else self._old_logprobs(samples)
         total, norms, at = Statistics(), [], 0
         for batch in batches:
             own = None if old is None else old[at : at + len(batch)]
+            begin_step(self.optimizer, rate)
             norms.append(self._optimizer_step(batch, loss_of, own, total))
             at += len(batch)
         self.version += 1
@@ -110,7 +111,6 @@ class Learner:
         self, samples: Sequence[TrainSample], loss_of: PolicyLoss, old: Sequence[Tensor] | None, total: Statistics
     ) -> float:
         """The gradient norm of one step; its statistics go into `total`."""
-        self.optimizer.zero_grad(set_to_none=True)
         whole = Counts.of(sample.loss_mask for sample in samples)
         at = 0
         for part in self._parts(samples):

@@ -11,9 +11,10 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.config.recipe import RewardModelConfig
 from glm5.data.packing import pack_batch
 from glm5.model.context import packed_context
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsLog
-from glm5.optim.schedules import learning_rate
+from glm5.optim.schedules import begin_step, scheduled_rate
 from glm5.records import Message
 from glm5.tasks.general import GeneralFamily
 from glm5.train.loop import build_optimizer, clip_gradients
@@ -68,22 +69,14 @@ def train_reward_model(
 ) -> tuple[RewardModel, float]:
     """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy."""
     model = RewardModel(policy, tokenizer)
-    optimizer = build_optimizer(model, config.optim, lambda name: ".indexer." not in name and "lm_head" not in name)
+    optimizer = build_optimizer(model, config.optim, lambda name: INDEXER not in name and "lm_head" not in name)
     metrics.rewind(stage, 0)
     for step in range(config.optim.steps):
         pairs = [family.preference_pair(step * config.pairs + i) for i in range(config.pairs)]
         better, worse = _pair_scores(model, pairs)
         loss = -nn.functional.logsigmoid(better - worse).mean()
-        rate = learning_rate(
-            step,
-            steps=config.optim.steps,
-            peak=config.optim.lr,
-            final=config.optim.final_lr,
-            warmup=config.optim.warmup,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)
+        rate = scheduled_rate(config.optim, step)
+        begin_step(optimizer, rate)
         loss.backward()
         clip_gradients(model, config.optim.clip)
         optimizer.step()

@@ -7,7 +7,7 @@ from functools import partial
 
 from glm5.config.recipe import PolicyStage
 from glm5.errors import RolloutError
-from glm5.optim.schedules import learning_rate
+from glm5.optim.schedules import scheduled_rate
 from glm5.records import Outcome, Trajectory
 from glm5.rl.algos import Algorithm
 from glm5.rl.buffer import staleness
@@ -32,15 +32,7 @@ def update(
             f"{stage.name}: none of {len(groups)} prompts leaves room for an answer within max_context = "
             f"{stage.max_context} tokens; raise it."
         )
-    config = stage.optim
-    rate = learning_rate(
-        learner.version,
-        steps=config.steps,
-        peak=config.lr,
-        final=config.final_lr,
-        warmup=config.warmup,
-        shape=config.schedule,
-    )
+    rate = scheduled_rate(stage.optim, learner.version)
     return numbers | more | learner.step(samples, partial(algorithm.loss, observe=observe), rate)
 
 

@@ -1,7 +1,7 @@
 """Training state on disk: model, optimizer and step, written by all ranks, published atomically; no pickle.
 
-`state/step-00000050/` holds one file per rank and an index (see `boxes`). The newest two are kept, so that damage to
-one costs some steps and not the stage. A state can be read by any number of ranks in any layout.
+`state/step-00000050/` holds one file per rank and an index (see `shard_files`). The newest two are kept, so damage to
+one costs some steps and not the stage. Any number of ranks in any layout can read a state.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.tensor_files import read_json
 from glm5.obs.logs import get_logger
 from glm5.optim.distributed import local
-from glm5.parallel.ranks import Box, Ranks
-from glm5.train.boxes import StoredTensor, check_files, index_of, parse_index, read_pieces, write_pieces
+from glm5.parallel.ranks import Ranks, ShardSlice
+from glm5.train.shard_files import StoredTensor, check_files, index_of, parse_index, read_pieces, write_pieces
 
 INDEX = "state.json"
 KEPT = 2
@@ -65,7 +65,7 @@ def save_state(
 
         folder = ranks.on_main(begin)
 
-        def write() -> dict[str, tuple[str, Box]]:
+        def write() -> dict[str, tuple[str, ShardSlice]]:
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is not visible to rank {ranks.rank}; all ranks need the same storage.")
             with disk_errors(target):
@@ -174,12 +174,14 @@ def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTens
     return step, extra, parse_index(raw.get("tensors"), folder / INDEX)
 
 
-def _pieces(model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, tuple[Tensor, Box]]:
-    found = {f"model/{name}": (local(t.detach()), ranks.box(t)) for name, t in _tensors(model).items()}
+def _pieces(
+    model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> dict[str, tuple[Tensor, ShardSlice]]:
+    found = {f"model/{name}": (local(t.detach()), ranks.shard_slice(t)) for name, t in _tensors(model).items()}
     for name, parameter in _named(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            box = ranks.box(parameter if value.shape == parameter.shape else value)
-            found[f"optim/{name}/{key}"] = (local(value), box)
+            region = ranks.shard_slice(parameter if value.shape == parameter.shape else value)
+            found[f"optim/{name}/{key}"] = (local(value), region)
     return found
 
 
@@ -195,11 +197,11 @@ def _restore(
     step, extra, stored = _read_index(folder)
     own = _tensors(model)
     saved = {name.removeprefix("model/"): t.shape for name, t in stored.items() if name.startswith("model/")}
-    if saved != {name: ranks.box(t).shape for name, t in own.items()}:
+    if saved != {name: ranks.shard_slice(t).shape for name, t in own.items()}:
         raise CheckpointError(f"{folder} belongs to another model; delete {folder.parent} to start this stage again.")
     states, targets = _optimizer_targets(folder, stored, optimizer, ranks)
     for name, tensor in own.items():
-        targets.append((f"model/{name}", local(tensor.detach()), ranks.box(tensor)))
+        targets.append((f"model/{name}", local(tensor.detach()), ranks.shard_slice(tensor)))
     read_pieces(folder, stored, targets)
     for parameter, state in states:
         optimizer.state[parameter] = state
@@ -208,7 +210,7 @@ def _restore(
 
 def _optimizer_targets(
     folder: Path, stored: dict[str, StoredTensor], optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], list[tuple[str, Tensor, Box]]]:
+) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], list[tuple[str, Tensor, ShardSlice]]]:
     """Fresh state of every parameter that has one on disk, and where to read it into."""
     keys: dict[str, list[str]] = {}
     for full in stored:
@@ -216,20 +218,20 @@ def _optimizer_targets(
             name, _, key = full.removeprefix("optim/").rpartition("/")
             keys.setdefault(name, []).append(key)
     states: list[tuple[Tensor, dict[str, Tensor]]] = []
-    targets: list[tuple[str, Tensor, Box]] = []
+    targets: list[tuple[str, Tensor, ShardSlice]] = []
     for name, parameter in _named(optimizer):
         state: dict[str, Tensor] = {}
         for key in keys.pop(name, []):
-            full, box = f"optim/{name}/{key}", ranks.box(parameter)
+            full, region = f"optim/{name}/{key}", ranks.shard_slice(parameter)
             dtype = getattr(torch, stored[full].dtype, None)
-            if stored[full].shape not in (box.shape, ()) or not isinstance(dtype, torch.dtype):
+            if stored[full].shape not in (region.shape, ()) or not isinstance(dtype, torch.dtype):
                 raise CheckpointError(f"{folder} is damaged: {full!r:.120} has neither its parameter's shape nor none.")
             if stored[full].shape == ():
                 state[key] = torch.zeros((), dtype=dtype, device=local(parameter).device)
-                box = ranks.box(state[key])
+                region = ranks.shard_slice(state[key])
             else:
                 state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            targets.append((full, local(state[key]), box))
+            targets.append((full, local(state[key]), region))
         states.append((parameter, state))
     if keys:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.loop import Evaluate, LossOf, StageIO, train
 from glm5.train.losses import IndexerLoss, backbone_loss, target_logprobs
 from glm5.train.pretrain import batches
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Numbers of keys at which attention mass is measured, in multiples of index_topk."""
@@ -63,17 +63,17 @@ def adaptation_loss(stage: DsaStage, topk: int) -> LossOf:
     detached)."""
     warmup = stage.kind == "dsa_warmup"
 
-    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
-        tally = Tally()
-        watch = IndexerLoss(batch, topk, tally)
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
+        metrics = StepMetrics()
+        watch = IndexerLoss(batch, topk, metrics)
         ctx.observer, ctx.attend_dense = watch, warmup
         if warmup:
             hidden = model.model(batch.ids, ctx)
             if model.mtp is not None:
                 model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), tally
+            return watch.total(), metrics
         loss, numbers = backbone_loss(model, batch, ctx, stage)
-        return loss + stage.indexer_weight * watch.total(), numbers.merge([tally])
+        return loss + stage.indexer_weight * watch.total(), numbers.merge([metrics])
 
     return loss_of
 
@@ -108,7 +108,7 @@ def run_twin(
 ) -> dict[str, float]:
     """The dense twin of a sparse stage: the same rows, rates and losses of the backbone, attention stays dense."""
 
-    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return backbone_loss(model, batch, ctx, stage)
 
     return train(model, stage, io, batch_at, loss_of, bias_rate=stage.bias_rate, evaluate=evaluate)
@@ -190,7 +190,7 @@ class MassCurve(IndexerLoss):
             kept = target.masked_fill(~valid, 0.0).gather(-1, order.indices).cumsum(-1) / target.sum(-1, keepdim=True)
             for k in self.ks:
                 share = kept[:, min(k, kept.shape[1]) - 1]
-                self.tally.mean(f"{kind}/{k}", share.sum(), share.numel())
+                self.metrics.mean(f"{kind}/{k}", share.sum(), share.numel())
 
 
 @torch.no_grad()
@@ -201,15 +201,15 @@ def attention_mass(model: GLM5ForCausalLM, rows: HeldOut) -> dict[str, float]:
     `indexer_kl`."""
     topk = model.config.index_topk or 0
     ks = tuple(sorted({max(1, round(topk * share)) for share in SHARES} - {0}))
-    tally = Tally()
+    metrics = StepMetrics()
     tokens = int(rows.ids.numel())
     for batch in rows.batches(model):
         ctx = packed_context(batch.documents, exact=False)
         counts = replace(batch.counts(), tokens=tokens)
-        watch = MassCurve(replace(batch, step=counts), topk, tally, ks=tuple(k for k in ks if k < batch.ids.shape[1]))
+        watch = MassCurve(replace(batch, step=counts), topk, metrics, ks=tuple(k for k in ks if k < batch.ids.shape[1]))
         ctx.observer, ctx.attend_dense = watch, True
         hidden = model.model(batch.ids, ctx)
         if model.mtp is not None:
             model.mtp_hidden(batch.targets()[0], hidden, ctx)
         watch.total()
-    return tally.numbers()
+    return metrics.numbers()

@@ -23,15 +23,15 @@ from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
 from glm5.optim import Muon, muon_groups
 from glm5.optim.clip import clip_gradients
-from glm5.optim.schedules import by_tokens, learning_rate
+from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
 from glm5.optim.table import table
 from glm5.parallel.ranks import Ranks
 from glm5.train.checkpoint import load_state, save_state
-from glm5.train.guard import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.losses import expert_loads, update_router_bias
-from glm5.train.precision import Twin
+from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
+from glm5.train.precision import LowPrecisionCopy
+from glm5.train.step_metrics import StepMetrics
 from glm5.train.stop import StopSignals
-from glm5.train.tally import Tally
 from glm5.train.watchdog import Watchdog
 
 __all__ = ["MAX_SKIPPED", "TIMES", "StageIO", "Trainer", "build_optimizer", "clip_gradients", "train"]
@@ -47,7 +47,7 @@ Trainable = Callable[[str], bool]
 Evaluate = Callable[[GLM5ForCausalLM, int], Mapping[str, float]]
 """Model and number of finished steps -> numbers for the metrics."""
 
-LossOf = Callable[[GLM5ForCausalLM, Batch, ForwardContext], tuple[Tensor, Tally]]
+LossOf = Callable[[GLM5ForCausalLM, Batch, ForwardContext], tuple[Tensor, StepMetrics]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class Trainer:
         dtype = torch.bfloat16 if stage.dtype == "bfloat16" else model.dtype
         self.model = self.ranks.shard(model, dtype, trainable)
         self.optimizer = build_optimizer(self.model, self.config, trainable)
-        self.twin = Twin(self.model, dtype) if self.ranks.world == 1 and dtype != model.dtype else None
+        self.low_precision = (
+            LowPrecisionCopy(self.model, dtype) if self.ranks.world == 1 and dtype != model.dtype else None
+        )
         self.optimizer.watch_updates = True
         self.skipped, self.tokens_seen, self.seconds = 0, 0, 0.0
         self._began = time.perf_counter()
@@ -172,7 +174,7 @@ class Trainer:
 
     def check_weights(self, step: int) -> None:
         """DataError on all ranks where a weight is not finite after `step` steps: skipping steps does not help it."""
-        name = bad_weight(self.model) or (bad_weight(self.twin.model) if self.twin else None)
+        name = bad_weight(self.model) or (bad_weight(self.low_precision.model) if self.low_precision else None)
         if (name := first_name(self.ranks, name)) is not None:
             raise DataError(
                 f"{self.io.name}: the weight {name} is not finite after the update of step {step}; the last saved "
@@ -183,19 +185,15 @@ class Trainer:
         """One optimizer step; returns its numbers, which are the same on all ranks but for times."""
         began = time.perf_counter()
         config = self.config
-        rate = learning_rate(
-            step, steps=config.steps, peak=config.lr, final=config.final_lr, warmup=config.warmup, shape=config.schedule
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        rate = scheduled_rate(config, step)
+        begin_step(self.optimizer, rate)
         monitored = bool(config.monitor_every) and step % config.monitor_every == 0
         counts = batch.counts()
         parts = self._parts(batch, counts)
-        losses, tally, loads = self._accumulate(parts, monitored)
+        losses, metrics, loads = self._accumulate(parts, monitored)
         norms = self._clip()
         computed = time.perf_counter()
-        numbers = Tally().merge(self.ranks.gather(tally.plain())).numbers()
+        numbers = StepMetrics().merge(self.ranks.gather(metrics.plain())).numbers()
         numbers |= _load_numbers(loads, monitored) | {"lr": rate} | norms
         self.tokens_seen += counts.tokens
         bad = not all(map(math.isfinite, losses)), not all(map(math.isfinite, norms.values()))
@@ -237,29 +235,31 @@ class Trainer:
         """Seconds that this stage has taken so far, in all processes that worked on it."""
         return self.seconds + time.perf_counter() - self._began
 
-    def _accumulate(self, parts: Sequence[Batch], monitored: bool) -> tuple[list[float], Tally, dict[int, Tensor]]:
+    def _accumulate(
+        self, parts: Sequence[Batch], monitored: bool
+    ) -> tuple[list[float], StepMetrics, dict[int, Tensor]]:
         """Forward and backward over this rank's micro-batches: their losses, numbers, expert loads (all ranks')."""
-        losses, tally = [], Tally()
+        losses, metrics = [], StepMetrics()
         loads: dict[int, Tensor] = {}
-        if self.twin is not None:
-            self.twin.follow()
+        if self.low_precision is not None:
+            self.low_precision.follow()
         for part in parts:
             loss, numbers, ctx = self._forward(part, monitored)
             loss.backward()
             losses.append(float(loss.detach()))
-            tally.merge([numbers])
+            metrics.merge([numbers])
             for layer, maxima in (ctx.max_logits or {}).items():
                 for head, value in enumerate(maxima.tolist()):
-                    tally.peak(f"max_logit/L{layer}/H{head}", value)
-                tally.peak("max_logit", maxima.max())
+                    metrics.peak(f"max_logit/L{layer}/H{head}", value)
+                metrics.peak("max_logit", maxima.max())
             experts = self.model.config.n_routed_experts
             for layer, load in expert_loads(ctx.router_stats or [], part.documents, experts).items():
                 loads[layer] = loads[layer] + load if layer in loads else load
         for layer in sorted(loads):
             self.ranks.sum(loads[layer])
-        return losses, tally, loads
+        return losses, metrics, loads
 
-    def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, Tally, ForwardContext]:
+    def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, StepMetrics, ForwardContext]:
         ctx = packed_context(part.documents, exact=False)
         ctx.router_stats, ctx.recompute = [], self.stage.recompute
         ctx.max_logits = {} if monitored else None
@@ -268,7 +268,7 @@ class Trainer:
     @property
     def _computing(self) -> GLM5ForCausalLM:
         """The model that forward and backward run on."""
-        return self.model if self.twin is None else self.twin.model
+        return self.model if self.low_precision is None else self.low_precision.model
 
     def _parts(self, batch: Batch, counts: StepCounts) -> list[Batch]:
         """This rank's micro-batches, each of which knows the counts of the whole step."""

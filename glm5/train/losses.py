@@ -17,7 +17,7 @@ from glm5.ops.cross_entropy import CHUNK_ROWS, token_logprobs
 from glm5.ops.indexer import topk_mask
 from glm5.ops.indexer_kl import selected_kl
 from glm5.optim.schedules import by_tokens
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 
 def target_logprobs(
@@ -39,7 +39,7 @@ def target_logprobs(
 
 def language_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, *, mtp_weight: float = 0.0, mtp_depths: int = 0
-) -> tuple[Tensor, Tally]:
+) -> tuple[Tensor, StepMetrics]:
     """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum of the MTP depths' (one parameter set).
 
     Means are over the whole optimizer step (`Batch.counts`), so that micro-batches and ranks add up. On monitored steps
@@ -47,13 +47,13 @@ def language_loss(
     """
     hidden = model.model(batch.ids, ctx)
     counts = batch.counts().targets
-    tally = Tally()
+    metrics = StepMetrics()
     targets, wanted = batch.targets()
     logprobs, _ = target_logprobs(model, hidden, targets, wanted)
     loss = -logprobs.sum() / max(1, counts[0])
-    tally.add("loss", loss)
-    tally.add("tokens", wanted.sum())
-    _count_hits(tally, "accuracy", model, hidden, targets, wanted, ctx)
+    metrics.add("loss", loss)
+    metrics.add("tokens", wanted.sum())
+    _count_hits(metrics, "accuracy", model, hidden, targets, wanted, ctx)
     drafting = mtp_weight and model.mtp is not None and not batch.sparse_targets
     for depth in range(1, mtp_depths + 1 if drafting else 1):
         following, _ = batch.targets(depth)
@@ -61,26 +61,26 @@ def language_loss(
         targets, wanted = batch.targets(depth + 1)
         drafted = -target_logprobs(model, hidden, targets, wanted)[0].sum() / max(1, counts[depth])
         loss = loss + mtp_weight / mtp_depths * drafted
-        tally.add(f"mtp{depth}_loss", drafted)
-        _count_hits(tally, f"mtp{depth}_accuracy", model, hidden, targets, wanted, ctx)
-    return loss, tally
+        metrics.add(f"mtp{depth}_loss", drafted)
+        _count_hits(metrics, f"mtp{depth}_accuracy", model, hidden, targets, wanted, ctx)
+    return loss, metrics
 
 
 def backbone_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, stage: CorpusStage
-) -> tuple[Tensor, Tally]:
+) -> tuple[Tensor, StepMetrics]:
     """What every stage over a corpus teaches all weights but the indexers': next token and MTP, and an even load of the
     experts where the context keeps `router_stats`. MTP's weight is that of the stage at the batch's place in it."""
     weight = by_tokens(stage.mtp_weight, batch.before)
-    loss, tally = language_loss(model, batch, ctx, mtp_weight=weight, mtp_depths=stage.mtp_depths)
+    loss, metrics = language_loss(model, batch, ctx, mtp_weight=weight, mtp_depths=stage.mtp_depths)
     if stage.balance_weight and ctx.router_stats:
         loss = loss + stage.balance_weight * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
-    return loss, tally
+    return loss, metrics
 
 
 @torch.no_grad()
 def _count_hits(
-    tally: Tally,
+    metrics: StepMetrics,
     name: str,
     model: GLM5ForCausalLM,
     hidden: Tensor,
@@ -96,7 +96,7 @@ def _count_hits(
         (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]).sum()
         for rows in index.split(CHUNK_ROWS)
     )
-    tally.mean(name, hits, index.numel())
+    metrics.mean(name, hits, index.numel())
 
 
 def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
@@ -148,7 +148,7 @@ class IndexerLoss:
 
     batch: Batch
     topk: int
-    tally: Tally = field(default_factory=Tally)
+    metrics: StepMetrics = field(default_factory=StepMetrics)
     losses: list[Tensor] = field(default_factory=list)
 
     def dense(self, layer: int, keys: AllKeys) -> None:
@@ -171,18 +171,18 @@ class IndexerLoss:
         return Muted()
 
     def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
-        """Tell the tally which share of the attention mass the best `topk` scores keep: a mean over crowded queries."""
+        """Record which share of the attention mass the best `topk` scores keep: a mean over crowded queries."""
         share = kept_mass(scores, target, valid, self.topk)
         for name in ("indexer_recall", f"indexer_recall/L{layer}"):
-            self.tally.mean(name, share[crowded].sum(), crowded.sum())
+            self.metrics.mean(name, share[crowded].sum(), crowded.sum())
 
     def total(self) -> Tensor:
-        """Mean over layers, also told to the tally: `indexer_kl`, and `indexer_recall` = share of attention mass inside
-        the indexer's top k (dense stages). Raises ValueError when no layer reported."""
+        """Mean over layers. Recorded as `indexer_kl`, with `indexer_recall`, the share of the attention mass inside the
+        indexer's top k (dense stages). Raises ValueError when no layer reported."""
         if not self.losses:
             raise ValueError("no indexer was observed; does the model use DSA?")
         total = torch.stack(self.losses).mean()
-        self.tally.add("indexer_kl", total)
+        self.metrics.add("indexer_kl", total)
         return total
 
     def _weight(self) -> Tensor:

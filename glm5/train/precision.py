@@ -1,4 +1,4 @@
-"""Mixed precision in one process: fp32 weights that the optimizer owns, and a bf16 twin that computes."""
+"""Mixed precision in one process: fp32 weights that the optimizer owns, and a bf16 copy that computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from glm5.model.glm5 import GLM5ForCausalLM
 
 
-class Twin:
+class LowPrecisionCopy:
     """A model in `dtype` that follows another one's weights and hands its gradients over to it.
 
     Each gradient is added to the owner's in fp32 and freed as soon as backward has finished it, so that micro-batches

@@ -18,7 +18,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.optim.schedules import rows_at, rows_before
 from glm5.train.loop import Evaluate, StageIO, train
 from glm5.train.losses import backbone_loss
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(
 ) -> dict[str, float]:
     """Train all parameters. The router bias moves after every step by the sign of each expert's load."""
 
-    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return backbone_loss(model, batch, ctx, stage)
 
     batch_at = batches(shards, tokenizer, stage, seed)

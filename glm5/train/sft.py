@@ -25,13 +25,14 @@ from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError
 from glm5.files import atomic_write
 from glm5.model.context import ForwardContext
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.seeds import derive_seed
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import language_loss
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 FAMILIES = "families"
 """Name of the demonstrations in a table of shares."""
@@ -241,12 +242,12 @@ def run(
     batches, counts = prepare(stage, tokenizer, io.folder, seed, shards)
     io.ranks.on_main(lambda: _same_data(io, batches, counts))
 
-    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
-        loss, tally = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
+        loss, metrics = language_loss(model, batch, ctx, mtp_weight=stage.mtp_weight, mtp_depths=stage.mtp_depths)
         real = (batch.documents >= 0).sum()
-        tally.mean("fill", real, batch.ids.numel())
-        tally.mean("trained_share", batch.loss_mask.sum(), real)
-        return loss, tally
+        metrics.mean("fill", real, batch.ids.numel())
+        metrics.mean("trained_share", batch.loss_mask.sum(), real)
+        return loss, metrics
 
     numbers = train(
         model,
@@ -254,7 +255,7 @@ def run(
         io,
         batches.batch,
         loss_of,
-        trainable=lambda name: ".indexer." not in name,
+        trainable=lambda name: INDEXER not in name,
         bias_rate=stage.bias_rate,
     )
     data = {k: float(v) for k, v in vars(counts).items()}

@@ -24,7 +24,7 @@ from glm5.launch.reproduce.measure import KeptAttention, block_loss, blocks, pin
 from glm5.launch.reproduce.plan import Experiment, Outcome, Question, Work, thinned
 from glm5.model.context import packed_context
 from glm5.stats import Interval
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 NAMES = sorted(EXPERIMENTS)
 LOWER = Question("a is lower", "loss", "a", "b", "lower", main=True)
@@ -184,12 +184,12 @@ def test_block_loss_scores_the_same_tokens_at_every_length(small: Callable[..., 
 
 def test_kept_attention_by_brute_force() -> None:
     batch = Batch(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 0, -1]]), torch.zeros(1, 3, dtype=torch.bool))
-    watch = KeptAttention(batch, 2, Tally())
+    watch = KeptAttention(batch, 2, StepMetrics())
     scores = torch.tensor([[[5.0, 9.0, 1.0, 2.0, 7.0]]])  # the last key is out of sight; keys 1 and 0 are chosen
     target = torch.tensor([[[0.05, 0.5, 0.35, 0.1, 3.0]]])  # most attended: 1 and 2; nearest: 3 and 2
     valid = torch.tensor([[[True, True, True, True, False]]])
     watch.measure(0, scores, target, valid, torch.tensor([[True]]))
-    found = watch.tally.numbers()
+    found = watch.metrics.numbers()
     assert found == pytest.approx(
         {"kept_mass": 0.55, "kept_mass_oracle": 0.85, "kept_mass_nearest": 0.45, "recall": 0.5}, abs=1e-6
     )
@@ -478,12 +478,12 @@ def test_observing_changes_nothing(small: Callable[..., Any]) -> None:
     model = small().eval()
     ids = torch.randint(0, 40, (1, 24), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    hidden, tally = [], Tally()
-    for watch in (None, KeptAttention(batch, 4, tally)):
+    hidden, metrics = [], StepMetrics()
+    for watch in (None, KeptAttention(batch, 4, metrics)):
         ctx = packed_context(batch.documents, exact=False)
         ctx.observer, ctx.attend_dense = watch, True
         with torch.no_grad():
             hidden.append(model.model(ids, ctx))
     assert torch.equal(*hidden)
-    found = tally.numbers()
+    found = metrics.numbers()
     assert 0 < found["kept_mass"] <= found["kept_mass_oracle"] <= 1 + 1e-5 and 0 <= found["recall"] <= 1

@@ -28,7 +28,7 @@ from glm5.parallel.mesh import TorchRanks
 from glm5.parallel.ranks import Ranks, ranks_from_environment
 from glm5.train.loop import StageIO, Trainer, train
 from glm5.train.losses import IndexerLoss, balance_loss, language_loss
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 STEPS = 20
 ROWS, LENGTH = 5, 24
@@ -48,19 +48,19 @@ class Watch:
     warmup: bool = False
     routes: list[list[Tensor]] = field(default_factory=list)
 
-    def __call__(self, model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
-        tally = Tally()
-        watch = IndexerLoss(batch, 4, tally)
+    def __call__(self, model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
+        metrics = StepMetrics()
+        watch = IndexerLoss(batch, 4, metrics)
         ctx.observer, ctx.attend_dense = watch, self.warmup
         if self.warmup:
             hidden = model.model(batch.ids, ctx)
             model.mtp_hidden(batch.targets()[0], hidden, ctx)
-            return watch.total(), tally
+            return watch.total(), metrics
         loss, numbers = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
         stats = ctx.router_stats or []
         self.routes.append([layer.experts.view(*batch.ids.shape, -1) for layer in stats])
         balance = balance_loss(stats, batch, model.config.n_routed_experts)
-        return loss + watch.total() + 0.01 * balance, numbers.merge([tally])
+        return loss + watch.total() + 0.01 * balance, numbers.merge([metrics])
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
@@ -104,14 +104,14 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
     whole: dict[str, Any] = {}
     for name, parameter in trainer.model.named_parameters():
-        box = ranks.box(parameter)
-        assert tuple(local(parameter).shape) == box.sizes
-        held = None if parameter.grad is None else (box, local(parameter.grad).tolist())
+        region = ranks.shard_slice(parameter)
+        assert tuple(local(parameter).shape) == region.sizes
+        held = None if parameter.grad is None else (region, local(parameter.grad).tolist())
         parts = ranks.gather(held)
         if parts[0] is None:
             assert parts == [None] * ranks.world
             continue
-        full = torch.full(box.shape, float("nan"), dtype=torch.float64)
+        full = torch.full(region.shape, float("nan"), dtype=torch.float64)
         for part in parts:
             assert part is not None
             where = tuple(slice(o, o + s) for o, s in zip(part[0].offsets, part[0].sizes, strict=True))
@@ -151,7 +151,7 @@ def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
 def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The last rank raises, or never comes back, in the middle of a step."""
 
-    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tally]:
+    def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         if ranks.rank == ranks.world - 1 and task["how"] == "hang":
             time.sleep(600)
         if ranks.rank == ranks.world - 1 and task["how"] == "raise":

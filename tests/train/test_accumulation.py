@@ -12,7 +12,7 @@ from glm5.data.packing import Batch
 from glm5.model.context import packed_context
 from glm5.train.loop import TIMES, Trainer
 from glm5.train.losses import IndexerLoss, balance_loss, expert_loads, language_loss
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 
 def uneven_batch() -> Batch:
@@ -25,14 +25,14 @@ def uneven_batch() -> Batch:
     return Batch(ids, documents, mask)
 
 
-def loss_of(model: Any, batch: Batch, ctx: Any) -> tuple[torch.Tensor, Tally]:
+def loss_of(model: Any, batch: Batch, ctx: Any) -> tuple[torch.Tensor, StepMetrics]:
     """All parts that stages train with, each with a weight that shows."""
     watch = IndexerLoss(batch, topk=4)
     ctx.observer = watch
-    loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
+    loss, metrics = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
     balance = balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
-    tally.add("balance", balance)
-    return loss + 0.7 * balance + 1.3 * watch.total(), tally.merge([watch.tally])
+    metrics.add("balance", balance)
+    return loss + 0.7 * balance + 1.3 * watch.total(), metrics.merge([watch.metrics])
 
 
 def stage(micro_rows: int | None, recompute: bool = False) -> GradientStage:
@@ -47,9 +47,9 @@ def test_a_cut_step_is_the_whole_step(small: Any, stage_io: Any, micro_rows: int
     whole, model = small(dtype=torch.float64), small(dtype=torch.float64)
     ctx = packed_context(batch.documents)
     ctx.router_stats, ctx.max_logits = [], {}
-    loss, tally = loss_of(whole, batch, ctx)
+    loss, metrics = loss_of(whole, batch, ctx)
     loss.backward()
-    expected = tally.numbers()
+    expected = metrics.numbers()
     loads = expert_loads(ctx.router_stats, batch.documents, 4)
     biases = [router.e_score_correction_bias.clone() for _, router in model.routers()]
 
@@ -103,7 +103,7 @@ def test_steps_go_on_alike(small: Any, stage_io: Any) -> None:
 
 
 def test_tallies_add_up() -> None:
-    parts = [Tally(), Tally()]
+    parts = [StepMetrics(), StepMetrics()]
     parts[0].add("loss", torch.tensor(1.5))
     parts[1].add("loss", 0.25)
     parts[0].mean("recall", torch.tensor(3.0), torch.tensor(4))
@@ -113,6 +113,6 @@ def test_tallies_add_up() -> None:
         parts[0].peak("peak", torch.tensor(value))
     parts[1].peak("broken", float("nan"))
     parts[1].peak("broken", 7.0)
-    numbers = Tally().merge(parts).numbers()
+    numbers = StepMetrics().merge(parts).numbers()
     assert repr(numbers.pop("broken")) == "nan"
     assert numbers == {"loss": 1.75, "recall": 0.5, "peak": 5.0}

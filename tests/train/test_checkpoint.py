@@ -27,12 +27,12 @@ from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
 from glm5.errors import CheckpointError
 from glm5.files import write_manifest
-from glm5.parallel.ranks import Box, Ranks
-from glm5.train import boxes
-from glm5.train.boxes import check_files, index_of, parse_index, read_pieces, write_pieces
+from glm5.parallel.ranks import Ranks, ShardSlice
+from glm5.train import shard_files
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import build_optimizer, train
 from glm5.train.losses import language_loss
+from glm5.train.shard_files import check_files, index_of, parse_index, read_pieces, write_pieces
 
 EXTRA = {"numbers": {"loss": 1.5}}
 
@@ -174,10 +174,10 @@ def test_the_state_of_a_stage_with_other_parameters_is_refused(saved: Any, small
 def test_a_state_with_a_gap_is_not_published(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model, optimizer = saved
 
-    def part(ranks: Ranks, tensor: Tensor) -> Box:
-        return Box((99, *tensor.shape), (0,) * (tensor.ndim + 1), (1, *tensor.shape))
+    def part(ranks: Ranks, tensor: Tensor) -> ShardSlice:
+        return ShardSlice((99, *tensor.shape), (0,) * (tensor.ndim + 1), (1, *tensor.shape))
 
-    monkeypatch.setattr(Ranks, "box", part)
+    monkeypatch.setattr(Ranks, "shard_slice", part)
     with pytest.raises(CheckpointError, match="leave a gap"):
         save_state(path, model, optimizer, 3)
     monkeypatch.undo()
@@ -227,7 +227,7 @@ def test_a_full_disk_keeps_the_earlier_state(saved: Any, monkeypatch: pytest.Mon
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model.lm_head.weight += 1
-    monkeypatch.setattr(boxes, "save_file", fail_on_save(error))
+    monkeypatch.setattr(shard_files, "save_file", fail_on_save(error))
     with pytest.raises(CheckpointError, match=r"No space left .* what was saved before is intact"):
         save_state(path, model, optimizer, 3)
     assert load_state(path, model, optimizer) == (2, EXTRA)
@@ -252,7 +252,7 @@ def test_a_run_whose_disk_filled_up_resumes_with_the_same_numbers(
 ) -> None:
     whole = small(seed=1)
     train(whole, config(), stage_io("whole"), batch_at, loss_of)
-    broken, real = small(seed=1), boxes.save_file
+    broken, real = small(seed=1), shard_files.save_file
     calls = itertools.count()
 
     def second_fails(*arguments: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_run_whose_disk_filled_up_resumes_with_the_same_numbers(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*arguments)
 
-    monkeypatch.setattr(boxes, "save_file", second_fails)
+    monkeypatch.setattr(shard_files, "save_file", second_fails)
     with pytest.raises(CheckpointError):
         train(broken, config(), stage_io("broken"), batch_at, loss_of)
     assert [p.name for p in (stage_io("broken").folder / "state").iterdir()] == ["step-00000002"]
@@ -378,28 +378,28 @@ def test_any_boxes_come_back_in_any_other_boxes(tmp_path_factory: pytest.TempPat
         assert torch.equal(target, cut(whole, box))
 
 
-def tiles(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+def tiles(shape: tuple[int, ...], data: st.DataObject) -> list[ShardSlice]:
     """Boxes that cover a tensor: a grid of cuts along every dimension."""
     axes = [list(itertools.pairwise(data.draw(split_points(size)))) for size in shape]
     return [
-        Box(shape, tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        ShardSlice(shape, tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
         for cell in itertools.product(*axes)
     ]
 
 
-def cut(whole: Tensor, box: Box) -> Tensor:
+def cut(whole: Tensor, box: ShardSlice) -> Tensor:
     return whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].clone()
 
 
 def test_a_file_that_is_missing_a_part_is_found(tmp_path: Path) -> None:
-    box = Box((4, 2), (0, 0), (2, 2))
-    rest = Box((4, 2), (2, 0), (2, 2))
-    written: list[Mapping[str, tuple[str, Box]]] = [
+    box = ShardSlice((4, 2), (0, 0), (2, 2))
+    rest = ShardSlice((4, 2), (2, 0), (2, 2))
+    written: list[Mapping[str, tuple[str, ShardSlice]]] = [
         write_pieces(tmp_path, rank, {"x": (torch.ones(2, 2), part)}) for rank, part in enumerate((box, rest))
     ]
     stored = parse_index(index_of(written), tmp_path / "state.json")
     check_files(tmp_path, stored)
-    write_pieces(tmp_path, 1, {"x": (torch.ones(1, 2), Box((4, 2), (2, 0), (1, 2)))})
+    write_pieces(tmp_path, 1, {"x": (torch.ones(1, 2), ShardSlice((4, 2), (2, 0), (1, 2)))})
     with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors is damaged"):
         check_files(tmp_path, stored)
     with pytest.raises(CheckpointError, match="gap"):

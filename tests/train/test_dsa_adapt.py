@@ -151,8 +151,8 @@ def test_packed_documents_and_padding_count_as_documents_alone(small: Any) -> No
     expected = sum(float(w.total().detach()) * n for w, n in zip(alone, tokens, strict=True)) / sum(tokens)
     assert float(whole.total().detach()) == pytest.approx(expected, rel=1e-12)
     crowded = [n - 4 for n in tokens]  # queries with more than 4 keys
-    recall = sum(w.tally.numbers()["indexer_recall"] * n for w, n in zip(alone, crowded, strict=True)) / sum(crowded)
-    assert whole.tally.numbers()["indexer_recall"] == pytest.approx(recall, rel=1e-6)
+    recall = sum(w.metrics.numbers()["indexer_recall"] * n for w, n in zip(alone, crowded, strict=True)) / sum(crowded)
+    assert whole.metrics.numbers()["indexer_recall"] == pytest.approx(recall, rel=1e-6)
 
 
 def test_sparse_stage_trains_everything(small: Any, tokenizer: Any, shard: Any, stage_io: Any) -> None:

@@ -32,13 +32,13 @@ def loss_for(bad_steps: tuple[int, ...] = (), bad: str = "loss") -> Callable[...
     bad_ids = [batch_at(step).ids for step in bad_steps]
 
     def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
-        loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
+        loss, metrics = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
         if any(torch.equal(batch.ids, ids) for ids in bad_ids):
             if bad == "loss":
-                return loss * float("nan"), tally
+                return loss * float("nan"), metrics
             # A finite loss whose gradient is not: sqrt at 0.
-            return loss + (model.lm_head.weight * 0).sum().abs().sqrt(), tally
-        return loss, tally
+            return loss + (model.lm_head.weight * 0).sum().abs().sqrt(), metrics
+        return loss, metrics
 
     return loss_of
 

@@ -80,8 +80,8 @@ def naive_language_loss(model: Any, batch: Batch, weight: float, depths: int) ->
 def test_language_loss_equals_a_naive_writing(small: Any, use_dsa: bool, depths: int) -> None:
     model = small(dtype=F64, use_dsa=use_dsa, index_topk=4 if use_dsa else None)
     batch = packed()
-    loss, tally = language_loss(model, batch, packed_context(batch.documents), mtp_weight=0.3, mtp_depths=depths)
-    numbers = tally.numbers()
+    loss, metrics = language_loss(model, batch, packed_context(batch.documents), mtp_weight=0.3, mtp_depths=depths)
+    numbers = metrics.numbers()
     expected = naive_language_loss(model, batch, 0.3, depths)
     assert abs(float(loss.detach() - expected.detach())) < 1e-12
     assert numbers["tokens"] == int(batch.targets()[1].sum())
@@ -220,8 +220,8 @@ def test_indexer_recall_by_hand() -> None:
                    start, end, 1.0)  # fmt: skip
     watch.dense(0, view)
     # Only query 2 is real and has more than two keys; it keeps keys 0 and 1: (0.5 + 0.5) / 4.
-    assert watch.tally.numbers()["indexer_recall"] == pytest.approx(0.25)
-    assert watch.tally.numbers()["indexer_recall/L0"] == pytest.approx(0.25)
+    assert watch.metrics.numbers()["indexer_recall"] == pytest.approx(0.25)
+    assert watch.metrics.numbers()["indexer_recall/L0"] == pytest.approx(0.25)
     causal = torch.ones(1, 4, 4, dtype=torch.bool).tril()
     weight = torch.tensor([[1.0, 1, 1, 0]], dtype=F64) / 3  # the mean over the real tokens
     kl = selected_kl(scores.unsqueeze(0), target.unsqueeze(0), causal, weight)
@@ -232,12 +232,12 @@ def test_indexer_recall_by_hand() -> None:
     # In the sparse stage the axis runs over the selected keys: there is nothing to recall.
     sparse = IndexerLoss(rows_of(torch.tensor([[0]])), topk=2)
     sparse.selected(0, torch.zeros(1, 1, 2), torch.ones(1, 1, 2), torch.ones(1, 1, 2, dtype=torch.bool))
-    assert "indexer_recall" not in sparse.tally.numbers()
+    assert "indexer_recall" not in sparse.metrics.numbers()
     assert math.isclose(float(sparse.total()), 0.0, abs_tol=1e-7)
     with pytest.raises(ValueError, match="no indexer was observed"):
         IndexerLoss(rows_of(torch.tensor([[0]])), topk=2).total()
-    quiet, before = watch.muted(), watch.tally.numbers()
+    quiet, before = watch.muted(), watch.metrics.numbers()
     for observer in (quiet, quiet.muted()):
         observer.dense(0, view)
         observer.selected(1, scores.unsqueeze(0), target.unsqueeze(0), causal)
-    assert len(watch.losses) == 2 and watch.tally.numbers() == before
+    assert len(watch.losses) == 2 and watch.metrics.numbers() == before

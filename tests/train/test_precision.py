@@ -13,7 +13,7 @@ from glm5.model.context import packed_context
 from glm5.obs.metrics import read_metrics
 from glm5.train.loop import TIMES, Trainer, train
 from glm5.train.losses import language_loss
-from glm5.train.precision import Twin
+from glm5.train.precision import LowPrecisionCopy
 
 
 def batch_at(step: int, rows: int = 2) -> Batch:
@@ -75,7 +75,7 @@ def test_micro_batches_add_up_in_fp32(small: Any, stage_io: Any) -> None:
 
 def test_weights_and_router_biases_follow(small: Any) -> None:
     owner = small(seed=1)
-    twin = Twin(owner, torch.bfloat16)
+    twin = LowPrecisionCopy(owner, torch.bfloat16)
     with torch.no_grad():
         for tensor in owner.state_dict().values():
             tensor += 0.37
@@ -94,8 +94,8 @@ def test_each_step_computes_with_the_weights_of_the_last_update(small: Any, stag
     for step in range(3):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         trainer.step(step, batch_at(step))
-        assert trainer.twin is not None
-        for name, tensor in trainer.twin.model.state_dict().items():
+        assert trainer.low_precision is not None
+        for name, tensor in trainer.low_precision.model.state_dict().items():
             assert torch.equal(tensor, before[name].to(tensor.dtype)), name
         biases = [name for name in before if name.endswith("e_score_correction_bias")]
         assert biases and all(not torch.equal(before[name], model.state_dict()[name]) for name in biases)
@@ -107,16 +107,16 @@ def test_frozen_parameters_get_no_gradient(small: Any, stage_io: Any) -> None:
     model = small(seed=1)
     trainer = Trainer(model, stage(), stage_io(), loss_of, lambda name: "mlp" in name, 0.0)
     trainer.step(0, batch_at(0))
-    assert trainer.twin is not None
-    for (name, own), copy in zip(model.named_parameters(), trainer.twin.model.parameters(), strict=True):
+    assert trainer.low_precision is not None
+    for (name, own), copy in zip(model.named_parameters(), trainer.low_precision.model.parameters(), strict=True):
         assert own.requires_grad == copy.requires_grad == (own.grad is not None) == ("mlp" in name), name
 
 
 def test_gradients_exist_once(small: Any, stage_io: Any) -> None:
     """At every moment of backward at most the one that is being handed over exists in bf16."""
     trainer = Trainer(small(seed=1), stage(micro_rows=1), stage_io(), loss_of, lambda name: True, 0.0)
-    assert trainer.twin is not None
-    copies = list(trainer.twin.model.parameters())
+    assert trainer.low_precision is not None
+    copies = list(trainer.low_precision.model.parameters())
     alive: list[int] = []
     for parameter in copies:  # called after the hooks that hand over
         parameter.register_post_accumulate_grad_hook(lambda _: alive.append(sum(p.grad is not None for p in copies)))

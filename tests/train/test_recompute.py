@@ -29,13 +29,13 @@ def everything(model: Any, recompute: bool, exact: bool, warmup: bool) -> dict[s
         ctx.observer = watch = IndexerLoss(batch, 4)
         ctx.attend_dense = warmup
     model.zero_grad(set_to_none=True)
-    loss, tally = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=3)
+    loss, metrics = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=3)
     loss = loss + 0.01 * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
     if watch is not None:
         loss = loss + watch.total()
     loss.backward()
     stats = [t.detach() for layer in ctx.router_stats for t in (layer.scores, layer.experts)]
-    numbers = tally.numbers() | (watch.tally.numbers() if watch else {})
+    numbers = metrics.numbers() | (watch.metrics.numbers() if watch else {})
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach(), "numbers": numbers, "stats": stats, "max": ctx.max_logits, "gradients": gradients}
 

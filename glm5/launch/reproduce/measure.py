@@ -20,7 +20,7 @@ from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.seeds import derive_seed
 from glm5.train.losses import IndexerLoss, language_loss, target_logprobs
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 TOKENS_AT_ONCE = 4096
 DRAFTS = 3
@@ -41,16 +41,16 @@ def held_out_batches(shard: Shard, rows: int, length: int) -> Iterator[Batch]:
 def text_numbers(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int, depths: int = 0) -> dict[str, float]:
     """Held-out `loss` and `accuracy`, those of MTP depths (`mtp1_loss`, …), the largest attention logit `max_logit`,
     and `head_logit`, the median over all heads of the trunk of the largest logit that each has."""
-    tally = Tally()
+    metrics = StepMetrics()
     heads: dict[int, Tensor] = {}
     for batch in held_out_batches(shard, rows, length):
         ctx = packed_context(batch.documents, exact=False)
         ctx.max_logits = {}
-        tally.merge([language_loss(model, batch, ctx, mtp_weight=float(depths > 0), mtp_depths=depths)[1]])
+        metrics.merge([language_loss(model, batch, ctx, mtp_weight=float(depths > 0), mtp_depths=depths)[1]])
         for layer, found in ctx.max_logits.items():
             heads[layer] = torch.maximum(heads[layer], found) if layer in heads else found
     trunk = [float(v) for layer, found in heads.items() if layer < model.config.num_hidden_layers for v in found]
-    numbers = tally.numbers()
+    numbers = metrics.numbers()
     del numbers["tokens"]
     return numbers | {"max_logit": max(trunk), "head_logit": median(trunk)}
 
@@ -104,19 +104,19 @@ class KeptAttention(IndexerLoss):
             "recall": chosen.gather(-1, best).float().mean(-1),
         }
         for name, value in values.items():
-            self.tally.mean(name, value[crowded].sum(), crowded.sum())
+            self.metrics.mean(name, value[crowded].sum(), crowded.sum())
 
 
 @torch.no_grad()
 def kept_attention(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int, topk: int) -> dict[str, float]:
     """Attention mass that the indexer's top k keep under dense attention, mean over queries with more keys than that;
     `recall` is the share of the k most attended keys that it finds."""
-    tally = Tally()
+    metrics = StepMetrics()
     for batch in held_out_batches(shard, rows, length):
         ctx = packed_context(batch.documents, exact=False)
-        ctx.observer, ctx.attend_dense = KeptAttention(batch, topk, tally), True
+        ctx.observer, ctx.attend_dense = KeptAttention(batch, topk, metrics), True
         model.model(batch.ids, ctx)
-    return tally.numbers()
+    return metrics.numbers()
 
 
 def pinned_prompts(shard: Shard, tokenizer: Tokenizer, count: int, length: int, spare: int) -> list[dict[str, Any]]:

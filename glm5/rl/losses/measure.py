@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.rl.losses.kl import k3
 from glm5.rl.losses.tokens import MAX_LOG_RATIO, Terms, Tokens
-from glm5.train.tally import Tally
+from glm5.train.step_metrics import StepMetrics
 
 RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
 """Edges of the histogram's bins, 2^-3 to 2^3, a factor of 2^(2/3) apart. 1 is the middle of a bin, and the bounds 1/2
@@ -20,7 +20,7 @@ BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
 _WEIGHTS, _SQUARES = "_weights", "_squared_weights"
 
 
-class Statistics(Tally):
+class Statistics(StepMetrics):
     """The statistics of one or several micro-batches; `merge` makes one of many, `numbers` is for the metrics."""
 
     def tokens_mean(self, name: str, values: Tensor, mask: Tensor) -> None:

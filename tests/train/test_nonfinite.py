@@ -20,9 +20,9 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import read_metrics
 from glm5.optim import Muon
 from glm5.parallel.ranks import Ranks
-from glm5.train.guard import bad_gradient, bad_module, bad_weight
 from glm5.train.loop import Trainer, train
 from glm5.train.losses import language_loss
+from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight
 
 T = TypeVar("T")
 DENSE = dict(use_dsa=False, index_topk=None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-class Tally:
+class StepMetrics:
     """Three kinds of numbers: parts of a sum, means with their weights, and maxima."""
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Tally:
         # A nan stays, whichever comes first.
         self._peaks[name] = new if old is None or new > old or new != new else old
 
-    def plain(self) -> Tally:
+    def plain(self) -> StepMetrics:
         """The same with Python numbers only, ready to travel between processes."""
         self._sums = {name: float(value) for name, value in self._sums.items()}
         self._means = {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()}
         self._peaks = {name: float(value) for name, value in self._peaks.items()}
         return self
 
-    def merge(self, others: Iterable[Tally]) -> Tally:
+    def merge(self, others: Iterable[StepMetrics]) -> StepMetrics:
         """Take in the numbers of other parts of the step."""
         for other in others:
             for name, value in other._sums.items():

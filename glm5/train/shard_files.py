@@ -1,4 +1,4 @@
-"""Tensors on disk in parts: which box of which tensor lies in which file, and reading any other box back.
+"""Sharded tensors on disk: which slice of which tensor is in which file, and reading any other slice back.
 
 Every rank writes what it holds; a reader takes the rows that overlap with what it needs, so that
 writing and reading jobs may differ in size and layout. What an index claims is compared with the files and with the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from glm5.errors import CheckpointError
 from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, save_file
-from glm5.parallel.ranks import Box
+from glm5.parallel.ranks import ShardSlice
 
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
@@ -28,10 +28,10 @@ _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a stored tensor, and the file that holds it under the tensor's name."""
+    """A slice of a stored tensor, and the file that holds it under the tensor's name."""
 
     file: str
-    box: Box
+    region: ShardSlice
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,31 @@ class StoredTensor:
     parts: list[Part] = field(default_factory=list)
 
 
-Pieces = Mapping[str, tuple[Tensor, Box]]
+Pieces = Mapping[str, tuple[Tensor, ShardSlice]]
 """What a rank holds, by name: its part of the tensor, and where that lies in the whole."""
 
 
-def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, Box]]:
-    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, box) of what was written. Parts of no
-    elements are left out, and so are whole tensors on all ranks but the first."""
+def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, ShardSlice]]:
+    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, slice) of what was written. Empty
+    parts are left out, and so are whole tensors on all ranks but the first."""
     kept = {n: (t, b) for n, (t, b) in pieces.items() if not b.empty and (rank == 0 or b.sizes != b.shape)}
     save_file({name: tensor for name, (tensor, _) in kept.items()}, str(folder / file_name(rank)), {"format": "pt"})
-    return {name: (_dtype_name(tensor), box) for name, (tensor, box) in kept.items()}
+    return {name: (_dtype_name(tensor), region) for name, (tensor, region) in kept.items()}
 
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-def index_of(written: Sequence[Mapping[str, tuple[str, Box]]]) -> dict[str, Any]:
+def index_of(written: Sequence[Mapping[str, tuple[str, ShardSlice]]]) -> dict[str, Any]:
     """JSON of all ranks' parts, in the order of ranks."""
     tensors: dict[str, Any] = {}
     for rank, names in enumerate(written):
-        for name, (dtype, box) in names.items():
-            entry = tensors.setdefault(name, {"dtype": dtype, "shape": list(box.shape), "boxes": []})
-            entry["boxes"].append({"file": file_name(rank), "offsets": list(box.offsets), "shape": list(box.sizes)})
+        for name, (dtype, region) in names.items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": list(region.shape), "boxes": []})
+            entry["boxes"].append(
+                {"file": file_name(rank), "offsets": list(region.offsets), "shape": list(region.sizes)}
+            )
     return tensors
 
 
@@ -76,11 +78,13 @@ def parse_index(raw: Any, where: Path) -> dict[str, StoredTensor]:
     try:
         for name, entry in raw.items():
             stored = StoredTensor(str(entry["dtype"]), _sizes(entry["shape"]))
-            for box in entry["boxes"]:
-                file = str(box["file"])
+            for region in entry["boxes"]:
+                file = str(region["file"])
                 if not _FILE.fullmatch(file):
                     raise ValueError(f"{file!r:.60} is not the file of a rank")
-                stored.parts.append(Part(file, Box(stored.shape, _sizes(box["offsets"]), _sizes(box["shape"]))))
+                stored.parts.append(
+                    Part(file, ShardSlice(stored.shape, _sizes(region["offsets"]), _sizes(region["shape"])))
+                )
             _check_cover(name, stored)
             found[name] = stored
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -97,26 +101,26 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _check_cover(name: str, stored: StoredTensor) -> None:
     """Parts lie inside, do not overlap, and add up to the whole."""
-    boxes = [part.box for part in stored.parts]
-    for box in boxes:
-        inside = len(box.offsets) == len(box.sizes) == len(stored.shape) and all(
-            low + size <= whole for low, size, whole in zip(box.offsets, box.sizes, stored.shape, strict=True)
+    regions = [part.region for part in stored.parts]
+    for region in regions:
+        inside = len(region.offsets) == len(region.sizes) == len(stored.shape) and all(
+            low + size <= whole for low, size, whole in zip(region.offsets, region.sizes, stored.shape, strict=True)
         )
-        if not inside or box.empty:
+        if not inside or region.empty:
             raise ValueError(f"a part of {name!r:.80} does not lie inside it")
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        first = box.offsets[0] if box.offsets else 0
+    active: list[ShardSlice] = []
+    for region in sorted(regions, key=lambda region: region.offsets):
+        first = region.offsets[0] if region.offsets else 0
         active = [b for b in active if b.offsets and b.offsets[0] + b.sizes[0] > first]
-        if any(_overlap(box, other) is not None for other in active) or (not box.offsets and len(boxes) > 1):
+        if any(_overlap(region, other) is not None for other in active) or (not region.offsets and len(regions) > 1):
             raise ValueError(f"parts of {name!r:.80} overlap")
-        active.append(box)
-    if sum(math.prod(box.sizes) for box in boxes) != math.prod(stored.shape):
+        active.append(region)
+    if sum(math.prod(region.sizes) for region in regions) != math.prod(stored.shape):
         raise ValueError(f"the parts of {name!r:.80} leave a gap")
 
 
-def _overlap(a: Box, b: Box) -> tuple[slice, ...] | None:
-    """Where two boxes of one tensor meet, in the whole tensor's coordinates."""
+def _overlap(a: ShardSlice, b: ShardSlice) -> tuple[slice, ...] | None:
+    """Where two slices of one tensor overlap, in the whole tensor's coordinates."""
     slices = tuple(
         slice(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
@@ -145,7 +149,7 @@ class _Files:
         if part.file not in self._headers:
             self._headers[part.file] = read_header(self.folder / part.file)
         found = self._headers[part.file].get(name)
-        if found is None or found.shape != part.box.sizes or str(found.dtype) != f"torch.{tensor.dtype}":
+        if found is None or found.shape != part.region.sizes or str(found.dtype) != f"torch.{tensor.dtype}":
             raise CheckpointError(
                 f"{self.folder / part.file} is damaged: it does not hold the part of {name!r:.80} that the index tells "
                 "of."
@@ -163,15 +167,17 @@ class _Files:
 
 
 @torch.no_grad()
-def read_pieces(folder: Path, tensors: Mapping[str, StoredTensor], targets: Iterable[tuple[str, Tensor, Box]]) -> None:
-    """Fill every target (name, this rank's part, its box) with what the files hold, reading only the rows it needs."""
+def read_pieces(
+    folder: Path, tensors: Mapping[str, StoredTensor], targets: Iterable[tuple[str, Tensor, ShardSlice]]
+) -> None:
+    """Fill every target (name, this rank's part, its slice) with what the files hold, reading only the rows it needs."""
     with closing(_Files(folder)) as files:
-        for name, target, box in targets:
-            for part in tensors[name].parts if not box.empty else ():
-                where = _overlap(box, part.box)
+        for name, target, region in targets:
+            for part in tensors[name].parts if not region.empty else ():
+                where = _overlap(region, part.region)
                 if where is not None:
                     stored = files.stored(name, tensors[name], part)
-                    _copy(files.handle(stored), stored, _within(where, part.box), target[_within(where, box)])
+                    _copy(files.handle(stored), stored, _within(where, part.region), target[_within(where, region)])
 
 
 def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Tensor) -> None:
@@ -187,8 +193,8 @@ def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Te
         target.copy_(value[(slice(None), *where[1:])])
 
 
-def _within(where: tuple[slice, ...], box: Box) -> tuple[slice, ...]:
-    return tuple(slice(s.start - low, s.stop - low) for s, low in zip(where, box.offsets, strict=True))
+def _within(where: tuple[slice, ...], region: ShardSlice) -> tuple[slice, ...]:
+    return tuple(slice(s.start - low, s.stop - low) for s, low in zip(where, region.offsets, strict=True))
 
 
 def _dtype_name(tensor: Tensor) -> str:
