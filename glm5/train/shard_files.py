@@ -170,7 +170,7 @@ class _Files:
 def read_pieces(
     folder: Path, tensors: Mapping[str, StoredTensor], targets: Iterable[tuple[str, Tensor, ShardSlice]]
 ) -> None:
-    """Fill every target (name, this rank's part, its slice) with what the files hold, reading only the rows it needs."""
+    """Fill every target (name, this rank's part, its slice) with what the files hold; only rows it needs are read."""
     with closing(_Files(folder)) as files:
         for name, target, region in targets:
             for part in tensors[name].parts if not region.empty else ():
