@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +26,25 @@ def sha256_file(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+@contextmanager
+def exclusive(path: Path, refusal: str) -> Iterator[None]:
+    """Hold the folder `path` (made if missing) for this process while the block runs. CheckpointError with the text
+    `refusal` if another process holds it. The lock ends with the process, however that ends."""
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(refusal) from None
+        except OSError:
+            warnings.warn(f"{path} is on a file system without locks; let no other run write there.", stacklevel=3)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

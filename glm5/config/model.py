@@ -379,6 +379,7 @@ class GLM5Config(BaseModel):
         return values
 
 
+_PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _NULLABLE = ("index_topk", "pad_token_id", "index_topk_pattern")
 
 
@@ -393,8 +394,13 @@ def _rope(raw: Mapping[str, Any], where: str, gqa: bool) -> dict[str, Any]:
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, Mapping):
         raise ConfigError(f"{where}: rope_parameters must be an object.")
-    if nested.get("rope_type", "default") != "default" or raw.get("rope_scaling"):
-        raise ConfigError(f"{where}: only plain RoPE (rope_type default) exists for this architecture.")
+    scaled = [key for key in nested if key not in _PLAIN_ROPE and nested[key] is not None]
+    kinds = {nested.get(key) or "default" for key in ("rope_type", "type")}  # older files say "type"
+    if kinds != {"default"} or scaled or raw.get("rope_scaling"):
+        raise ConfigError(
+            f"{where}: only plain RoPE (rope_type default) exists for this architecture"
+            + (f", so {scaled[0]} has no meaning." if scaled else ".")
+        )
     theta = nested.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ConfigError(f"{where}: rope_theta is missing; no default is safe, so set it in rope_parameters.")

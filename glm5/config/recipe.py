@@ -22,14 +22,14 @@ class OptimConfig(Frozen):
 
     steps: int = Field(ge=0)
     lr: float = Field(gt=0)
-    final_lr: float = 0.0
-    warmup: int = 0
+    final_lr: float = Field(0.0, ge=0)
+    warmup: int = Field(0, ge=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     kind: Literal["muon", "adamw"] = "muon"
     muon_split: bool = True
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    momentum: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, gt=0)
     ns_dtype: Literal["float32", "bfloat16"] = "float32"
     """What Newton-Schulz computes in; the published recipes use bf16."""
     save_every: int = Field(25, ge=0)
@@ -46,7 +46,7 @@ class Stage(Frozen):
     """Common to all stages. `expected_seconds` only weights the ETA."""
 
     name: str
-    expected_seconds: float = 10.0
+    expected_seconds: float = Field(10.0, ge=0)
 
     @field_validator("name")
     @classmethod
@@ -60,7 +60,7 @@ class TokenizerStage(Stage):
     """Train the tokenizer on the sources and tokenise them into shards with a held-out split by file."""
 
     kind: Literal["tokenizer"]
-    vocab_size: int
+    vocab_size: int = Field(gt=0)
     sources: list[str] = ["stdlib"]
     dedup: bool = False
     """Drop near-duplicates, so that nothing in training resembles a held-out document; needs the extra `data`."""
@@ -163,25 +163,25 @@ class PolicyStage(Stage):
 
     optim: OptimConfig
     families: list[FamilyConfig]
-    prompts: int = 8
-    group: int = 16
+    prompts: int = Field(8, ge=1)
+    group: int = Field(16, ge=1)
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts, each on its own part of the groups. From the second step on the policy
     differs from the one before the batch, so `clip_low` and `clip_high` act; with 1 they never do on fresh rollouts."""
-    max_tokens: int = 48
-    max_turns: int = 4
-    max_context: int = 512
+    max_tokens: int = Field(48, ge=1)
+    max_turns: int = Field(4, ge=1)
+    max_context: int = Field(512, ge=2)
     env_seconds: float = Field(300.0, gt=0)
     """An environment that needs longer for one start or step counts as failed."""
     env_error_share: float = Field(0.5, ge=0, lt=1)
     """The stage ends if more than this share of a family's last `env_error_window` episodes failed in their
     environment."""
     env_error_window: int = Field(64, ge=1)
-    temperature: float = 1.0
-    row_length: int = 256
-    beta: float = 2.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    temperature: float = Field(1.0, gt=0)
+    row_length: int = Field(256, ge=2)
+    beta: float = Field(2.0, ge=1)
+    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_high: float = Field(0.28, ge=0)
     rollouts: Literal["exact", "fast"] = "exact"
     """How the engine computes. "exact": with the learner's own functions, so that both give equal log-probabilities,
     with MLA bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the loss to deal
@@ -242,8 +242,8 @@ class AgenticStage(RewardStage):
     loss: Literal["double_sided", "ppo", "policy_gradient"] = "double_sided"
     """PPO's old policy is the rollout's: with stale rollouts there is no other."""
     average: Literal["sequence", "token"] = "token"
-    eps_low: float = 0.5
-    eps_high: float = 1.0
+    eps_low: float = Field(0.5, ge=0)
+    eps_high: float = Field(1.0, ge=0)
     max_staleness: int = Field(4, ge=0)
     reset_optimizer: bool = True
     """As in the paper (§4.1)."""
@@ -256,8 +256,8 @@ class RewardModelConfig(Frozen):
     """The outcome reward model of General RL: a scalar head on a copy of the policy, trained on preference pairs."""
 
     optim: OptimConfig
-    pairs: int = 32
-    held_out_pairs: int = 200
+    pairs: int = Field(32, ge=1)
+    held_out_pairs: int = Field(200, ge=1)
 
 
 class GeneralStage(RewardStage):
@@ -276,7 +276,7 @@ class DistillStage(PolicyStage):
     """
 
     kind: Literal["distill"]
-    group: int = 1
+    group: int = Field(1, ge=1)
     teachers: dict[str, str] = {}
     """Family name -> its teacher; the short form of `teacher` of the family."""
     keep_teachers: bool = True
@@ -297,12 +297,12 @@ class EvalConfig(Frozen):
     """Evaluation after every stage: each skill's problems, held-out text, retrieval lengths."""
 
     families: list[FamilyConfig] = []
-    problems: int = 100
+    problems: int = Field(100, ge=1)
     """Distinct held-out problems per family; a family that has fewer is scored on what it has, and its `n` says so."""
-    max_tokens: int = 48
-    max_turns: int = 4
-    max_context: int = 512
-    text_bytes: int = 60_000
+    max_tokens: int = Field(48, ge=1)
+    max_turns: int = Field(4, ge=1)
+    max_context: int = Field(512, ge=2)
+    text_bytes: int = Field(60_000, ge=0)
     """Held-out bytes that are scored."""
     samples: int = Field(0, ge=0)
     """Answers drawn per held-out problem for pass@k, beside the greedy one; 0 draws none."""
@@ -312,10 +312,10 @@ class EvalConfig(Frozen):
     """Which pass@k are reported; none may be above `samples`."""
     rollouts: Literal["exact", "fast"] = "exact"
     """How the engine computes answers, as in `PolicyStage`."""
-    needle_bytes: list[int] = []
-    needle_problems: int = 40
-    mtp_prompts: int = 16
-    mtp_tokens: int = 48
+    needle_bytes: list[Annotated[int, Field(ge=1)]] = []
+    needle_problems: int = Field(40, ge=1)
+    mtp_prompts: int = Field(16, ge=0)
+    mtp_tokens: int = Field(48, ge=1)
 
     @field_validator("families")
     @classmethod

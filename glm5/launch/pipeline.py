@@ -9,6 +9,7 @@ import platform
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunReci
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
-from glm5.files import atomic_write, publish_dir, recover_dir
+from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
 from glm5.launch.stages import CORPUS, RunState, check_indexers, check_teachers, run_stage, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
@@ -47,13 +48,15 @@ def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
     goes to `log.txt`; stderr hears warnings, and with `verbose` all of it.
     """
     _check(recipe, world_size())
-    with ranks_from_environment(recipe.parallel) as ranks:
-        return _run(recipe, ranks, logging.INFO if verbose else logging.WARNING)
-
-
-def _run(recipe: RunRecipe, ranks: Ranks, heard: int) -> Path:
-    state = _start(recipe)
     run = Path(recipe.runs) / recipe.name
+    busy = f"Another process is working on {run}; wait for it, stop it, or give this run another `name`."
+    with ranks_from_environment(recipe.parallel) as ranks, ExitStack() as held:
+        ranks.on_main(lambda: held.enter_context(exclusive(run, busy)))
+        return _run(recipe, run, ranks, logging.INFO if verbose else logging.WARNING)
+
+
+def _run(recipe: RunRecipe, run: Path, ranks: Ranks, heard: int) -> Path:
+    state = _start(recipe)
     ranks.on_main(lambda: _claim(run, recipe))
     entries: list[dict[str, Any]] = []
     folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}

@@ -6,9 +6,7 @@ one costs some steps and not the stage. Any number of ranks in any layout can re
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import CheckpointError
-from glm5.files import disk_errors, publish_dir, recover_dir, verify_manifest
+from glm5.files import disk_errors, exclusive, publish_dir, recover_dir, verify_manifest
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.tensor_files import read_json
 from glm5.obs.logs import get_logger
@@ -100,24 +98,11 @@ def load_state(
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Keep other processes from saving to `path` meanwhile, and clear away what a crash left of earlier saves."""
-    with disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"Another process is saving to {path}; two runs cannot share it. Stop one of them, or give this run "
-                "another name."
-            ) from None
-        except OSError:  # a file system without locks
-            _log.warning("%s cannot be locked; take care that no other run saves there.", path)
+    busy = f"Another process is saving to {path}; two runs cannot share it. Stop one, or give this run another name."
+    with exclusive(path, busy):
         for left in [*path.glob(".step-*.writing"), *path.glob(".step-*.old")]:
             recover_dir(path / left.name[1:].rpartition(".")[0])
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _states(path: Path) -> list[tuple[int, Path]]:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.config.load import dump_recipe, load_recipe
+from glm5.config.recipe import AgenticStage
 from glm5.config.schema import Frozen
 from glm5.config.toml_writer import write_toml
 from glm5.errors import ConfigError, Glm5Error, UsageError
@@ -244,7 +245,7 @@ def test_extends_errors(tmp_path: Path) -> None:
 
 # Round trips. Surrogates cannot be written to a file; all else can.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-numbers = st.floats(allow_nan=False)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
 optims = st.builds(Optim, lr=numbers, betas=st.tuples(numbers, numbers), momentum=st.none() | numbers)
 stages = st.builds(Pretrain, name=texts, steps=st.integers(), optim=optims) | st.builds(
     Sft, kind=st.just("sft"), name=texts, epochs=st.integers(), pretrain=st.none() | optims
@@ -292,3 +293,27 @@ def test_what_toml_cannot_hold_is_refused_when_saving() -> None:
     with pytest.raises(ConfigError, match="no form in TOML"):
         write_toml({"a": [None]})
     assert "lr = nan" in dump_recipe(Optim(lr=float("nan")))
+
+
+STAGE = dict(kind="agentic", name="rl", optim={"steps": 1, "lr": 0.1}, families=[{"name": "arithmetic"}])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("optim." + key, value) for key, value in (
+            ("clip", -1.0), ("clip", float("inf")), ("lr", float("inf")), ("final_lr", float("nan")), ("momentum", 2.0),
+            ("weight_decay", -1.0), ("warmup", -5),
+        )),
+        ("temperature", 0.0), ("temperature", float("nan")), ("beta", -1.0), ("clip_low", 5.0), ("group", 0),
+        ("prompts", 0), ("max_tokens", 0), ("concurrency", 0), ("max_staleness", -1), ("train_ticks", -1),
+    ],
+)  # fmt: skip
+def test_numbers_without_meaning_are_refused(key: str, value: float) -> None:
+    """A negative bound on the gradient norm would turn the gradient round, for one."""
+    changed: dict[str, Any] = {**STAGE, "optim": dict(STAGE["optim"])}  # type: ignore[call-overload]
+    section, _, name = key.rpartition(".")
+    (changed[section] if section else changed)[name] = value
+    AgenticStage.model_validate(STAGE)
+    with pytest.raises(ValueError, match=name):
+        AgenticStage.model_validate(changed)

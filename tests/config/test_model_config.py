@@ -163,6 +163,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "other model": ({"model_type": "deepseek_v3"}, 'model_type "deepseek_v3" is not glm_moe_dsa'),
     "qk_head_dim": ({"qk_head_dim": 192}, "qk_head_dim is not qk_nope_head_dim"),
     "qk_head_dim of text": ({"qk_nope_head_dim": "wide"}, r"qk_nope_head_dim: .* \(got 'wide'\)"),
+    "yarn by its old key": ({"rope_parameters": {"rope_theta": 1e6, "type": "yarn", "factor": 4}}, "only plain RoPE"),
+    "factor": ({"rope_parameters": {"rope_theta": 1e6, "factor": 4}}, "plain RoPE .*, so factor has no meaning"),
     "yarn": ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, "only plain RoPE"),
     "rope scaling": ({"rope_scaling": {"factor": 4}}, "only plain RoPE"),
     "rope_parameters": ({"rope_parameters": [1]}, "rope_parameters must be an object"),

@@ -20,6 +20,7 @@ import glm5.files
 import glm5.launch.pipeline
 from glm5.config.load import load_recipe
 from glm5.config.recipe import RunRecipe
+from glm5.files import exclusive
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.rl.drivers.timing import TIMES as RL_TIMES
 from glm5.train.loop import TIMES
@@ -118,6 +119,12 @@ def test_a_finished_run_is_left_alone(tiny: Any, shell: Any) -> None:
     assert again.code == 0, again.err
     assert {p: p.stat().st_mtime_ns for p in before} == before
     assert tiny.results() == results
+
+
+def test_a_run_is_one_process_at_a_time(tiny: Any, shell: Any) -> None:
+    with exclusive(tiny.run, "busy"):
+        again = shell.invoke("pipeline", tiny.recipe, sets=tiny.sets)
+    assert again.code == 1 and f"Another process is working on {tiny.run}" in " ".join(again.err.split())
 
 
 def test_final_is_a_transformers_checkpoint(tiny: Any) -> None:

@@ -262,6 +262,18 @@ def test_tokens_belong_to_the_version_that_they_name(toy: str, talker: Any, toke
             assert list(turn.logprobs) == [scores[v][i] for i, v in enumerate(turn.weight_versions)]
 
 
+def test_episodes_end_at_the_positions_of_the_model(
+    toy: str, small: Any, tokenizer: Any, stage_io: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`max_context` may be above what the model can place: a long answer of an environment is no reason to end."""
+    model = small(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.stop_token_ids, max_position_embeddings=24)
+    with caplog.at_level("WARNING", "glm5"):
+        loop = run(model, tokenizer, agentic(steps=1, max_context=400, max_tokens=12), stage_io())
+    trained = [t for _, groups in loop.batches for g in groups for t in g]
+    assert max(len(turn.context_ids) + len(turn.output_ids) for t in trained for turn in t.turns) <= 24
+    assert "episodes end at the model's 24 positions" in caplog.text
+
+
 def test_synchronous_is_asynchronous_without_staleness(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     loop = run(talker(), tokenizer, agentic(max_staleness=0), stage_io())
     trained = [(version, t) for version, groups in loop.batches for g in groups for t in g]

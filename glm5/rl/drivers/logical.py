@@ -18,6 +18,7 @@ from glm5.engine.engine import Engine
 from glm5.engine.request import Request
 from glm5.errors import RequestFailed, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams, Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
@@ -35,6 +36,8 @@ from glm5.tasks.episode import settle
 from glm5.tasks.reactions import Reactions
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
+
+_log = get_logger(__name__)
 
 ENV_THREADS = 16
 """Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
@@ -69,6 +72,10 @@ class LogicalDriver:
         io: StageIO,
         seed: int,
     ) -> None:
+        positions = model.config.max_position_embeddings
+        if stage.max_context > positions:
+            _log.warning("%s: episodes end at the model's %d positions, before max_context.", stage.name, positions)
+            stage = stage.model_copy(update={"max_context": positions})
         self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
         self.seed = derive_seed(seed, "policy", stage.name)
         self.controller = Controller(stage)
