@@ -21,10 +21,10 @@ FIRST_PAGES = 32
 
 
 class KVPool:
-    """Pages numbered 1 .. `total`; page 0 belongs to nobody and takes what is not to be kept.
+    """Pages numbered 1 .. `total`. Page 0 is a dummy page: discarded writes go there.
 
-    A page is in use while sequences hold it (`take`, `share`, `release`) or the prefix cache keeps it (`keep`,
-    `drop`). What only the cache keeps counts as available: `reclaim`, set by the cache, gives such pages back.
+    Sequences hold pages with a reference count (`alloc`, `incref`, `free`); the prefix cache pins pages (`pin`,
+    `unpin`). Pages that are only pinned count as available: `reclaim`, set by the cache, gives them back.
     """
 
     def __init__(
@@ -34,68 +34,68 @@ class KVPool:
         first = min(self.total, FIRST_PAGES)
         self.cache = LatentCache(config, 1 + first, PAGE, dtype, states=states, device=device)
         self.reclaim: Callable[[int], None] = lambda count: None
-        self._holders = [0] * (self.total + 1)
-        self._kept = [False] * (self.total + 1)
-        self._released: list[int] = []
-        self._fresh = 1  # the first page that was never used
+        self._refcounts = [0] * (self.total + 1)
+        self._pinned = [False] * (self.total + 1)
+        self._free: list[int] = []
+        self._next = 1  # the first page that was never allocated
         self._busy = 0  # pages that sequences hold
 
     @property
     def available(self) -> int:
-        """Pages that `take` could give."""
+        """Pages that `alloc` could give."""
         return self.total - self._busy
 
     @property
     def unused(self) -> int:
-        """Pages that neither a sequence holds nor the prefix cache keeps."""
-        return len(self._released) + self.total + 1 - self._fresh
+        """Pages that no sequence holds and the prefix cache does not pin."""
+        return len(self._free) + self.total + 1 - self._next
 
     def held(self, page: int) -> bool:
         """Whether a sequence holds the page."""
-        return self._holders[page] > 0
+        return self._refcounts[page] > 0
 
-    def take(self, count: int) -> list[int]:
-        """`count` pages for one holder. Raises EngineError when not so many are available."""
+    def alloc(self, count: int) -> list[int]:
+        """`count` pages with one reference each. Raises EngineError if fewer are available."""
         if count > self.available:
             raise EngineError(f"The cache has {self.available} free pages, {count} are needed.")
         if count > self.unused:
             self.reclaim(count - self.unused)
         pages = []
         for _ in range(count):
-            if self._released:
-                page = self._released.pop()
+            if self._free:
+                page = self._free.pop()
             else:
-                page, self._fresh = self._fresh, self._fresh + 1
-            self._holders[page] = 1
+                page, self._next = self._next, self._next + 1
+            self._refcounts[page] = 1
             pages.append(page)
         self._busy += count
-        if self._fresh > self.cache.rows:
-            self.cache.grow(min(1 + self.total, max(self._fresh, 2 * self.cache.rows)))
+        if self._next > self.cache.rows:
+            self.cache.grow(min(1 + self.total, max(self._next, 2 * self.cache.rows)))
         return pages
 
-    def share(self, page: int) -> None:
-        """One more holder of a page that is in use."""
-        self._busy += self._holders[page] == 0
-        self._holders[page] += 1
+    def incref(self, page: int) -> None:
+        """One more reference to a page that is in use."""
+        self._busy += self._refcounts[page] == 0
+        self._refcounts[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """One holder less of each page."""
+    def free(self, pages: Sequence[int]) -> None:
+        """One reference less to each page."""
         for page in pages:
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            self._refcounts[page] -= 1
+            if self._refcounts[page] == 0:
                 self._busy -= 1
-                if not self._kept[page]:
-                    self._released.append(page)
+                if not self._pinned[page]:
+                    self._free.append(page)
 
-    def keep(self, page: int) -> None:
-        """The prefix cache keeps a page that a sequence holds."""
-        self._kept[page] = True
+    def pin(self, page: int) -> None:
+        """The prefix cache wants a page that a sequence holds to stay."""
+        self._pinned[page] = True
 
-    def drop(self, page: int) -> None:
-        """The prefix cache no longer keeps a page."""
-        self._kept[page] = False
-        if self._holders[page] == 0:
-            self._released.append(page)
+    def unpin(self, page: int) -> None:
+        """The prefix cache has no more use for a page."""
+        self._pinned[page] = False
+        if self._refcounts[page] == 0:
+            self._free.append(page)
 
     def copy(self, source: int, target: int) -> None:
         """The contents of one page into another."""
@@ -109,7 +109,7 @@ class KVPool:
         )
 
     def load(self, page: int, tokens: int, data: bytes) -> None:
-        """Inverse of `dump`. Raises EngineError where the size does not fit."""
+        """Inverse of `dump`. Raises EngineError if the size does not fit."""
         at = 0
         for part in self._parts():
             target = part[:, page, :tokens]

@@ -87,7 +87,7 @@ class SamplerState:
         return derive_seed(self.seed, purpose, self.position + ahead) / 2**63
 
     def adjusts(self, ahead: int = 0) -> bool:
-        """Whether the token `ahead` behind the next one is drawn from anything but the model's own logits."""
+        """Whether the token `ahead` places after the next one is drawn from anything but the model's own logits."""
         return (
             self.counts is not None
             or bool(self.bias)
@@ -134,8 +134,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Logits [n, V] in fp32 or wider, as the states want them; changed in place. Row i stands behind `drafted[i]`,
-    tokens that its state has not been told of. All operations go over the whole batch."""
+    """Logits [n, V] in fp32 or wider, as the states want them; changed in place. Row i comes after `drafted[i]`,
+    tokens that its state does not hold yet. All operations go over the whole batch."""
     _penalise(logits, states, drafted)
     rows, ids, values = [], [], []
     for row, state in enumerate(states):

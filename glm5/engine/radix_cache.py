@@ -18,8 +18,8 @@ from glm5.engine.kv_pool import PAGE, KVPool
 
 @dataclass(eq=False)
 class Node:
-    """Tokens of one page behind those of `parent`. Either `page` is a page of the pool, or `stored` the page's bytes
-    with their hash. The root of a namespace has nothing but children."""
+    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` holds the page's
+    bytes (with their hash). The root of a namespace only has children."""
 
     tokens: tuple[int, ...]
     parent: Node | None
@@ -33,8 +33,8 @@ class Node:
 
 @dataclass
 class Match:
-    """What the cache knows of a sequence: whole pages, which the caller now holds, and `length`, the tokens they cover
-    together with the last page, which is the caller's own copy where `length` is no multiple of a page."""
+    """The longest cached prefix of a sequence: `pages`, which the caller now holds, and `length`, the tokens in them. If
+    `length` is not a multiple of the page size, the last page is the caller's own copy."""
 
     pages: list[int]
     length: int
@@ -70,7 +70,7 @@ class RadixCache:
         return self._host_used
 
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
-        """The longest known beginning of `tokens`. The caller holds the pages of the result."""
+        """The longest cached prefix of `tokens`. The caller holds the pages of the result."""
         node, found = self._roots.get(namespace), Match([], 0)
         while node is not None and found.length < len(tokens):
             key = tuple(tokens[found.length : found.length + PAGE])
@@ -81,7 +81,7 @@ class RadixCache:
             if not self._resident(child):
                 break
             assert child.page is not None
-            self.pool.share(child.page)
+            self.pool.incref(child.page)
             self._touch(child)
             found.pages.append(child.page)
             found.length += PAGE
@@ -89,7 +89,7 @@ class RadixCache:
         return found
 
     def _match_part(self, node: Node, key: tuple[int, ...], found: Match) -> None:
-        """Copy the page that begins most like `key`."""
+        """Copy the page with the longest common prefix with `key`."""
         best, most = None, 0
         for child in node.children.values():
             if child.tokens[0] == key[0] and (same := common_prefix(child.tokens, key)) > most:
@@ -97,32 +97,31 @@ class RadixCache:
         if best is None or not self._resident(best):
             return
         assert best.page is not None
-        self.pool.share(best.page)  # so that it is not given up for its own copy
+        self.pool.incref(best.page)  # so that it is not given up for its own copy
         if self.pool.available:
-            (own,) = self.pool.take(1)
+            (own,) = self.pool.alloc(1)
             self.pool.copy(best.page, own)
             found.pages.append(own)
             found.length += most
         self._touch(best)
-        self.pool.release([best.page])
+        self.pool.free([best.page])
 
     def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Remember a sequence that holds `pages`, the last of them possibly filled in part. Its holder may go on to
-        fill that page up only if it is left out here."""
+        """Insert a sequence with its `pages`. Leave a partly filled last page out if its owner keeps writing to it."""
         root = node = self._roots.get(namespace) or Node((), None, namespace=namespace)
         for at, page in zip(range(0, len(tokens), PAGE), pages, strict=False):
             key = tuple(tokens[at : at + PAGE])
             child = node.children.get(key)
             if child is None:
                 if len(key) < PAGE and any(other.tokens[: len(key)] == key for other in node.children.values()):
-                    return  # nothing that is not known already
+                    return  # nothing new
                 self._absorb(node, key)
                 child = node.children[key] = Node(key, node)
                 self._roots[namespace] = root  # until its last child goes
             if child.page is None:
                 self._unstore(child)
                 child.page = page
-                self.pool.keep(page)
+                self.pool.pin(page)
                 self._tokens += len(key)
             self._touch(child)
             node = child
@@ -170,8 +169,8 @@ class RadixCache:
                 heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
     def _collect(self) -> None:
-        """Look through the whole tree for leaves to give up. Where there are none, a page that is not held has others
-        behind it that are (of a sequence with pages of its own for the same beginning): forget such a branch."""
+        """Search the whole tree for leaves to evict. If there are none, some page that no sequence holds has children
+        that are held (a sequence has its own pages for the same prefix): forget such a branch."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
         leaves = [node for node in loose if all(child.page is None for child in node.children.values())]
@@ -198,7 +197,7 @@ class RadixCache:
 
     def _evict_page(self, node: Node) -> None:
         if node.page is not None:
-            self.pool.drop(node.page)
+            self.pool.unpin(node.page)
             node.page = None
             self._tokens -= len(node.tokens)
 
@@ -209,7 +208,7 @@ class RadixCache:
             node.stored = None
 
     def _resident(self, node: Node) -> bool:
-        """Whether the node's page is in the pool, after bringing it back from the host store where that is possible."""
+        """Whether the node's page is in the pool, after restoring it from the host store if possible."""
         if node.page is not None:
             return True
         if node.stored is None or _hash(node.stored) != node.digest:
@@ -220,12 +219,12 @@ class RadixCache:
             return False
         data, size = node.stored, len(node.tokens)
         self._unstore(node)  # now, so that making room cannot forget it
-        (page,) = self.pool.take(1)
+        (page,) = self.pool.alloc(1)
         self.pool.load(page, size, data)
         node.page = page
-        self.pool.keep(page)
+        self.pool.pin(page)
         self._tokens += size
-        self.pool.release([page])
+        self.pool.free([page])
         self._touch(node)
         self.restored += 1
         return True

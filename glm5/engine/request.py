@@ -38,7 +38,7 @@ class Request:
     row: int = -1
     stored: int = 0
     next: int = 0
-    remembered: int = 0  # pages that the prefix cache has been told of
+    inserted: int = 0  # pages that the prefix cache has
     entered: int = 0  # pages that stand in the page table
     carried: Tensor | None = None
     coming: int = 0  # tokens that are being drawn

@@ -92,7 +92,7 @@ class Runner:
         pages = Pages(self.table, rows, PAGE, SHIFT)
         places = None
         if not first_key and any(feed.start < feed.request.stored for feed in feeds):
-            # Tokens of reused pages, seen again for their hidden states: what they leave behind is there already.
+            # Tokens of reused pages are computed again for their hidden states; their cache entries exist already.
             stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
             places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
         shape = (1, -1) if self.flat else (len(feeds), -1)

@@ -35,8 +35,8 @@ def sample(hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], *, ex
 
     The draw of a row is a function of (its logits, its state): neighbours do not matter. The states are not advanced.
     """
-    lines = distributions(hidden, weight, states, exact=exact)
-    return report(lines, draw(lines, states), states)
+    logprobs = distributions(hidden, weight, states, exact=exact)
+    return report(logprobs, draw(logprobs, states), states)
 
 
 def distributions(
@@ -52,8 +52,8 @@ def distributions(
 
     hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To judge drafts, give a state once
     per position and `drafted[i]`, the tokens between what the state of row i knows and the row: rows of a window of
-    two drafts a, b are `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row behind a draft that its grammar
-    forbids is not masked: nothing gets there. A greedy row (`state.greedy`) holds the distribution at temperature 1
+    two drafts a, b are `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft that its grammar
+    forbids is not masked: that draft is rejected. A greedy row (`state.greedy`) holds the distribution at temperature 1
     without filters, whose largest value is the choice.
 
     A row without penalties, biases or masks has the same bits whatever its neighbours ask for. `exact=False` lets
@@ -66,45 +66,45 @@ def distributions(
     else:
         with thin.allowed(True):
             logits = output_logits(hidden, weight)
-    behind = drafted or [()] * rows
-    special = [i for i, state in enumerate(states) if state.adjusts(len(behind[i]))]
-    lines = _scaled(logits, [s.params.temperature for s in states])
+    drafted = drafted or [()] * rows
+    special = [i for i, state in enumerate(states) if state.adjusts(len(drafted[i]))]
+    logprobs = _scaled(logits, [s.params.temperature for s in states])
     if special:
         wide = logits[special].to(torch.promote_types(logits.dtype, torch.float32))
         mine = [states[i] for i in special]
-        adjusted = adjust(wide, mine, [behind[i] for i in special])
-        lines[special] = _scaled(adjusted, [s.params.temperature for s in mine])
+        adjusted = adjust(wide, mine, [drafted[i] for i in special])
+        logprobs[special] = _scaled(adjusted, [s.params.temperature for s in mine])
     filtered = [i for i, state in enumerate(states) if _filters(state.params)]
     if filtered:
         all_rows = len(filtered) == rows
-        kept = _filter(lines if all_rows else lines[filtered], [states[i].params for i in filtered])
+        kept = _filter(logprobs if all_rows else logprobs[filtered], [states[i].params for i in filtered])
         if all_rows:
             return kept
-        lines[filtered] = kept
-    return lines
+        logprobs[filtered] = kept
+    return logprobs
 
 
-def draw(lines: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
+def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
     """One token id per row of log-probabilities [n, V]: by inversion at the row's own random number (or the given
     one), for greedy rows the likeliest. int64 [n]. A row without any possible token gives its lowest id."""
-    best = lines.argmax(-1)
+    best = logprobs.argmax(-1)
     if all(state.greedy for state in states):
         return best
     at = [state.uniform() for state in states] if uniforms is None else uniforms
-    cumulative = lines.exp().cumsum(-1)
-    where = torch.tensor(at, dtype=cumulative.dtype, device=lines.device).unsqueeze(1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, where, right=True).clamp_max(lines.shape[-1] - 1)
+    cumulative = logprobs.exp().cumsum(-1)
+    where = torch.tensor(at, dtype=cumulative.dtype, device=logprobs.device).unsqueeze(1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, where, right=True).clamp_max(logprobs.shape[-1] - 1)
     # Rounding at the very end of the sum may point at an impossible token; take the likeliest instead.
-    impossible = (lines.gather(-1, drawn) == float("-inf")).squeeze(1)
-    greedy = torch.tensor([state.greedy for state in states], device=lines.device)
+    impossible = (logprobs.gather(-1, drawn) == float("-inf")).squeeze(1)
+    greedy = torch.tensor([state.greedy for state in states], device=logprobs.device)
     return torch.where(impossible | greedy, best, drawn.squeeze(1))
 
 
-def report(lines: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """What was drawn, with log-probabilities from `lines` [n, V] and as many of the best as each state asks for."""
-    logprobs = lines.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    tops = best_of(lines, [state.params.top_logprobs for state in states])
-    return [Sampled(*one) for one in zip(tokens.tolist(), logprobs, tops, strict=True)]
+def report(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
+    """What was drawn, with its log-probability in `logprobs` [n, V] and as many of the best as each state asks for."""
+    chosen = logprobs.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    tops = best_of(logprobs, [state.params.top_logprobs for state in states])
+    return [Sampled(*one) for one in zip(tokens.tolist(), chosen, tops, strict=True)]
 
 
 def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -112,19 +112,19 @@ def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     scales = [1.0 if t == 0 else 1.0 / t for t in temperatures]
     if len(set(scales)) == 1:
         return log_distribution(logits, scales[0]).float()
-    lines = torch.empty_like(logits, dtype=torch.float32)
+    logprobs = torch.empty_like(logits, dtype=torch.float32)
     for scale in set(scales):
         mine = [i for i, own in enumerate(scales) if own == scale]
-        lines[mine] = log_distribution(logits[mine], scale).float()
-    return lines
+        logprobs[mine] = log_distribution(logits[mine], scale).float()
+    return logprobs
 
 
-def best_of(lines: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
+def best_of(logprobs: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
     """The likeliest tokens of each row of log-probabilities [n, V], `counts[i]` of them at most, the best first."""
     found: list[dict[int, float]] = [{} for _ in counts]
     for count in {count for count in counts if count > 0}:
         mine = [i for i, own in enumerate(counts) if own == count]
-        best = lines[mine].topk(min(count, lines.shape[1]))
+        best = logprobs[mine].topk(min(count, logprobs.shape[1]))
         for i, ids, values in zip(mine, best.indices.tolist(), best.values.tolist(), strict=True):
             found[i] = dict(zip(ids, values, strict=True))
     return found
@@ -152,11 +152,11 @@ def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     last = keep.sum(-1, keepdim=True) - 1  # what is kept comes first
     sure = (complete & (values.gather(-1, last) > values[:, -1:])).squeeze(1)
     kept = torch.log_softmax(values.masked_fill(~keep, float("-inf")), dim=-1)
-    lines = torch.full_like(logp, float("-inf")).scatter_(-1, ids, kept)
+    logprobs = torch.full_like(logp, float("-inf")).scatter_(-1, ids, kept)
     unsure = (~sure).nonzero().squeeze(1)
     if len(unsure):
-        lines[unsure] = _among_all(logp[unsure], cut.rows(unsure))
-    return lines
+        logprobs[unsure] = _among_all(logp[unsure], cut.rows(unsure))
+    return logprobs
 
 
 def _among_all(logp: Tensor, cut: _Cut) -> Tensor:

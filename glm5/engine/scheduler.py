@@ -88,7 +88,7 @@ class Scheduler:
             if victim is request:
                 return False
         if needed > 0:
-            request.pages += self.pool.take(needed)
+            request.pages += self.pool.alloc(needed)
         return True
 
     def admit(self, spans: list[Span]) -> None:
@@ -110,14 +110,14 @@ class Scheduler:
             if self._awaits_neighbour(request) or (request.score and scoring <= 0):
                 passed.append(request)
                 continue
-            self._recall(request)
+            self._match_prefix(request)
             needed = -(-(request.length + 1 + self.drafts) // PAGE) - len(request.pages)
             if needed > self.pool.available:
-                self.pool.release(request.pages)
+                self.pool.free(request.pages)
                 request.pages, request.stored, request.next = [], 0, 0
                 passed.append(request)
                 break
-            request.pages += self.pool.take(max(0, needed))
+            request.pages += self.pool.alloc(max(0, needed))
             request.row = self._rows.pop()
             bisect.insort(self.running, request, key=lambda r: r.number)
             if not request.started:
@@ -127,7 +127,7 @@ class Scheduler:
                 self.radix.hit_tokens += request.next
             left = request.target - request.next
             if left == 0:
-                continue  # preempted, and all of it was remembered: it decodes from the next step on
+                continue  # preempted, and all of it is cached: it decodes from the next step on
             count = min(left, budget, scoring if request.score else budget)
             budget -= count
             scoring -= count if request.score else 0
@@ -147,37 +147,37 @@ class Scheduler:
                 return True
         return False
 
-    def _recall(self, request: Request) -> None:
+    def _match_prefix(self, request: Request) -> None:
         """Start from what the prefix cache knows of a request's tokens."""
         if self.radix is None or request.namespace is None:
             return
         found = self.radix.match(request.namespace, request.tokens)
         request.pages, request.stored = found.pages, found.length
-        request.remembered = found.length // PAGE
+        request.inserted = found.length // PAGE
         if found.length and self.bring_back:
             last = request.target - 1 if found.length <= request.target else request.target
             request.next = min(found.length - 1, last)
         else:
             request.next = min(found.length, request.length - 1)
 
-    def remember(self, request: Request, *, last: bool = False) -> None:
+    def insert_prefix(self, request: Request, *, last: bool = False) -> None:
         """Tell the prefix cache of the pages that a request has filled, with `last` also of the one filled in part."""
         if self.radix is None or request.namespace is None:
             return
         length = request.stored if last else request.stored // PAGE * PAGE
-        if last or length // PAGE > request.remembered:
+        if last or length // PAGE > request.inserted:
             self.radix.insert(request.namespace, request.tokens[:length], request.pages)
-            request.remembered = length // PAGE
+            request.inserted = length // PAGE
 
     def release(self, request: Request, *, keep: bool = True) -> None:
         """Take a request out of the batch; with `keep` the prefix cache keeps what it may."""
         self.running.remove(request)
         if keep:
-            self.remember(request, last=True)
-        self.pool.release(request.pages)
+            self.insert_prefix(request, last=True)
+        self.pool.free(request.pages)
         self._rows.append(request.row)
         request.pages, request.row = [], -1
-        request.stored = request.next = request.remembered = request.entered = 0
+        request.stored = request.next = request.inserted = request.entered = 0
 
     def preempt(self, request: Request) -> None:
         """Take a request's pages and put it in front of the queue."""

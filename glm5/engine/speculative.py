@@ -1,38 +1,103 @@
-"""Greedy speculative runs with their acceptance (§2.1, Table 2): an engine with drafts, run to the end."""
+"""MTP speculative decoding: chained drafts from the one MTP layer, one batched verification (§2.1, Table 2).
+
+Drafts are drawn from the MTP layer's distribution q after the request's temperature and filters, and verified against
+the trunk's p after the same. Draft d is accepted with probability min(1, p(d) / q(d)). The first rejected draft is
+replaced by a draw from max(p - q, 0); if all are accepted, a draw from p follows. So every token is distributed like p,
+whatever q is (rejection sampling). A greedy request accepts drafts while they are the likeliest tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from glm5.engine.engine import Engine
-from glm5.errors import EngineError
-from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.records import SamplingParams
+import torch
+from torch import Tensor
+
+from glm5.engine.penalties import SamplerState
+from glm5.engine.request import Request
+from glm5.engine.runner import Feed, Runner
+from glm5.engine.sampler import distributions, draw
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 (and
-    all before it); `accept_length` = tokens per verification, the verified token included (1 = no draft ever
-    accepted)."""
+@dataclass
+class Drafts:
+    """Drafted tokens of B requests: `tokens` int64 [B, k] and `logprobs` [B, k, V], the distributions that they were
+    drawn from (None if all requests are greedy)."""
 
-    token_ids: list[list[int]]
-    rounds: int
-    accepted: list[int]
-
-    @property
-    def accept_length(self) -> float:
-        return 1.0 + sum(self.accepted) / max(1, self.rounds)
+    tokens: Tensor
+    logprobs: Tensor | None
 
 
-def generate_speculative(
-    model: GLM5ForCausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, drafts: int = 3
-) -> Speculation:
-    """Greedy continuation of prompts by exactly `max_tokens` tokens each: those of plain decoding."""
-    if not prompts or not all(prompts):
-        raise EngineError("generate_speculative takes at least one prompt, and no empty ones.")
-    longest = max(map(len, prompts)) + max_tokens
-    engine = Engine(model, max_batch=len(prompts), max_length=longest, speculative=drafts, prefix_cache=False)
-    done = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
-    return Speculation([completion.token_ids for completion in done], engine.rounds, list(engine.accepted))
+@dataclass
+class Verification:
+    """`accepted` [B]: how many drafts are accepted; `last` [B]: the token after them; `logprobs` [B, k + 1, V]: the
+    trunk's log-probabilities at each place of the window."""
+
+    accepted: Tensor
+    last: Tensor
+    logprobs: Tensor
+
+
+def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
+    """Chain `count` drafts for requests whose `carried` state predicts the token after their last one.
+
+    Draft k + 1 comes from the MTP layer at the position of draft k. The latent cached there is overwritten as soon as
+    the true token is known.
+    """
+    weight = runner.model.lm_head.weight
+    states = [r.state for r in requests]
+    greedy = all(state.greedy for state in states)
+    hidden = torch.stack([r.carried for r in requests if r.carried is not None])
+    sampled: list[list[int]] = [[] for _ in requests]
+    tokens, logprobs = [], []
+    for k in range(count):
+        if k:
+            feeds = [Feed(r, r.length + k - 1, ids[-1:]) for r, ids in zip(requests, sampled, strict=True)]
+            hidden = runner.mtp(feeds, hidden)
+        step_logprobs = distributions(hidden, weight, states, sampled, exact=runner.exact)
+        if greedy:
+            drawn = step_logprobs.argmax(-1)
+        else:
+            drawn = draw(step_logprobs, states, [state.uniform("draft", k) for state in states])
+            logprobs.append(step_logprobs)
+        tokens.append(drawn)
+        for ids, token in zip(sampled, drawn.tolist(), strict=True):
+            ids.append(token)
+    return Drafts(torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1) if logprobs else None)
+
+
+def verify(
+    hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], drafts: Drafts, *, exact: bool = True
+) -> Verification:
+    """Accept or reject drafts, given the trunk's hidden states [B, k + 1, D] at the last known token and each draft."""
+    batch, count = drafts.tokens.shape
+    along = [state for state in states for _ in range(count + 1)]
+    guesses = drafts.tokens.tolist()
+    sampled = [ids[:k] for ids in guesses for k in range(count + 1)]
+    logprobs = distributions(hidden.flatten(0, 1), weight, along, sampled, exact=exact).view(batch, count + 1, -1)
+    device = logprobs.device
+    greedy = torch.tensor([state.greedy for state in states], device=device)
+    agreed = logprobs[:, :-1].argmax(-1) == drafts.tokens
+    if drafts.logprobs is not None:
+        chosen = drafts.tokens.unsqueeze(-1)
+        log_ratio = (logprobs[:, :-1].gather(-1, chosen) - drafts.logprobs.gather(-1, chosen)).squeeze(-1)
+        uniforms = torch.tensor([[s.uniform("accept", k) for k in range(count)] for s in states], device=device)
+        agreed = torch.where(greedy.unsqueeze(1), agreed, uniforms < log_ratio.exp())
+    accepted = agreed.long().cumprod(1).sum(1)
+    rows = torch.arange(batch, device=device)
+    final = logprobs[rows, accepted]
+    if drafts.logprobs is not None:
+        rest = _residual(final, drafts.logprobs, accepted)
+        final = torch.where((greedy | (accepted == count)).unsqueeze(1), final, rest)
+    last = draw(final, states, [s.uniform("token", k) for s, k in zip(states, accepted.tolist(), strict=True)])
+    return Verification(accepted, last, logprobs)
+
+
+def _residual(logprobs: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:
+    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p itself if rounding leaves nothing
+    of it."""
+    rows = torch.arange(len(accepted), device=logprobs.device)
+    q = drafted[rows, accepted.clamp_max(drafted.shape[1] - 1)]
+    rest = (logprobs.exp() - q.exp()).clamp_min(0.0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest.log(), logprobs)

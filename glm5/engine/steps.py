@@ -12,12 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from glm5.engine.drafting import draft, draw_tokens, feeds_of
+from glm5.engine.decode import draw_tokens, feeds_of
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
 from glm5.engine.sampler import Sampled
 from glm5.engine.scheduler import Scheduler, Span
+from glm5.engine.speculative import draft
 from glm5.errors import EngineBroken, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
@@ -180,13 +181,13 @@ class Steps:
             if span.request.done:
                 self.leave(span.request)
             elif span.request.row >= 0:
-                self.scheduler.remember(span.request)
+                self.scheduler.insert_prefix(span.request)
         self.counts.seconds["model"] += ran - accepted
         self.counts.seconds["scheduler"] += accepted - began + time.perf_counter() - ran
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
         """Give a request its tokens; returns how many tokens of the span are now part of its sequence. Raises
-        RequestFailed for a token that no distribution stands behind."""
+        RequestFailed for a token with no probability."""
         request, done = span.request, span.request.completion
         taken = 0
         for token in fresh:

@@ -13,7 +13,7 @@ from glm5.config.recipe import EvalConfig, FamilyConfig
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine
-from glm5.engine.speculative import generate_speculative
+from glm5.engine.measure_acceptance import generate_speculative
 from glm5.eval.passk import pass_scores
 from glm5.eval.text import bits_per_byte
 from glm5.model.context import packed_context

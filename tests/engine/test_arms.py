@@ -9,7 +9,7 @@ import torch
 
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
-from glm5.engine.speculative import generate_speculative
+from glm5.engine.measure_acceptance import generate_speculative
 from glm5.errors import EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams

@@ -45,43 +45,43 @@ def tokens(seed: int, count: int) -> list[int]:
 
 def test_pages_are_counted_by_their_holders(pool: Pool) -> None:
     p = pool(5)
-    first, second = p.take(2), p.take(1)
+    first, second = p.alloc(2), p.alloc(1)
     assert 0 not in first + second and len(set(first + second)) == 3
     assert (p.available, p.unused) == (2, 2)
-    p.share(first[0])
-    p.release(first)
+    p.incref(first[0])
+    p.free(first)
     assert (p.available, p.unused) == (3, 3)
     with pytest.raises(EngineError, match="3 free pages, 4 are needed"):
-        p.take(4)
-    p.release(first[:1])
-    assert sorted(p.take(4) + second) == [1, 2, 3, 4, 5]
+        p.alloc(4)
+    p.free(first[:1])
+    assert sorted(p.alloc(4) + second) == [1, 2, 3, 4, 5]
 
 
 def test_kept_pages_are_available_but_not_unused(pool: Pool) -> None:
     p = pool(2)
-    (page,) = p.take(1)
-    p.keep(page)
-    p.release([page])
+    (page,) = p.alloc(1)
+    p.pin(page)
+    p.free([page])
     assert (p.available, p.unused) == (2, 1)
-    p.share(page)
+    p.incref(page)
     assert (p.available, p.unused) == (1, 1)
-    p.drop(page)  # still held
+    p.unpin(page)  # still held
     assert (p.available, p.unused) == (1, 1)
-    p.release([page])
+    p.free([page])
     assert (p.available, p.unused) == (2, 2)
 
 
 def test_memory_grows_with_use_and_keeps_what_is_there(pool: Pool) -> None:
     p = pool(1000)
     few = p.cache.latents.shape[1]
-    pages = p.take(few - 1)
+    pages = p.alloc(few - 1)
     for page in pages:
         fill(p, page, float(page))
-    more = p.take(3)
+    more = p.alloc(3)
     assert few < p.cache.latents.shape[1] <= 2 * few
     assert all(value(p, page) == {float(page)} for page in pages)
     assert max(more) < p.cache.rows
-    p.take(1000 - few - 2)
+    p.alloc(1000 - few - 2)
     assert p.cache.latents.shape[1] == 1001
 
 
@@ -89,7 +89,7 @@ def test_memory_grows_with_use_and_keeps_what_is_there(pool: Pool) -> None:
 def test_dump_and_load_are_inverse(small: Any, dtype: torch.dtype) -> None:
     config = small().config
     p = KVPool(config, 4 * PAGE, states=1, dtype=dtype)
-    one, other, third = p.take(3)
+    one, other, third = p.alloc(3)
     p.cache.latents[:, one] = torch.randn(p.cache.latents[:, one].shape).to(dtype)
     p.cache.index_keys[:, one] = torch.randn(p.cache.index_keys[:, one].shape).to(dtype)
     data = p.dump(one, 17)
@@ -121,11 +121,11 @@ def test_places_of_tokens_by_hand() -> None:
 
 def learn(p: KVPool, tree: RadixCache, ids: list[int], namespace: str = "", mark: float = 0.0) -> list[int]:
     """A sequence comes, is remembered and goes."""
-    pages = p.take(-(-len(ids) // PAGE))
+    pages = p.alloc(-(-len(ids) // PAGE))
     for i, page in enumerate(pages):
         fill(p, page, mark + i)
     tree.insert(namespace, ids, pages)
-    p.release(pages)
+    p.free(pages)
     return pages
 
 
@@ -142,7 +142,7 @@ def test_the_longest_beginning_is_found(pool: Pool) -> None:
         if length % PAGE:  # a copy of one's own
             assert found.pages[-1] not in pages
             assert value(p, found.pages[-1], length % PAGE) == {10.0 + length // PAGE}
-        p.release(found.pages)
+        p.free(found.pages)
     assert tree.match("", [5000]).length == 0
     assert p.available == 40 and p.unused == 40 - 4
 
@@ -162,7 +162,7 @@ def test_branches_and_pages_that_fill_up(pool: Pool) -> None:
         assert found.length == PAGE + length
         if mark is not None:
             assert value(p, found.pages[1]) == {mark}
-        p.release(found.pages)
+        p.free(found.pages)
 
 
 def test_namespaces_do_not_see_each_other(pool: Pool) -> None:
@@ -180,7 +180,7 @@ def test_what_was_used_longest_ago_goes_first_and_leaves_before_stems(pool: Pool
     first, second, third = (tokens(s, 2 * PAGE) for s in (3, 4, 5))
     for ids in (first, second, third):
         learn(p, tree, ids)
-    p.release(tree.match("", first).pages)
+    p.free(tree.match("", first).pages)
     assert p.unused == 0
 
     def known() -> list[int]:
@@ -192,11 +192,11 @@ def test_what_was_used_longest_ago_goes_first_and_leaves_before_stems(pool: Pool
             lengths.append(count)
         return lengths
 
-    p.take(1)
+    p.alloc(1)
     assert known() == [2 * PAGE, PAGE, 2 * PAGE]
-    p.take(1)
+    p.alloc(1)
     assert known() == [2 * PAGE, 0, 2 * PAGE]
-    p.take(3)
+    p.alloc(3)
     assert known() == [PAGE, 0, 0]
 
 
@@ -206,12 +206,12 @@ def test_pages_in_use_are_never_given_up(pool: Pool) -> None:
     ids = tokens(6, 2 * PAGE)
     learn(p, tree, ids, mark=5.0)
     found = tree.match("", ids)
-    held = p.take(2)
+    held = p.alloc(2)
     assert p.available == 0
     with pytest.raises(EngineError):
-        p.take(1)
+        p.alloc(1)
     assert [value(p, page) for page in found.pages] == [{5.0}, {6.0}]
-    p.release(held + found.pages)
+    p.free(held + found.pages)
     assert p.available == 4
 
 
@@ -221,12 +221,12 @@ def test_a_page_behind_which_others_are_held_can_be_given_up(pool: Pool) -> None
     tree = RadixCache(p)
     ids = tokens(7, 2 * PAGE)
     learn(p, tree, ids[:PAGE])
-    own = p.take(2)
+    own = p.alloc(2)
     tree.insert("", ids, own)
     assert p.available == 2
-    more = p.take(2)
+    more = p.alloc(2)
     assert len({*own, *more}) == 4
-    p.release(own + more)
+    p.free(own + more)
     assert p.available == p.unused == 4 and tree.tokens == 0
 
 
@@ -239,7 +239,7 @@ def test_clear_forgets_all_but_takes_nothing_from_holders(pool: Pool) -> None:
     tree.clear()
     assert tree.tokens == 0 and tree.match("", ids).length == 0
     assert p.available == 6 and p.unused == 6
-    p.release(found.pages)
+    p.free(found.pages)
     assert p.unused == 8
 
 
@@ -248,7 +248,7 @@ def test_clear_forgets_all_but_takes_nothing_from_holders(pool: Pool) -> None:
 
 def spill(p: KVPool) -> None:
     """Push everything that nobody holds out of the pool."""
-    p.release(p.take(p.available))
+    p.free(p.alloc(p.available))
 
 
 def test_pages_come_back_from_host_memory(pool: Pool) -> None:
@@ -264,10 +264,10 @@ def test_pages_come_back_from_host_memory(pool: Pool) -> None:
     assert found.length == 2 * PAGE
     assert [value(p, page) for page in found.pages] == [{1.0}, {2.0}]
     assert tree.restored == 2 and tree.host_used == p.page_bytes() + p.page_bytes(9)
-    p.release(found.pages)
+    p.free(found.pages)
     found = tree.match("", ids)
     assert found.length == 3 * PAGE  # the last part would need a page to come back to and one for its copy
-    p.release(found.pages)
+    p.free(found.pages)
     assert p.available == 4
 
 
@@ -283,11 +283,11 @@ def test_a_damaged_page_counts_as_a_miss(pool: Pool) -> None:
     found = tree.match("", ids)
     assert (found.length, tree.damaged) == (PAGE, 1)
     assert tree.host_used == 0  # what hung on it is gone too
-    p.release(found.pages)
+    p.free(found.pages)
     learn(p, tree, ids, mark=3.0)
     again = tree.match("", ids)
     assert again.length == 3 * PAGE
-    p.release(again.pages)
+    p.free(again.pages)
 
 
 def test_the_host_store_is_bounded_and_drops_its_oldest(pool: Pool) -> None:
@@ -302,7 +302,7 @@ def test_the_host_store_is_bounded_and_drops_its_oldest(pool: Pool) -> None:
     for ids in rows:
         found = tree.match("", ids)
         lengths.append(found.length)
-        p.release(found.pages)
+        p.free(found.pages)
     assert lengths == [0, PAGE, 2 * PAGE]
 
 
@@ -340,18 +340,18 @@ def test_the_tree_against_a_plain_list_of_sequences(pool: Pool, host: int) -> No
             assert p.cache.latents[0, page, : len(here), 0].tolist() == here
         need = -(-len(ids) // PAGE) - len(found.pages)
         if need > p.available:
-            p.release(found.pages)
+            p.free(found.pages)
         else:
-            pages = found.pages + p.take(need)
+            pages = found.pages + p.alloc(need)
             for at in range(found.length, len(ids)):
                 p.cache.latents[:, pages[at // PAGE], at % PAGE] = ids[at]
             tree.insert("", ids, pages)
             known.append(ids)
             held.append(pages)
         while held and (rng.random() < 0.5 or p.available < 4):
-            p.release(held.pop(rng.randrange(len(held))))
+            p.free(held.pop(rng.randrange(len(held))))
     for pages in held:
-        p.release(pages)
+        p.free(pages)
     assert p.available == 12 and hits > 50
     tree.clear()
     assert p.unused == 12
@@ -372,9 +372,9 @@ def test_a_namespace_is_known_while_something_of_it_is_kept(
     for salt, stem, length in uses:
         ids = tokens(stem, length)
         found = tree.match(str(salt), ids)
-        pages = found.pages + pool.take(-(-length // PAGE) - len(found.pages))
+        pages = found.pages + pool.alloc(-(-length // PAGE) - len(found.pages))
         tree.insert(str(salt), ids, pages)
-        pool.release(pages)
+        pool.free(pages)
         kept = [node for root in tree._roots.values() for node in _below(root)]
         assert all(root.children for root in tree._roots.values())
         assert len(tree._roots) <= len(kept) <= pool.total - pool.unused + len(tree._host)

@@ -12,7 +12,7 @@ import torch
 from glm5.chat import render_chat
 from glm5.config.recipe import EvalConfig, FamilyConfig
 from glm5.engine.engine import Engine
-from glm5.engine.speculative import generate_speculative
+from glm5.engine.measure_acceptance import generate_speculative
 from glm5.eval import harness
 from glm5.eval.harness import continuation_logprobs, evaluate, mtp_acceptance, needle_score, score
 from glm5.records import Completion, Outcome

@@ -73,10 +73,10 @@ def test_ratio_edges_are_those_of_the_learner() -> None:
     assert RATIO_EDGES == measure.RATIO_EDGES and post_training._BINS == measure.BINS
 
 
-def test_times_are_those_of_the_loop() -> None:
-    from glm5.rl import loop
+def test_times_are_those_of_the_driver() -> None:
+    from glm5.rl.drivers import timing
 
-    assert post_training.WORK == loop.WORK
+    assert post_training.WORK == timing.WORK
 
 
 def test_only_what_is_known_is_drawn(write_run: WriteRun, drawn: dict[str, Any]) -> None:

@@ -228,8 +228,8 @@ def test_replaying_repeats_the_updates_bit_for_bit(
     resets: list[int] = []
 
     class Watched(LogicalDriver):
-        def _update(self) -> dict[str, float]:
-            numbers = super()._update()
+        def _update(self, groups: Any) -> dict[str, float]:
+            numbers = super()._update(groups)
             state = self.learner.model.state_dict()
             after[self.learner.version] = {name: tensor.clone() for name, tensor in state.items()}
             return numbers

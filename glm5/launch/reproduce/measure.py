@@ -14,7 +14,7 @@ from glm5.chat import Tokenizer
 from glm5.data.loader import StreamLoader
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
-from glm5.engine.speculative import generate_speculative
+from glm5.engine.measure_acceptance import generate_speculative
 from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM

@@ -1,0 +1,38 @@
+"""Greedy speculative runs with their acceptance (§2.1, Table 2): an engine with drafts, run to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glm5.engine.engine import Engine
+from glm5.errors import EngineError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.records import SamplingParams
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 (and
+    all before it); `accept_length` = tokens per verification, the verified token included (1 = no draft ever
+    accepted)."""
+
+    token_ids: list[list[int]]
+    rounds: int
+    accepted: list[int]
+
+    @property
+    def accept_length(self) -> float:
+        return 1.0 + sum(self.accepted) / max(1, self.rounds)
+
+
+def generate_speculative(
+    model: GLM5ForCausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, drafts: int = 3
+) -> Speculation:
+    """Greedy continuation of prompts by exactly `max_tokens` tokens each: those of plain decoding."""
+    if not prompts or not all(prompts):
+        raise EngineError("generate_speculative takes at least one prompt, and no empty ones.")
+    longest = max(map(len, prompts)) + max_tokens
+    engine = Engine(model, max_batch=len(prompts), max_length=longest, speculative=drafts, prefix_cache=False)
+    done = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    return Speculation([completion.token_ids for completion in done], engine.rounds, list(engine.accepted))
