@@ -38,6 +38,7 @@ LEVELS = {
     "ops": 2,
     "config": 1,
     "records": 1,
+    "register": 1,
     "files": 1,
     "seeds": 1,
     "stats": 1,

@@ -18,8 +18,8 @@ from glm5.engine.kv_pool import PAGE, KVPool
 
 @dataclass(eq=False)
 class Node:
-    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` holds the page's
-    bytes (with their hash). The root of a namespace only has children."""
+    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` holds its bytes
+    (with their hash). The root of a namespace only has children."""
 
     tokens: tuple[int, ...]
     parent: Node | None
@@ -33,8 +33,8 @@ class Node:
 
 @dataclass
 class Match:
-    """The longest cached prefix of a sequence: `pages`, which the caller now holds, and `length`, the tokens in them. If
-    `length` is not a multiple of the page size, the last page is the caller's own copy."""
+    """The longest cached prefix of a sequence: `pages`, which the caller now holds, and `length`, the tokens in them.
+    If `length` is not a multiple of the page size, the last page is the caller's own copy."""
 
     pages: list[int]
     length: int

@@ -109,7 +109,7 @@ class AllKeys:
 class Observer(Protocol):
     """Receives what the indexer's KL needs (§2.1.1), once for every call of a layer that has an indexer.
 
-    Whoever runs a layer a second time in the backward pass gives it `muted()`: the first run has left its mark. Nothing
+    Whoever runs a layer a second time in the backward pass gives it `noop()`: the first run has left its mark. Nothing
     that an observer computes may keep tensors by way of autograd's saved tensors, for the second run saves none.
     """
 
@@ -122,7 +122,7 @@ class Observer(Protocol):
         which slots are filled; [B, T, K] each."""
         ...
 
-    def muted(self) -> Observer:
+    def noop(self) -> Observer:
         """One that takes the same calls and ignores them."""
         ...
 

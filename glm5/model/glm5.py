@@ -54,23 +54,25 @@ class Block(nn.Module):
 
 
 def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
-    """`layer(x, ctx, *rest)`; with `ctx.recompute` only x and `rest` are kept, and backward computes the layer again
-    without telling statistics and observers a second time."""
+    """`layer(x, ctx, *rest)`. With `ctx.recompute` only x and `rest` are kept, and backward computes the layer again,
+    without recording statistics a second time."""
     if not (ctx.recompute and torch.is_grad_enabled()):
         return layer(x, ctx, *rest)
-    first = iter((ctx,))
+    computed = False
 
     def inside(x: Tensor, *rest: Tensor | None) -> Any:
-        return layer(x, next(first, None) or _unheard(ctx), *rest)
+        nonlocal computed
+        context, computed = _without_observers(ctx) if computed else ctx, True
+        return layer(x, context, *rest)
 
     return checkpoint(inside, x, *rest, use_reentrant=False, preserve_rng_state=False)
 
 
-def _unheard(ctx: ForwardContext) -> ForwardContext:
-    """A context for doing the same a second time without leaving a mark."""
+def _without_observers(ctx: ForwardContext) -> ForwardContext:
+    """The context for computing a layer again in backward: statistics and losses were recorded the first time."""
     return replace(
         ctx,
-        observer=None if ctx.observer is None else ctx.observer.muted(),
+        observer=None if ctx.observer is None else ctx.observer.noop(),
         router_stats=None if ctx.router_stats is None else [],
         max_logits=None,
     )

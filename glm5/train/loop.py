@@ -27,9 +27,9 @@ from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
 from glm5.optim.table import table
 from glm5.parallel.ranks import Ranks
 from glm5.train.checkpoint import load_state, save_state
-from glm5.train.losses import expert_loads, update_router_bias
 from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.precision import LowPrecisionCopy
+from glm5.train.router_balance import expert_loads, update_router_bias
 from glm5.train.step_metrics import StepMetrics
 from glm5.train.stop import StopSignals
 from glm5.train.watchdog import Watchdog

@@ -1,8 +1,7 @@
-"""Losses of all gradient stages before RL: next token, MTP, expert balance, and the indexer's KL (§2.1, §2.1.1)."""
+"""Losses of all gradient stages before RL: next token, MTP, and the indexer's KL (§2.1, §2.1.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from glm5.config.recipe import CorpusStage
 from glm5.data.packing import Batch
-from glm5.model.context import AllKeys, ForwardContext, RouterStats
+from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import CHUNK_ROWS, token_logprobs
 from glm5.ops.indexer import topk_mask
 from glm5.ops.indexer_kl import selected_kl
 from glm5.optim.schedules import by_tokens
+from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
 
@@ -99,45 +99,6 @@ def _count_hits(
     metrics.mean(name, hits, index.numel())
 
 
-def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
-    """Sequence-level balance: sum over experts of f_e P_e per row, mean over the step's rows and over layers (§3 of
-    GLM-4.5).
-
-    f_e = E / (K T) * times e was chosen, P_e = mean normalised score of e. Padding tokens do not count.
-    """
-    real = (batch.documents >= 0).flatten()
-    rows, length = batch.documents.shape
-    count = real.view(rows, length).sum(1).clamp_min(1).unsqueeze(1)
-    total = torch.zeros((), dtype=stats[0].scores.dtype, device=stats[0].scores.device)
-    for layer in stats:
-        scores, chosen_experts = layer.scores[: real.numel()], layer.experts[: real.numel()]
-        chosen = torch.zeros_like(scores).scatter_(1, chosen_experts, 1.0) * real.unsqueeze(1)
-        shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(1)
-        per_row = chosen.view(rows, length, -1).sum(1) * experts / (chosen_experts.shape[1] * count)
-        total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum() / batch.counts().rows
-    return total / len(stats)
-
-
-@torch.no_grad()
-def expert_loads(stats: list[RouterStats], documents: Tensor, experts: int) -> dict[int, Tensor]:
-    """Tokens per expert [E] of every MoE layer; padding does not count. The MTP layer's depths add up."""
-    real = (documents >= 0).flatten()
-    loads: dict[int, Tensor] = {}
-    for layer in stats:
-        load = torch.bincount(layer.experts[: real.numel()][real].flatten(), minlength=experts).float()
-        loads[layer.layer] = loads[layer.layer] + load if layer.layer in loads else load
-    return loads
-
-
-@torch.no_grad()
-def update_router_bias(model: GLM5ForCausalLM, loads: Mapping[int, Tensor], rate: float) -> None:
-    """Loss-free balance: bias += rate * sign(mean load - load) per MoE layer, from the loads of the whole step."""
-    for layer_index, router in model.routers():
-        if layer_index in loads:
-            load = loads[layer_index].to(router.e_score_correction_bias.device)
-            router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
-
-
 @dataclass
 class IndexerLoss:
     """Observer that sums the indexer's KL over layers and measures how much attention mass its top k would keep.
@@ -166,9 +127,9 @@ class IndexerLoss:
         """See `Observer`. Attention over the selected keys says nothing about the others: no recall."""
         self.losses.append(selected_kl(scores, target, valid, self._weight()))
 
-    def muted(self) -> Muted:
+    def noop(self) -> NoopObserver:
         """See `Observer`."""
-        return Muted()
+        return NoopObserver()
 
     def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
         """Record which share of the attention mass the best `topk` scores keep: a mean over crowded queries."""
@@ -190,7 +151,7 @@ class IndexerLoss:
         return real.double() / max(1, self.batch.counts().tokens)
 
 
-class Muted:
+class NoopObserver:
     """An observer that ignores what it is told."""
 
     def dense(self, layer: int, keys: AllKeys) -> None:
@@ -199,7 +160,7 @@ class Muted:
     def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
         pass
 
-    def muted(self) -> Muted:
+    def noop(self) -> NoopObserver:
         return self
 
 

@@ -36,7 +36,7 @@ class Recorder:
         target = logits.masked_fill(~valid.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
         self.selected(layer, torch.einsum("btj,btjs->bts", keys.index_w, dots.relu()), target, valid)
 
-    def muted(self) -> Recorder:
+    def noop(self) -> Recorder:
         return Recorder()
 
     def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:

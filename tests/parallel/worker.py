@@ -27,7 +27,8 @@ from glm5.optim.distributed import local
 from glm5.parallel.mesh import TorchRanks
 from glm5.parallel.ranks import Ranks, ranks_from_environment
 from glm5.train.loop import StageIO, Trainer, train
-from glm5.train.losses import IndexerLoss, balance_loss, language_loss
+from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
 STEPS = 20

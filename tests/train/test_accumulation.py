@@ -11,7 +11,8 @@ from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
 from glm5.model.context import packed_context
 from glm5.train.loop import TIMES, Trainer
-from glm5.train.losses import IndexerLoss, balance_loss, expert_loads, language_loss
+from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.router_balance import balance_loss, expert_loads
 from glm5.train.step_metrics import StepMetrics
 
 

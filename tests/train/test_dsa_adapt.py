@@ -274,7 +274,7 @@ def test_measures_equal_a_brute_force(small: Any, monkeypatch: pytest.MonkeyPatc
         def selected(self, *_: Any) -> None:
             raise AssertionError
 
-        def muted(self) -> Keep:
+        def noop(self) -> Keep:
             return self
 
     causal = torch.ones(20, 20, dtype=torch.bool).tril()

@@ -16,12 +16,10 @@ from glm5.model.context import AllKeys, RouterStats, packed_context
 from glm5.ops.indexer_kl import selected_kl
 from glm5.train.losses import (
     IndexerLoss,
-    balance_loss,
-    expert_loads,
     language_loss,
     target_logprobs,
-    update_router_bias,
 )
+from glm5.train.router_balance import balance_loss, expert_loads, update_router_bias
 
 F64 = torch.float64
 
@@ -236,8 +234,8 @@ def test_indexer_recall_by_hand() -> None:
     assert math.isclose(float(sparse.total()), 0.0, abs_tol=1e-7)
     with pytest.raises(ValueError, match="no indexer was observed"):
         IndexerLoss(rows_of(torch.tensor([[0]])), topk=2).total()
-    quiet, before = watch.muted(), watch.metrics.numbers()
-    for observer in (quiet, quiet.muted()):
+    quiet, before = watch.noop(), watch.metrics.numbers()
+    for observer in (quiet, quiet.noop()):
         observer.dense(0, view)
         observer.selected(1, scores.unsqueeze(0), target.unsqueeze(0), causal)
     assert len(watch.losses) == 2 and watch.metrics.numbers() == before

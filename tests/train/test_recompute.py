@@ -13,7 +13,8 @@ import torch
 
 from glm5.data.packing import Batch
 from glm5.model.context import packed_context
-from glm5.train.losses import IndexerLoss, balance_loss, language_loss
+from glm5.train.losses import IndexerLoss, language_loss
+from glm5.train.router_balance import balance_loss
 
 IDS = torch.randint(0, 40, (3, 24), generator=torch.Generator().manual_seed(5))
 DOCUMENTS = torch.tensor([[0] * 14 + [1] * 10, [0] * 24, [0] * 20 + [-1] * 4])

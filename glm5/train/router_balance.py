@@ -1,0 +1,51 @@
+"""Balance of the experts: the loss-free bias update, the sequence-level loss, and the loads that both count (§2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glm5.data.packing import Batch
+from glm5.model.context import RouterStats
+from glm5.model.glm5 import GLM5ForCausalLM
+
+
+def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
+    """Sequence-level balance: sum over experts of f_e P_e per row, mean over the step's rows and over layers (§3 of
+    GLM-4.5).
+
+    f_e = E / (K T) * times e was chosen, P_e = mean normalised score of e. Padding tokens do not count.
+    """
+    real = (batch.documents >= 0).flatten()
+    rows, length = batch.documents.shape
+    count = real.view(rows, length).sum(1).clamp_min(1).unsqueeze(1)
+    total = torch.zeros((), dtype=stats[0].scores.dtype, device=stats[0].scores.device)
+    for layer in stats:
+        scores, chosen_experts = layer.scores[: real.numel()], layer.experts[: real.numel()]
+        chosen = torch.zeros_like(scores).scatter_(1, chosen_experts, 1.0) * real.unsqueeze(1)
+        shares = scores / scores.sum(-1, keepdim=True) * real.unsqueeze(1)
+        per_row = chosen.view(rows, length, -1).sum(1) * experts / (chosen_experts.shape[1] * count)
+        total = total + (per_row * shares.view(rows, length, -1).sum(1) / count).sum() / batch.counts().rows
+    return total / len(stats)
+
+
+@torch.no_grad()
+def expert_loads(stats: list[RouterStats], documents: Tensor, experts: int) -> dict[int, Tensor]:
+    """Tokens per expert [E] of every MoE layer; padding does not count. The MTP layer's depths add up."""
+    real = (documents >= 0).flatten()
+    loads: dict[int, Tensor] = {}
+    for layer in stats:
+        load = torch.bincount(layer.experts[: real.numel()][real].flatten(), minlength=experts).float()
+        loads[layer.layer] = loads[layer.layer] + load if layer.layer in loads else load
+    return loads
+
+
+@torch.no_grad()
+def update_router_bias(model: GLM5ForCausalLM, loads: Mapping[int, Tensor], rate: float) -> None:
+    """Loss-free balance: bias += rate * sign(mean load - load) per MoE layer, from the loads of the whole step."""
+    for layer_index, router in model.routers():
+        if layer_index in loads:
+            load = loads[layer_index].to(router.e_score_correction_bias.device)
+            router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
