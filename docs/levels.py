@@ -17,7 +17,7 @@ WIDTH, ROW, BOX, GAP, LEFT = 760, 46, 30, 10, 36
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Names of the packages (or top-level modules) of glm5 that a file imports, by absolute imports as we write them."""
+    """Packages and top-level modules of glm5 that a file imports (absolutely, as all our imports are)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

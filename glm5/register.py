@@ -1,55 +1,75 @@
 """Things that a recipe chooses by name, and how other people's code adds more of them.
 
 A script adds its own with `add` before it runs a recipe; an installed package through an entry point of the register's
-group. Recipes, checkpoints and datasets only hold names: nothing in them can make this package import code.
+group:
+
+    [project.entry-points."glm5.losses"]     # in that package's pyproject.toml
+    my_loss = "my_package.losses:MyLoss"
+
+Recipes, checkpoints and datasets only hold names: nothing in them can make this package import code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from glm5.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
 
-class Register(Generic[T]):
-    """Subclasses of `base` by name. `group` is that of the entry points, `kind` what errors call an entry.
-
-    [project.entry-points."glm5.losses"]     # in the pyproject.toml of another package
-    my_loss = "my_package.losses:MyLoss"
-    """
+class Register(MutableMapping[str, type[T]]):
+    """Subclasses of `base` by name. `group` is that of the entry points, `kind` what errors call an entry."""
 
     def __init__(self, group: str, kind: str, base: type[T], entries: Mapping[str, type[T]]) -> None:
-        self._group, self._kind, self._base, self._entries = group, kind, base, dict(entries)
+        self._group, self._kind, self._base = group, kind, base
+        self._entries: dict[str, type[T]] = {}
+        for name, entry in entries.items():
+            self.add(name, entry)
 
-    def add(self, name: str, entry: type[T]) -> type[T]:
-        """Add a class. Raises ConfigError if the name is taken by another or the class is not a subclass of `base`."""
+    def add(self, name: str, entry: type[T]) -> None:
+        """Add a class. Raises ConfigError if the name is taken by another."""
         if self._entries.get(name, entry) is not entry:
-            raise ConfigError(f'There already is a {self._kind} named "{name}"; choose another name.')
+            raise ConfigError(f'there is already a {self._kind} named "{name}"; choose another name.')
+        self[name] = entry
+
+    def __setitem__(self, name: str, entry: type[T]) -> None:
         if not (isinstance(entry, type) and issubclass(entry, self._base)):
-            raise ConfigError(f'The {self._kind} "{name}" must be a subclass of {self._base.__qualname__}.')
+            raise ConfigError(f'the {self._kind} "{name}" must be a subclass of glm5\'s {self._base.__qualname__}.')
         self._entries[name] = entry
-        return entry
 
     def __getitem__(self, name: str) -> type[T]:
         """The class of this name; an entry point is imported only now. Raises ConfigError if there is none."""
         if name not in self._entries:
             found = list(entry_points(group=self._group, name=name))
             if not found:
-                names = sorted(self)
-                raise ConfigError(f'Unknown {self._kind} "{name}"{nearest(name, names)}; known: {", ".join(names)}.')
+                known = sorted(self)
+                raise ConfigError(
+                    f'unknown {self._kind} "{name}"{nearest(name, known)}; choose one of {", ".join(known)}.'
+                )
             try:
                 entry = found[0].load()
             except Exception as error:
-                raise ConfigError(
-                    f'The {self._kind} "{name}" of {found[0].value} cannot be imported: {error}.'
-                ) from error
-            self.add(name, entry)
+                text = f'the {self._kind} "{name}" ({found[0].value}) cannot be imported: {error}.'
+                raise ConfigError(text) from error
+            self[name] = entry
         return self._entries[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The class of this name, or `default` if there is none."""
+        return self[name] if name in self else default  # noqa: SIM401 - this is `get`
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)
 
     def __iter__(self) -> Iterator[str]:
         """All names, those of entry points included."""
         return iter(dict.fromkeys([*self._entries, *entry_points(group=self._group).names]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

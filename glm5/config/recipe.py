@@ -219,6 +219,14 @@ class PolicyStage(Stage):
 class RewardStage(PolicyStage):
     """What stages that learn from rewards share. `clip_low` and `clip_high` are the bounds of PPO and Eq. 1."""
 
+    loss: str
+    """A name in the register of losses (`glm5/rl/losses/registered.py`): "icepop" (Eq. 1), "grpo" (Eq. 1 without pop),
+    "double_sided" (Eqs. 3-5), "ppo", "policy_gradient", or one that other code adds."""
+    loss_options: dict[str, Any] = {}
+    """Numbers of a loss that has no keys of its own here."""
+    eps_low: float = Field(0.5, ge=0)
+    eps_high: float = Field(1.0, ge=0)
+    """"double_sided" leaves out tokens whose ratio is not between 1 - `eps_low` and 1 + `eps_high`."""
     average: Literal["sequence", "token"] = "sequence"
     """What the loss is a mean over: every sequence counts alike (Eq. 1), or every token (Eq. 5)."""
     kl_weight: float = Field(0.0, ge=0)
@@ -230,8 +238,7 @@ class ReasoningStage(RewardStage):
     """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
 
     kind: Literal["reasoning"]
-    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
-    """"grpo" is Eq. 1 without pop, blind to how engine and learner differ. PPO's old policy is the rollout's."""
+    loss: str = "icepop"
 
 
 class AgenticStage(RewardStage):
@@ -239,11 +246,8 @@ class AgenticStage(RewardStage):
     learner take turns in one process, and a logical clock says which rollouts see which weights."""
 
     kind: Literal["agentic"]
-    loss: Literal["double_sided", "ppo", "policy_gradient"] = "double_sided"
-    """PPO's old policy is the rollout's: with stale rollouts there is no other."""
+    loss: str = "double_sided"
     average: Literal["sequence", "token"] = "token"
-    eps_low: float = Field(0.5, ge=0)
-    eps_high: float = Field(1.0, ge=0)
     max_staleness: int = Field(4, ge=0)
     reset_optimizer: bool = True
     """As in the paper (§4.1)."""
@@ -264,7 +268,7 @@ class GeneralStage(RewardStage):
     """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
-    loss: Literal["icepop", "grpo", "ppo", "policy_gradient"] = "icepop"
+    loss: str = "icepop"
     reward_model: RewardModelConfig
 
 

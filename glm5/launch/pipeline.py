@@ -20,7 +20,7 @@ from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RewardStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
@@ -32,6 +32,7 @@ from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
 from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
 from glm5.rl.learner import Agreement
+from glm5.rl.losses import stage_loss
 from glm5.rl.prompts import PromptStream
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO
@@ -118,6 +119,8 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
     for stage in recipe.stages:
         if isinstance(stage, PolicyStage):
             PromptStream(stage, recipe.seed)
+        if isinstance(stage, RewardStage):
+            stage_loss(stage)
 
 
 def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message
-from glm5.tasks.contract import SingleTurnEnv, ToolSpec, draw
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec, draw
 
 LEVELS = (1, 2, 3)
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
@@ -86,7 +86,7 @@ class ArithmeticProblem:
         return [Message("user", self.prompt), Message("assistant", str(self.answer), reasoning=reasoning)]
 
 
-class ArithmeticFamily:
+class ArithmeticFamily(Family):
     """Level 1: two digits added; 2: two-digit plus one-digit; 3: two-digit numbers, plus or minus, never below zero.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).

@@ -15,7 +15,7 @@ from typing import Any
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.contract import Family, ToolSpec, draw, function_tool
 from glm5.tasks.judge import TIMEOUT, Case, Judge, default_judge
 
 LETTERS = "abcdefghkmnpqrstuvwxyz"
@@ -207,7 +207,7 @@ class BugfixEnv:
         return {"code": self._expression, "malformed": self._malformed}
 
 
-class BugfixFamily:
+class BugfixFamily(Family):
     """Draws an operation, argument names and a bug. Raises `GradingError` where code cannot be isolated.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -56,15 +57,16 @@ class Problem(Protocol):
 P = TypeVar("P", bound=Problem)
 
 
-class Family(Protocol):
-    """An endless, seeded supply of problems of one kind."""
+class Family(ABC):
+    """An endless, seeded supply of problems of one kind. `__init__` takes a seed, then the family's own options, which
+    a recipe gives by name."""
 
     name: str
     domain: str
 
+    @abstractmethod
     def problem(self, split: str, index: int) -> Problem:
         """The same problem for the same (seed, options, split, index), on every machine."""
-        ...
 
 
 def split_of(key: str) -> str:

@@ -1,11 +1,12 @@
-"""The register of problem families: literal names to classes."""
+"""The register of task families. Others add theirs: `FAMILIES.add`, or an entry point in "glm5.families"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from glm5.errors import ConfigError, nearest
+from glm5.errors import ConfigError
+from glm5.register import Register
 from glm5.tasks.arithmetic import ArithmeticFamily
 from glm5.tasks.bugfix import BugfixFamily
 from glm5.tasks.contract import Family
@@ -17,26 +18,29 @@ from glm5.tasks.python_tool import PythonToolFamily
 from glm5.tasks.toolcall import ToolCallFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
 
-FAMILIES: Mapping[str, Callable[..., Family]] = {
-    "arithmetic": ArithmeticFamily,
-    "bugfix": BugfixFamily,
-    "code": CodeFamily,
-    "general": GeneralFamily,
-    "instructions": InstructionFamily,
-    "math": MathFamily,
-    "python_tool": PythonToolFamily,
-    "toolcall": ToolCallFamily,
-    "verifiers": VerifiersFamily,
-}
+FAMILIES: Register[Family] = Register(
+    "glm5.families",
+    "task family",
+    Family,
+    {
+        "arithmetic": ArithmeticFamily,
+        "bugfix": BugfixFamily,
+        "code": CodeFamily,
+        "general": GeneralFamily,
+        "instructions": InstructionFamily,
+        "math": MathFamily,
+        "python_tool": PythonToolFamily,
+        "toolcall": ToolCallFamily,
+        "verifiers": VerifiersFamily,
+    },
+)
 
 
 def make_family(name: str, seed: int = 0, **options: Any) -> Family:
-    """The family `name` with its own options; see the class for them."""
-    if name not in FAMILIES:
-        raise ConfigError(
-            f'unknown task family "{name}"{nearest(name, FAMILIES)}; choose one of {", ".join(FAMILIES)}.'
-        )
+    """The family `name` with its own options; see the class for them. Raises ConfigError if it has none of the name or
+    does not take the options."""
+    make: Callable[..., Family] = FAMILIES[name]
     try:
-        return FAMILIES[name](seed, **options)
+        return make(seed, **options)
     except TypeError as error:
         raise ConfigError(f'task family "{name}": {error}; options given: {", ".join(options) or "none"}.') from error

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message
-from glm5.tasks.contract import SingleTurnEnv, ToolSpec, draw
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec, draw
 
 NAMES = tuple(
     "Ada Amy Ann Ben Bob Cal Dan Dee Eli Eva Eve Fay Gus Guy Hal Ian Ida Ivy Jan Jay Jim Joe Kay Ken Kim Lee Leo Liz "
@@ -147,7 +147,7 @@ def rules_score(problem: GeneralProblem, text: str) -> float:
     )
 
 
-class GeneralFamily:
+class GeneralFamily(Family):
     """Draws (act, name, form). `forms` restricts the instructions."""
 
     name = "general"

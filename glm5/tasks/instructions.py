@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult
-from glm5.tasks.contract import ToolSpec, draw
+from glm5.tasks.contract import Family, ToolSpec, draw
 from glm5.tasks.instruction_rules import KINDS, TOPICS, Rule, compatible, prose_of
 from glm5.tasks.text_units import has_letters, read, words_of
 
@@ -151,7 +151,7 @@ class InstructionEnv:
         )
 
 
-class InstructionFamily:
+class InstructionFamily(Family):
     """Level n states n rules that can be kept together. `kinds` restricts the rules."""
 
     name = "instructions"

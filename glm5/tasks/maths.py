@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message
-from glm5.tasks.contract import SingleTurnEnv, ToolSpec, draw
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec, draw
 from glm5.tasks.math_answer import Answer, check_answer
 from glm5.tasks.math_problems import LEVELS, TOPICS
 
@@ -54,7 +54,7 @@ class MathProblem:
         return [Message("user", self.prompt), Message("assistant", content, reasoning=reasoning)]
 
 
-class MathFamily:
+class MathFamily(Family):
     """`topics` and `levels` restrict what is drawn; every topic has every level.
 
     `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).

@@ -19,7 +19,7 @@ from typing import Any
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message
-from glm5.tasks.contract import SPLITS, SingleTurnEnv, ToolSpec, draw, split_of
+from glm5.tasks.contract import SPLITS, Family, SingleTurnEnv, ToolSpec, draw, split_of
 from glm5.tasks.judge import Case, Judge, default_judge
 from glm5.tasks.programming_pieces import RESULTS, SOURCES, STEPS, Piece
 
@@ -178,7 +178,7 @@ class CodeProblem:
         return [Message("user", self.prompt), Message("assistant", answer, reasoning=thought)]
 
 
-class CodeFamily:
+class CodeFamily(Family):
     """Level n chains n steps. `sources` restricts the kinds of argument. Raises `GradingError` where code cannot be
     isolated.
 

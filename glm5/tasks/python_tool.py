@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.contract import Family, ToolSpec, draw, function_tool
 from glm5.tasks.math_answer import Answer, check_answer
 from glm5.tasks.python_problems import LEVELS, QUESTIONS, Question
 from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
@@ -205,7 +205,7 @@ def _misuse(call: ToolCall) -> str | None:
     return None
 
 
-class PythonToolFamily:
+class PythonToolFamily(Family):
     """`levels` and `topics` restrict the questions (none: all of the levels), `max_turns` counts assistant messages,
     `most_output` characters of a tool's answer. Raises `GradingError` where code cannot be isolated.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.contract import Family, ToolSpec, draw, function_tool
 
 CITIES = tuple(
     "Rome Oslo Lima Bonn Nice Bern Cork Kiev Riga Doha Pune Bari Graz Lyon Metz Linz Ulm Vigo Gent Kobe".split()
@@ -107,7 +107,7 @@ class ToolCallEnv:
         return StepResult(done=True, reward=float(right), outcome=Outcome.SOLVED if right else Outcome.FAILED)
 
 
-class ToolCallFamily:
+class ToolCallFamily(Family):
     """Draws a service, its arguments, a result and one distracting tool. There are 1,540 different questions."""
 
     name = "toolcall"

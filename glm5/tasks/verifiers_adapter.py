@@ -107,7 +107,7 @@ class VerifiersEnv:
         )
 
 
-class VerifiersFamily:
+class VerifiersFamily(Family):
     """The taskset `taskset` (the id of an installed plugin) with its own `config`.
 
     The first `limit` tasks are read at once and divided by the hash of their prompts like every family's problems; an

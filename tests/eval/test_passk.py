@@ -176,7 +176,7 @@ def test_a_real_engine_draws_different_answers(small: Any, tokenizer: Any) -> No
     assert len(greedy) == 5
 
 
-class Broken:
+class Broken(families.Family):
     """A family whose odd problems cannot be judged; the others are always solved."""
 
     name = domain = "broken"
@@ -206,7 +206,7 @@ class Broken:
 def test_failures_of_the_environment_are_no_success_and_are_counted(
     small: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(families.FAMILIES, "broken", Broken)  # type: ignore[arg-type]
+    monkeypatch.setitem(families.FAMILIES, "broken", Broken)
     config = CONFIG.model_copy(update={"families": [FamilyConfig(name="broken")]})
     found = evaluate(small(), tokenizer, config, None)["skills"]["broken"]
     assert (found["solved"], found["errors"], found["passed"], found["sample_errors"]) == ("10101", 2, "3 0 3 0 3", 6)

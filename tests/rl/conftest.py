@@ -79,7 +79,7 @@ class ToyEnv:
         return StepResult(messages=(Message("user", "no"),))
 
 
-class ToyFamily:
+class ToyFamily(families.Family):
     name = domain = "toy"
 
     def __init__(self, seed: int = 0, turns: int = 1, failing: int = 0) -> None:
@@ -92,5 +92,5 @@ class ToyFamily:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
     """Register the toy family; options are `turns` and `failing`."""
-    monkeypatch.setitem(families.FAMILIES, "toy", ToyFamily)  # type: ignore[arg-type]
+    monkeypatch.setitem(families.FAMILIES, "toy", ToyFamily)
     return "toy"

@@ -16,6 +16,7 @@ from glm5.config.recipe import (
     ReasoningStage,
     RewardModelConfig,
 )
+from glm5.errors import ConfigError
 from glm5.obs.metrics import read_metrics
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation
@@ -24,7 +25,7 @@ from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import PPO, DoubleSided, IcePop, PolicyGradient, policy_loss
+from glm5.rl.losses import GRPO, PPO, DoubleSided, IcePop, PolicyGradient, policy_loss
 
 OPTIM = OptimConfig(steps=4, lr=5e-3, save_every=2)
 LIMITS: dict[str, Any] = dict(
@@ -73,7 +74,7 @@ def test_every_arm_is_the_loss_it_names(average: Any) -> None:
     algorithms = [
         (ReasoningRL(reasoning(beta=1.5, **bounds)), IcePop(1.5, 0.1, 0.5)),
         (ReasoningRL(reasoning(loss="ppo", **bounds)), PPO(0.1, 0.5, "rollout")),
-        (ReasoningRL(reasoning(loss="grpo", **bounds)), PPO(0.1, 0.3, "old")),
+        (ReasoningRL(reasoning(loss="grpo", **bounds)), GRPO(0.1, 0.5)),
         (ReasoningRL(reasoning(loss="policy_gradient", **bounds)), PolicyGradient()),
         (AgenticRL(agentic(eps_low=0.3, eps_high=0.7, average=average)), DoubleSided(0.3, 0.7)),
         (AgenticRL(agentic(loss="ppo", **bounds)), PPO(0.1, 0.5, "rollout")),
@@ -89,7 +90,7 @@ def test_every_arm_is_the_loss_it_names(average: Any) -> None:
 
 @pytest.mark.parametrize("make", [reasoning, agentic, general])
 @pytest.mark.parametrize(
-    "wrong", [{"loss": "sac"}, {"kl_weight": -1.0}, {"kl_estimator": "k1"}, {"average": "batch"}, {"record": "maybe"}]
+    "wrong", [{"kl_weight": -1.0}, {"kl_estimator": "k1"}, {"average": "batch"}, {"record": "maybe"}]
 )
 def test_unknown_arms_are_refused(make: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -110,11 +111,11 @@ def test_more_minibatches_than_prompts_are_refused() -> None:
         reasoning(minibatches=3)
 
 
-def test_arms_of_the_other_stage_are_refused() -> None:
-    with pytest.raises(ValueError, match="loss"):
-        reasoning(loss="double_sided")
-    with pytest.raises(ValueError, match="loss"):
-        agentic(loss="icepop")
+def test_any_stage_takes_any_loss_and_an_unknown_one_is_refused() -> None:
+    assert ReasoningRL(reasoning(loss="double_sided", eps_low=0.2)).objective == DoubleSided(0.2, 1.0)
+    assert AgenticRL(agentic(loss="icepop")).objective == IcePop()
+    with pytest.raises(ConfigError, match=r'unknown loss "icepopp" \(did you mean "icepop"'):
+        ReasoningRL(reasoning(loss="icepopp"))
 
 
 @pytest.mark.parametrize("make", [reasoning, agentic])

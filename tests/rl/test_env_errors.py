@@ -69,7 +69,7 @@ def hostile(toy: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str
         def problem(self, split: str, index: int) -> Any:
             return Problem(super().problem(split, index))
 
-    monkeypatch.setitem(families.FAMILIES, "hostile", Hostile)  # type: ignore[arg-type]
+    monkeypatch.setitem(families.FAMILIES, "hostile", Hostile)
     yield ways
     go.set()
 

@@ -60,7 +60,7 @@ def hang_at(monkeypatch: pytest.MonkeyPatch, problem: int, box: Sandbox) -> list
             env.step = step
             return env
 
-    monkeypatch.setitem(families.FAMILIES, "toy", Hanging)  # type: ignore[arg-type]
+    monkeypatch.setitem(families.FAMILIES, "toy", Hanging)
     return pressed
 
 

@@ -317,7 +317,7 @@ def test_an_interrupted_stage_keeps_its_choice(
     assert whole.learner.model.lm_head.weight.equal(rest.learner.model.lm_head.weight)
 
 
-class NumberedFamily:
+class NumberedFamily(families_module.Family):
     """As many problems as `size`, over and over."""
 
     name = domain = "numbered"
@@ -334,7 +334,7 @@ def test_a_small_family_is_measured_once_and_comes_again(
     toy: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Seven problems: each is measured once though twenty are asked for, and drawn once before any comes again."""
-    monkeypatch.setitem(families_module.FAMILIES, "numbered", NumberedFamily)  # type: ignore[arg-type]
+    monkeypatch.setitem(families_module.FAMILIES, "numbered", NumberedFamily)
     plain = PromptStream(stage_of([FamilyConfig(name="numbered")]), 0)
     drawn = [index_of(plain.episode(group, tokenizer, THREADS).env.problem) for group in range(21)]
     assert drawn == [*range(7)] * 3
@@ -381,7 +381,7 @@ def test_rollouts_and_measurements_ask_for_their_split_only(
             seen.append((split, index))
             return super().problem(split, index)
 
-    monkeypatch.setitem(families_module.FAMILIES, "general", Watching)  # type: ignore[arg-type]
+    monkeypatch.setitem(families_module.FAMILIES, "general", Watching)
     easy = DifficultyConfig(problems=3, tries=1, low=0.0, high=1.0, unseen=0.5)
     families = [FamilyConfig(name="general", difficulty=easy)]
     stream = PromptStream(stage_of(families, temperature=0.7, max_context=400), SEED)

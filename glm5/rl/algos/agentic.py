@@ -9,9 +9,8 @@ from torch import Tensor
 from glm5.config.recipe import AgenticStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import mean_centred
-from glm5.rl.algos.objectives import agentic_objective, kl_penalty
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import Observer, Statistics, policy_loss
+from glm5.rl.losses import Observer, Statistics, policy_loss, stage_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -21,7 +20,7 @@ class AgenticRL:
 
     def __init__(self, stage: AgenticStage) -> None:
         self.stage = stage
-        self.objective, self.penalty = agentic_objective(stage), kl_penalty(stage)
+        self.objective, self.penalty = stage_loss(stage)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         rows = []

@@ -9,9 +9,8 @@ from torch import Tensor
 from glm5.config.recipe import GeneralStage, ReasoningStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import group_normalised
-from glm5.rl.algos.objectives import kl_penalty, reasoning_objective
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.losses import Observer, Statistics, policy_loss
+from glm5.rl.losses import Observer, Statistics, policy_loss, stage_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -21,7 +20,7 @@ class ReasoningRL:
 
     def __init__(self, stage: ReasoningStage | GeneralStage) -> None:
         self.stage = stage
-        self.objective, self.penalty = reasoning_objective(stage), kl_penalty(stage)
+        self.objective, self.penalty = stage_loss(stage)
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         rows = []

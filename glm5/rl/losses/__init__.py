@@ -13,10 +13,13 @@ from glm5.rl.losses.kl import KLPenalty
 from glm5.rl.losses.measure import Statistics
 from glm5.rl.losses.policy_gradient import PolicyGradient
 from glm5.rl.losses.policy_loss import Observer, policy_loss
-from glm5.rl.losses.ppo import PPO
+from glm5.rl.losses.ppo import GRPO, PPO
+from glm5.rl.losses.registered import LOSSES, stage_loss
 from glm5.rl.losses.tokens import Objective, Terms, Tokens
 
 __all__ = [
+    "GRPO",
+    "LOSSES",
     "PPO",
     "Average",
     "Counts",
@@ -32,5 +35,6 @@ __all__ = [
     "average_over",
     "double_sided_is_loss",
     "icepop_grpo_loss",
+    "stage_loss",
     "policy_loss",
 ]

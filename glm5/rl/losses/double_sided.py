@@ -11,21 +11,27 @@ differentiating r as well would add a second factor, 1 + log pi.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from glm5.config.recipe import RewardStage
 from glm5.rl.losses.averaging import Average
 from glm5.rl.losses.policy_loss import policy_loss
-from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 
 @dataclass(frozen=True)
-class DoubleSided:
+class DoubleSided(Objective):
     """sg(f(r) A) log pi. The paper does not say its bounds; the defaults keep ratios in (0.5, 2)."""
 
     eps_low: float = 0.5
     eps_high: float = 1.0
+
+    @classmethod
+    def of(cls, stage: RewardStage) -> Self:
+        return cls(stage.eps_low, stage.eps_high)
 
     def __call__(self, tokens: Tokens) -> Terms:
         ratio = ratio_of(tokens.logprobs, tokens.rollout_logprobs).detach()

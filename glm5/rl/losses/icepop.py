@@ -10,23 +10,29 @@ pop carries no gradient: it involves old policies only. On-policy r = 1 in value
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from glm5.config.recipe import RewardStage
 from glm5.rl.losses.averaging import Average
 from glm5.rl.losses.policy_loss import policy_loss
 from glm5.rl.losses.ppo import clipped_surrogate
-from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 
 @dataclass(frozen=True)
-class IcePop:
+class IcePop(Objective):
     """pop(rho) * min(r A, clip(r) A); the paper's values are the defaults."""
 
     beta: float = 2.0
     clip_low: float = 0.2
     clip_high: float = 0.28
+
+    @classmethod
+    def of(cls, stage: RewardStage) -> Self:
+        return cls(stage.beta, stage.clip_low, stage.clip_high)
 
     def __call__(self, tokens: Tokens) -> Terms:
         rho = ratio_of(tokens.old, tokens.rollout_logprobs).detach()

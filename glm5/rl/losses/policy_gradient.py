@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(Objective):
     """A log pi. The ratio to the rollout is reported and changes nothing: what is stale is trained on as it is."""
 
     def __call__(self, tokens: Tokens) -> Terms:

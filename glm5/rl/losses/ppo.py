@@ -7,16 +7,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from glm5.rl.losses.tokens import Terms, Tokens, ratio_of
+from glm5.config.recipe import RewardStage
+from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 
 @dataclass(frozen=True)
-class PPO:
+class PPO(Objective):
     """min(r A, clip(r) A) against the old policy that is named.
 
     "rollout" takes the engine's log-probabilities at the time of sampling. Where rollouts are stale it is the only old
@@ -28,11 +29,22 @@ class PPO:
     clip_high: float = 0.2
     against: Literal["rollout", "old"] = "rollout"
 
+    @classmethod
+    def of(cls, stage: RewardStage) -> Self:
+        return cls(stage.clip_low, stage.clip_high)
+
     def __call__(self, tokens: Tokens) -> Terms:
         base = tokens.rollout_logprobs if self.against == "rollout" else tokens.old
         ratio = ratio_of(tokens.logprobs, base.detach())
         surrogate, weight, clipped = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
         return Terms(surrogate, weight, ratio, torch.zeros_like(clipped), clipped)
+
+
+@dataclass(frozen=True)
+class GRPO(PPO):
+    """Eq. 1 without pop: blind to how engine and learner differ."""
+
+    against: Literal["rollout", "old"] = "old"
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from glm5.config.recipe import RewardStage
 from glm5.rl.losses.averaging import Average, Counts
 
 MAX_LOG_RATIO = 60.0
@@ -72,12 +74,17 @@ class Terms:
     clipped: Tensor
 
 
-class Objective(Protocol):
-    """One equation."""
+class Objective(ABC):
+    """One equation. What a recipe calls its `loss` is a subclass in the register `glm5.rl.losses.LOSSES`."""
 
+    @classmethod
+    def of(cls, stage: RewardStage) -> Self:
+        """The equation with the numbers of a stage: by default those of its `loss_options`."""
+        return cls(**stage.loss_options)
+
+    @abstractmethod
     def __call__(self, tokens: Tokens) -> Terms:
         """Evaluate it on cleaned tokens."""
-        ...
 
 
 def ratio_of(logprobs: Tensor, base: Tensor) -> Tensor:
