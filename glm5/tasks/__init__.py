@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glm5.tasks.contract import DistinctProblems, Family, Problem, split_of
+from glm5.tasks.contract import DistinctProblems, Family, Problem, SingleTurnEnv, draw, split_of
 from glm5.tasks.difficulty import PassCount, family_key, measure_pass_rates, read_pass_counts, write_pass_counts
 from glm5.tasks.episode import Episode, count_forks, open_episodes, play, to_samples
 from glm5.tasks.families import FAMILIES, make_family
@@ -25,8 +25,10 @@ __all__ = [
     "Problem",
     "Sandbox",
     "SandboxResult",
+    "SingleTurnEnv",
     "check_answer",
     "count_forks",
+    "draw",
     "family_key",
     "make_family",
     "measure_pass_rates",

@@ -1,0 +1,100 @@
+"""Every example runs as its first lines say, in small."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.data.documents import Document
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+QUICK = [
+    "stages.tokenizer.max_bytes=60000", "stages.sft.optim.steps=3", "stages.sft.conversations=40",
+    "stages.sft.rows=2", "stages.rl.optim.steps=1", "stages.rl.prompts=2", "stages.rl.group=2",
+]  # fmt: skip
+
+
+def run(where: Path, *command: object) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=where, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def stages(run_folder: Path) -> dict[str, Any]:
+    return {stage["name"]: stage for stage in json.loads((run_folder / "results.json").read_text())["stages"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first example left a dense model of a folder of text."""
+    folder = tmp_path_factory.mktemp("examples")
+    text = folder / "texts"
+    text.mkdir()
+    library = Path(json.__file__).parents[1]
+    for source in [*sorted(library.glob("email/*.py")), library / "string.py"]:
+        shutil.copy(source, text)
+    held_out = next(name for n in range(1000) if Document(name := f"{n}.py", "").held_out)
+    shutil.copy(library / "argparse.py", text / held_out)
+    said = run(folder, EXAMPLES / "pretrain_on_a_folder.py", text, 4)
+    assert said.startswith("import ")
+    return folder
+
+
+def test_own_environment(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "own_environment.py", *QUICK, "stages.rl.record=true")
+    assert stages(tmp_path / "runs" / "backwards")["rl"]["numbers"]["loss"] is not None
+    rollout = json.loads((tmp_path / "runs" / "backwards" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["domain"] == "letters" and rollout["problem"].startswith("backwards/rl/")
+
+
+def test_own_loss(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "own_loss.py", *QUICK)
+    assert 'loss = "cispo"' in (tmp_path / "runs" / "cispo" / "recipe.toml").read_text()
+    numbers = stages(tmp_path / "runs" / "cispo")["rl"]["numbers"]
+    assert numbers["masked_share"] == 0.0 and "clipped_share" in numbers
+
+
+@pytest.mark.slow
+def test_two_teachers(tmp_path: Path) -> None:
+    sets = [*QUICK, "stages.calls.optim.steps=2", "stages.calls.conversations=20", "stages.calls.rows=2"]
+    sets += ["stages.distill.optim.steps=1", "stages.distill.prompts=4", "evaluation.problems=2"]
+    sets += ["evaluation.text_bytes=600", f"runs={tmp_path}"]
+    run(tmp_path, "-m", "glm5", "pipeline", EXAMPLES / "two_teachers.toml", *(f"--set={one}" for one in sets))
+    numbers = stages(tmp_path / "two-teachers")["distill"]["numbers"]
+    assert {"reverse_kl/rl", "reverse_kl/calls"} <= set(numbers)
+
+
+@pytest.mark.slow
+def test_score_a_file(trained: Path) -> None:
+    said = run(trained, EXAMPLES / "score_a_file.py", "runs/folder/final", "texts/string.py").splitlines()
+    assert 1 < float(said[0].split()[0]) < 12 and len(said) == 6
+
+
+@pytest.mark.slow
+def test_adapt_a_dense_checkpoint(trained: Path) -> None:
+    final = "runs/folder/final"
+    run(trained, "-m", "glm5", "data", "build", "--tokenizer", final, "--out", "shards", trained / "texts")
+    said = run(trained, EXAMPLES / "adapt_a_dense_checkpoint.py", final, "shards", "sparse", 2)
+    assert "sparse attends to" in said and (trained / "sparse" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_serve_and_call_tools(trained: Path) -> None:
+    said = run(trained, EXAMPLES / "serve_and_call_tools.py", "runs/folder/final").splitlines()
+    assert said[0].startswith("called weather {'city': ") and said[1].startswith("answered ")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 63
