@@ -7,6 +7,8 @@ A module imports only from strictly lower levels or from its own package. Import
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -263,3 +265,29 @@ assert not loaded, f"glm5 --help loads {loaded}"
 def test_help_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_the_levels_is_that_of_the_imports() -> None:
+    spec = importlib.util.spec_from_file_location("levels", ROOT / "docs" / "levels.py")
+    assert spec is not None and spec.loader is not None
+    levels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(levels)
+    drawn = (ROOT / "docs" / "levels.svg").read_text(encoding="utf-8")
+    assert drawn == levels.svg(), "run docs/levels.py"
+    rows = levels.levels(levels.graph())
+    assert "cli" in rows[-1] and "errors" in rows[0]
+
+
+WALKED = re.compile(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`")
+
+
+def test_the_walks_name_files_and_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = list(WALKED.finditer(text))
+    assert len(found) > 50
+    for path, name in (match.groups() for match in found):
+        files = [p for p in (PACKAGE / path, ROOT / path, *PACKAGE.rglob(path)) if p.is_file()]
+        assert files, path
+        for part in name.split(".") if name else ():
+            source = files[0].read_text(encoding="utf-8")
+            assert re.search(rf"^\s*(class|def|async def) {part}\b", source, re.M), f"{path}:{name}"
