@@ -73,6 +73,7 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py
 
 bench: $(READY)  ## every script of benchmarks/
 	@set -e; ls benchmarks/*.py >/dev/null; for script in benchmarks/[!_]*.py; do \
