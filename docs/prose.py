@@ -1,4 +1,4 @@
-"""How plain the prose is: odd words per 1,000 in docstrings, comments, README and docs, and the sentences to begin with.
+"""How plain the prose is: odd words per 1,000 in docstrings, comments, README and docs; lists sentences to begin with.
 
     .venv/bin/python docs/prose.py [--sentences 10] [PATH ...]
 
