@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     ValidationError,
     model_validator,
@@ -63,7 +64,7 @@ class GLM5Config(BaseModel):
     and SimpleGDN ("simple_gdn": decay and writing strength are the constants `simple_gdn_alpha`, `simple_gdn_beta`).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     vocab_size: Size
     hidden_size: Size
@@ -100,7 +101,7 @@ class GLM5Config(BaseModel):
     index_topk_freq: Size = 1
     index_skip_topk_offset: int = 2
     index_topk_pattern: str | None = None
-    rope_theta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    rope_theta: PositiveFloat
     rope_interleave: Literal[True] = True
     indexer_rope_interleave: Literal[True] = True
     max_position_embeddings: Size
@@ -109,10 +110,10 @@ class GLM5Config(BaseModel):
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
     tie_word_embeddings: Literal[False] = False
-    initializer_range: float = 0.02
+    initializer_range: NonNegativeFloat = 0.02
     num_nextn_predict_layers: int = 0
-    eos_token_id: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    eos_token_id: tuple[NonNegativeInt, ...] = ()
+    pad_token_id: NonNegativeInt | None = None
     attention_pattern: str = ""
     efficient_attention: Literal["swa", "gdn", "simple_gdn"] | None = None
     sliding_window: Size = 4096

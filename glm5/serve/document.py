@@ -49,6 +49,7 @@ ERRORS: Mapping[str, str] = {
     "403": "This client may not ask.",
     "404": "There is no such model.",
     "408": "The body did not arrive in time.",
+    "409": "The version of the weights is not above the present one.",
     "413": "The body is too large.",
     "429": "The server is full; Retry-After says when to come back.",
     "503": "The server is stopping, or its engine does not answer.",

@@ -127,15 +127,13 @@ def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> Non
         shown = [place.shown() for place in pool.places]
         return {"workers": shown, "weight_version": str(pool.version), "paused": pool.paused}
 
-    @app.post(f"{WORKERS_PATH}/{{rank:int}}/drain")
-    async def drain(rank: int) -> dict[str, Any]:
-        pool.drain(rank)
-        return pool.places[rank].shown()
+    @app.post(f"{WORKERS_PATH}/{{rank}}/drain")
+    async def drain(rank: str) -> dict[str, Any]:
+        return pool.drain(rank).shown()
 
-    @app.post(f"{WORKERS_PATH}/{{rank:int}}/resume")
-    async def resume(rank: int) -> dict[str, Any]:
-        pool.resume(rank)
-        return pool.places[rank].shown()
+    @app.post(f"{WORKERS_PATH}/{{rank}}/resume")
+    async def resume(rank: str) -> dict[str, Any]:
+        return pool.resume(rank).shown()
 
 
 def run(

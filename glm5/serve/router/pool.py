@@ -166,24 +166,30 @@ class WorkerPool:
         worker.stirred.set()
         self._leave(self.places[worker.rank])
 
-    def drain(self, rank: int) -> None:
-        """Take a worker out: it finishes what runs on it, ends, and is not replaced until `resume`."""
+    def drain(self, rank: str) -> Place:
+        """Take a worker out: it finishes what runs on it, ends, and is not replaced until `resume`. ApiError (404) if
+        there is no such rank."""
         place = self._place(rank)
         place.wanted = False
         self._leave(place)
         if place.worker is not None:
             place.state = "draining"
             self._spawn(self._drained(place.worker))
+        return place
 
-    def resume(self, rank: int) -> None:
+    def resume(self, rank: str) -> Place:
         """Let a rank that was drained come back; one that is still finishing goes on first."""
-        self._place(rank).wanted = True
+        place = self._place(rank)
+        place.wanted = True
         self._news()
+        return place
 
-    def _place(self, rank: int) -> Place:
-        if not 0 <= rank < len(self.places):
-            raise ApiError(404, f"There is no worker {rank}; there are 0 to {len(self.places) - 1}.")
-        return self.places[rank]
+    def _place(self, rank: str) -> Place:
+        # Compared as text: a client's number may have thousands of digits.
+        for place in self.places:
+            if str(place.rank) == rank:
+                return place
+        raise ApiError(404, f"There is no worker {rank:.20}; there are 0 to {len(self.places) - 1}.")
 
     async def _drained(self, worker: Worker) -> None:
         await worker.idle()
