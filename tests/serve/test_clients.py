@@ -227,7 +227,7 @@ def test_openai_forms(real: Server) -> None:
 
 
 def test_openai_errors(scripted: Any) -> None:
-    limits = Limits(samples=1, body_bytes=10_000, request_seconds=1.5)
+    limits = Limits(samples=1, body_bytes=10_000, request_seconds=0.75)
     server, engine = scripted("</think>abc", pause=0.01, limits=limits)
     client = server.openai()
     create = client.chat.completions.create
@@ -253,7 +253,7 @@ def test_openai_errors(scripted: Any) -> None:
     with pytest.raises(openai.InternalServerError) as late:
         create(model="glm", messages=HI)
     assert late.value.status_code == 504 and late.value.code == "timeout"
-    with pytest.raises(openai.APIError, match=r"1\.5 seconds"):
+    with pytest.raises(openai.APIError, match=r"0\.75 seconds"):
         list(create(model="glm", messages=HI, stream=True))
 
 
@@ -334,7 +334,7 @@ def test_anthropic_stops_and_forms(scripted: Any, real: Server) -> None:
 
 
 def test_anthropic_errors(scripted: Any) -> None:
-    limits = Limits(samples=1, body_bytes=10_000, request_seconds=1.5)
+    limits = Limits(samples=1, body_bytes=10_000, request_seconds=0.75)
     server, engine = scripted("abc", pause=0.01, limits=limits)
     create = server.anthropic().messages.create
     fields: Any = {"model": "glm", "max_tokens": 1000}
@@ -355,7 +355,7 @@ def test_anthropic_errors(scripted: Any) -> None:
     with pytest.raises(anthropic.APIStatusError) as late:
         create(messages=HI, **fields)
     assert late.value.status_code == 504
-    with pytest.raises(anthropic.APIStatusError, match=r"1\.5 seconds"):
+    with pytest.raises(anthropic.APIStatusError, match=r"0\.75 seconds"):
         list(create(messages=HI, stream=True, **fields))
 
 

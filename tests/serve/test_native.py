@@ -126,7 +126,7 @@ def test_a_stream_grows_like_its_answer(
     monkeypatch.setattr("glm5.serve.stream.Stream.caught_up", True)  # no event is left out because the test is slow
     sizes = []
     with long_server(engine_of, tokenizer) as client:
-        for tokens in (500, 1000, 2000):
+        for tokens in (250, 500, 1000):
             params = {"max_new_tokens": tokens}
             fields = {"return_logprob": logprobs, "incremental_streaming_output": incremental}
             events, size = streamed(client, sampling_params=params, **fields)
