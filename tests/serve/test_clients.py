@@ -19,8 +19,8 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.serve.app import create_app
 from glm5.serve.limits import Limits
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
+openai: Any = None
+anthropic: Any = None
 
 KEY = "secret"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -70,6 +70,13 @@ class Server:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def official() -> None:
+    """The clients. Their import takes seconds, which a process that runs other tests can do without."""
+    global openai, anthropic
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ def body(prompt: str, **fields: Any) -> dict[str, Any]:
 class Routed:
     """A router with two engines in a process of its own.
 
-    Its first `real` engines are started as they are everywhere, the others are forked (see `fork_server`).
+    The first `real` of its engines are started as they are everywhere, the others are forked (see `fork_server`).
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def routed(forks: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     # A short name: the address of a Unix socket has room for some 100 bytes.
-    server = Routed(forks, checkpoint, tmp_path_factory.mktemp("r") / "t", real=2)
+    server = Routed(forks, checkpoint, tmp_path_factory.mktemp("r") / "t", real=1)
     pids = server.pids()
     yield server
     pids = [*pids, *server.pids()]
