@@ -61,9 +61,9 @@ def glm5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Glm5]:
             return subprocess.CompletedProcess(arguments, code, *(one.read_text(encoding="utf-8") for one in said))
 
         yield run
+        watchdog.cancel()
         server.stdin.close()
         assert server.wait(60) == 0
-        watchdog.cancel()
 
 
 def test_help_lists_every_verb(glm5: Glm5) -> None:
