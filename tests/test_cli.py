@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +23,50 @@ SPOKEN = [(verb,) for verb in VERBS] + [
     for name, group in GROUPS.items()
     for command in group.registered_commands
 ]
-# Starts the command line with torch made unimportable, so that loading it is an error and not a matter of seconds.
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; sys.argv[0] = 'glm5'; from glm5.cli import main; main()"
+# Runs command lines, each in a fork. Torch is made unimportable, so that loading it is an error and not a matter of
+# seconds.
+SERVER = """
+import json, os, sys
+sys.modules["torch"] = None
+sys.argv[0] = "glm5"
+from glm5.cli import main
+from glm5.config import recipe
+for line in sys.stdin:
+    arguments, *streams = json.loads(line)
+    child = os.fork()
+    if not child:
+        for place, name in enumerate(streams, start=1):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), place)
+        sys.argv[1:] = arguments
+        sys.exit(main())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Glm5 = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def glm5(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+@pytest.fixture(scope="module")
+def glm5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Glm5]:
+    """Run a command line."""
+    folder, count = tmp_path_factory.mktemp("said"), itertools.count()
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        watchdog = threading.Timer(300, server.kill)
+        watchdog.start()
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            said = [folder / f"{next(count)}" for _ in range(2)]
+            print(json.dumps([arguments, *map(str, said)]), file=server.stdin, flush=True)
+            code = int(server.stdout.readline())
+            return subprocess.CompletedProcess(arguments, code, *(one.read_text(encoding="utf-8") for one in said))
+
+        yield run
+        watchdog.cancel()
+        server.stdin.close()
+        assert server.wait(60) == 0
 
 
-def test_help_lists_every_verb() -> None:
+def test_help_lists_every_verb(glm5: Glm5) -> None:
     for arguments in ((), ("--help",)):
         done = glm5(*arguments)
         assert done.returncode == 0 and not done.stderr
@@ -38,7 +76,7 @@ def test_help_lists_every_verb() -> None:
 
 
 @pytest.mark.parametrize("verb", SPOKEN, ids=" ".join)
-def test_help_of_every_verb(verb: tuple[str, ...]) -> None:
+def test_help_of_every_verb(glm5: Glm5, verb: tuple[str, ...]) -> None:
     done = glm5(*verb, "--help")
     assert done.returncode == 0 and not done.stderr
     usage, _, text = done.stdout.strip().partition("\n")
@@ -46,7 +84,7 @@ def test_help_of_every_verb(verb: tuple[str, ...]) -> None:
     assert text.strip() and not text.strip().startswith("Options:")  # it says what the verb does
 
 
-def test_version() -> None:
+def test_version(glm5: Glm5) -> None:
     assert glm5("version").stdout == f"{__version__}\n"
 
 
@@ -67,8 +105,8 @@ def test_version() -> None:
     ],
     ids=" ".join,
 )
-def test_usage_errors(arguments: list[str], words: list[str]) -> None:
-    fails(arguments, 2, words)
+def test_usage_errors(glm5: Glm5, arguments: list[str], words: list[str]) -> None:
+    fails(glm5, arguments, 2, words)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +133,11 @@ def test_usage_errors(arguments: list[str], words: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_other_errors(arguments: list[str], words: list[str]) -> None:
-    fails(arguments, 1, words)
+def test_other_errors(glm5: Glm5, arguments: list[str], words: list[str]) -> None:
+    fails(glm5, arguments, 1, words)
 
 
-def fails(arguments: list[str], code: int, words: list[str]) -> None:
+def fails(glm5: Glm5, arguments: list[str], code: int, words: list[str]) -> None:
     done = glm5(*arguments)
     lines = done.stderr.strip().splitlines()
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
@@ -107,7 +145,7 @@ def fails(arguments: list[str], code: int, words: list[str]) -> None:
     assert [word for word in words if word not in done.stderr] == [], done.stderr
 
 
-def test_json_is_the_only_thing_on_stdout() -> None:
+def test_json_is_the_only_thing_on_stdout(glm5: Glm5) -> None:
     done = glm5("size", "nano", "--json")
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith("{") and done.stdout.endswith("}\n") and done.stdout.count("\n") == 1

@@ -7,6 +7,7 @@ A module imports only from strictly lower levels or from its own package. Import
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -149,6 +150,7 @@ def shadow_findings(module: str) -> Iterator[Finding]:
         yield f"glm5.{module} has the name of a standard library module"
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -309,7 +309,7 @@ def test_work_is_linear_in_nested_markers(unit: str, width: int, monkeypatch: py
     markers = functools.cache(lambda *key: (real(*key)[0], Counting(real(*key)[1])))
     monkeypatch.setattr(parsers_module, "_markers", markers)
     seen = []
-    for size in (1 << 16, 1 << 17, 1 << 18):
+    for size in (1 << 13, 1 << 14, 1 << 15):
         text, Counting.seen, parser, held = "</think>" + unit * (size // len(unit)), 0, ChatParser(TOOLS), 0
         for at in range(0, len(text), width):
             parser.feed(text[at : at + width])
@@ -317,7 +317,7 @@ def test_work_is_linear_in_nested_markers(unit: str, width: int, monkeypatch: py
         parser.finish()
         assert held < len("</arg_value>"), "only the beginning of a marker is looked at twice"
         seen.append(Counting.seen)
-    assert seen[2] <= 2.2 * (1 << 18), "only what follows an unclosed value is read twice"
+    assert seen[2] <= 2.2 * (1 << 15), "only what follows an unclosed value is read twice"
     assert 1.9 < seen[1] / seen[0] < 2.1 and 1.9 < seen[2] / seen[1] < 2.1
 
 
@@ -331,9 +331,10 @@ def test_many_nested_markers_take_seconds(unit: str) -> None:
 
 @pytest.mark.parametrize("unit", ["\\'", "'", '"', '\\"', "[", '{"a":', ", ", "\\", "true", "1", "'\\", '"[', "{'a': "])
 def test_reading_a_hostile_value_takes_seconds(unit: str) -> None:
+    """Were it quadratic, it would take minutes; were it only to copy what is left at each step, a quarter of one."""
     began = time.process_time()
-    value = unit * ((1 << 20) // len(unit))
+    value = unit * ((1 << 18) // len(unit))
     for head in ("", "[", "'", '"'):
         events, _ = parse([f"</think><tool_call>f<arg_key>a</arg_key><arg_value>{head}{value}</arg_value>"], True)
         assert isinstance(events[-1], ToolCallUnterminated) and set(events[-1].arguments) == {"a"}
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -144,6 +145,7 @@ def test_every_kind_of_source_with_one_process_and_two(
     assert seen[-1] == ("documents written", total, total) and ("comparisons", 32, 32) in seen
 
 
+@functools.cache
 def true_shingles(text: str) -> frozenset[tuple[str, ...]]:
     parts = text.split()
     return frozenset(tuple(parts[i : i + 5]) for i in range(len(parts) - 4))
@@ -241,7 +243,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
         peak = tracemalloc.get_traced_memory()[1]
 
     peaks = []
-    for count in (10, 100, 600):  # the first for what is only imported and allocated once
+    for count in (10, 50, 250):  # the first for what is only imported and allocated once
         source = write_jsonl(tmp_path / "x.jsonl", [(f"{n}.txt", words(n, 400)) for n in range(count)])
         tracemalloc.start()
         try:
@@ -249,8 +251,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
         finally:
             tracemalloc.stop()
         peaks.append(peak)
-    assert (tmp_path / "x.jsonl").stat().st_size > 1_200_000  # and the sketches have more
-    assert peaks[2] - peaks[1] < 100_000
+    assert (tmp_path / "x.jsonl").stat().st_size > 500_000  # and the sketches have more
+    assert peaks[2] - peaks[1] < 50_000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import sys
@@ -22,6 +23,7 @@ pytest.importorskip("datasketch")
 WORDS = [f"w{i}" for i in range(3000)]
 
 
+@functools.cache
 def true_shingles(text: str) -> frozenset[tuple[str, ...]]:
     words = re.findall(r"\w+|[^\w\s]+", text)
     return (

@@ -150,21 +150,26 @@ def metrics() -> list[dict[str, Any]]:
 WriteRun = Callable[..., Path]
 
 
+def write(folder: Path, results: object, metrics: list[dict[str, Any]] | None) -> Path:
+    folder.mkdir(exist_ok=True)
+    if results is not None:
+        (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    if metrics is not None:
+        lines = [json.dumps(row) + "\n" for row in metrics]
+        (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
     """write_run(results, metrics) -> folder; None leaves a file out."""
+    return lambda results=None, metrics=None, name="laptop": write(tmp_path / name, results, metrics)
 
-    def write(results: object = None, metrics: list[dict[str, Any]] | None = None, name: str = "laptop") -> Path:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        if results is not None:
-            (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
-        if metrics is not None:
-            lines = [json.dumps(row) + "\n" for row in metrics]
-            (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-        return folder
 
-    return write
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has everything, for tests that only read it."""
+    return write(tmp_path_factory.mktemp("whole") / "laptop", make_results(), make_metrics())
 
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -211,7 +216,7 @@ class Page(HTMLParser):
         return [str(names["id"]) for tag, names in self.tags if tag == "section"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def page_of() -> Callable[[Path], tuple[str, Page]]:
     """page_of(folder) -> the page of a run, as text and parsed."""
 

@@ -357,7 +357,8 @@ def test_a_page_with_everything(
         if "reward" in row:
             row |= {"generate_seconds": 2.0, "update_seconds": 1.0, "ess_share": 0.99, "ratio_bin_05": 9.0}
             row |= {f"ratio_bin_{i:02d}": 1.0 for i in range(11) if i != 5}
-    folder = write_run(results, metrics)
+    shown = ("pretrain", "sft", "reasoning", "distill")
+    folder = write_run(results, [row for row in metrics if row["stage"] in shown])
     for number, name in ((6, "reasoning"), (9, "distill")):
         (folder / f"{number:02d}-{name}").mkdir()
         (folder / f"{number:02d}-{name}" / "rollout.json").write_text(

@@ -19,11 +19,10 @@ WriteRun = Callable[..., Path]
 PageOf = Callable[[Path], tuple[str, Any]]
 
 
-@pytest.fixture
-def whole(
-    page_of: PageOf, write_run: WriteRun, results: dict[str, Any], metrics: list[dict[str, Any]]
-) -> tuple[str, Any]:
-    return page_of(write_run(results, metrics))
+@pytest.fixture(scope="module")
+def whole(page_of: PageOf, whole_run: Path) -> tuple[str, Any]:
+    """The page of a run that has everything."""
+    return page_of(whole_run)
 
 
 def test_a_whole_run_has_every_section_in_order(whole: tuple[str, Any]) -> None:
@@ -73,16 +72,14 @@ def test_references_inside_the_page_lead_somewhere(whole: tuple[str, Any]) -> No
 
 
 def test_the_same_data_give_the_same_bytes(
-    write_run: WriteRun, results: dict[str, Any], metrics: list[dict[str, Any]], tmp_path: Path
+    whole: tuple[str, Any], write_run: WriteRun, results: dict[str, Any], metrics: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    folder = write_run(results, metrics)
-    first = build_report(folder).read_bytes()
-    other = build_report(folder, tmp_path / "elsewhere" / "page.html")
-    assert other == tmp_path / "elsewhere" / "page.html"
-    assert other.read_bytes() == first
+    """Written a second time, elsewhere; the one number that differs is all that differs."""
     results["times"]["total_seconds"] = 401.0
-    changed = build_report(write_run(results, metrics)).read_text(encoding="utf-8")
-    assert changed.replace("6 min 41 s", "6 min 40 s").encode() == first
+    other = build_report(write_run(results, metrics), tmp_path / "elsewhere" / "page.html")
+    assert other == tmp_path / "elsewhere" / "page.html"
+    changed = other.read_text(encoding="utf-8")
+    assert "6 min 41 s" in changed and changed.replace("6 min 41 s", "6 min 40 s") == whole[0]
 
 
 HOSTILE = (
@@ -191,7 +188,7 @@ def test_an_unfinished_run_is_told_from_its_metrics(
 def test_an_unfinished_run_needs_no_recipe(
     page_of: PageOf, write_run: WriteRun, metrics: list[dict[str, Any]], recipe: str | None
 ) -> None:
-    folder = write_run(None, metrics, name="other")
+    folder = write_run(None, [row for row in metrics if row["stage"] in ("pretrain", "reasoning")], name="other")
     if recipe is not None:
         (folder / "recipe.toml").write_text(recipe)
     _, page = page_of(folder)

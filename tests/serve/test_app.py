@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,23 +100,20 @@ def test_run_refuses(checkpoint: Path, model: Any, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def server(checkpoint: Path, options: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(forks: Any, checkpoint: Path, options: str = "") -> Iterator[tuple[Any, str]]:
     """A server in a process of its own, and its address."""
     code = "from glm5.serve.app import run; from glm5.serve.limits import Limits; "
-    code += f"run({str(checkpoint)!r}, port=0{options})"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as process:
-        watchdog = threading.Timer(120, process.kill)
-        watchdog.start()
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("Ready on http://127.0.0.1:"), line
-            yield process, line.split()[-1]
-        finally:
-            process.terminate()
-            process.wait(60)
-            watchdog.cancel()
+    process = forks(f"{code}run({str(checkpoint)!r}, port=0{options})")
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("Ready on http://127.0.0.1:"), line
+        yield process, line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(60)
+        watchdog.cancel()
 
 
 SCORED: dict[str, Any] = {"prompt": [1, 2, 3] * 700, "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -134,7 +128,7 @@ def wait_for(client: httpx.Client, line: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_that_is_told_to_stop_says_so(checkpoint: Path) -> None:
+def test_a_server_that_is_told_to_stop_says_so(forks: Any, checkpoint: Path) -> None:
     """What streams ends with a sentence in time, what is scored with a status, and the process ends well."""
     scored: list[httpx.Response] = []
 
@@ -143,7 +137,7 @@ def test_a_server_that_is_told_to_stop_says_so(checkpoint: Path) -> None:
             scored.append(client.post("/v1/completions", json={**SCORED, "prompt": [SCORED["prompt"]] * 30}))
 
     long = {"messages": HI, "max_tokens": 4000, "ignore_eos": True, "n": 32, "stream": True}
-    with server(checkpoint, ", limits=Limits(stop_seconds=0.5)") as (process, address):
+    with server(forks, checkpoint, ", limits=Limits(stop_seconds=0.5)") as (process, address):
         with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
             with client.stream("POST", URL, json=long) as response:
                 lines = response.iter_lines()
@@ -161,10 +155,10 @@ def test_a_server_that_is_told_to_stop_says_so(checkpoint: Path) -> None:
             httpx.get(f"{address}/health", trust_env=False)
 
 
-def test_a_real_server_streams_and_drops_work_of_clients_that_left(checkpoint: Path) -> None:
+def test_a_real_server_streams_and_drops_work_of_clients_that_left(forks: Any, checkpoint: Path) -> None:
     long = {"messages": HI, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
     with (
-        server(checkpoint) as (_, address),
+        server(forks, checkpoint) as (_, address),
         httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
     ):
         assert client.get("/health").status_code == 200
@@ -209,8 +203,8 @@ def test_a_slow_foreign_template_holds_up_no_other_requests(
     (tmp_path / "slow.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
-    monkeypatch.setattr(formats, "RENDER_SECONDS", 0.5)
-    app = load_app(tmp_path, Limits(request_seconds=4.0), EngineOptions(chat_template=str(tmp_path / "slow.jinja")))
+    monkeypatch.setattr(formats, "RENDER_SECONDS", 0.2)
+    app = load_app(tmp_path, Limits(request_seconds=2.0), EngineOptions(chat_template=str(tmp_path / "slow.jinja")))
     with TestClient(app) as client, ThreadPoolExecutor(40) as pool:
         chats = [pool.submit(client.post, URL, json={"messages": HI}) for _ in range(40)]
         while not any(one.done() for one in chats):  # the template is at work on one, and the others wait

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,21 +25,19 @@ LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "ig
 CODE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from glm5.serve import connection
 from glm5.serve.app import run
 from glm5.serve.limits import Limits
-run(sys.argv[1], port=0, limits=Limits(header_seconds=2, body_seconds=1, send_seconds=1, stop_seconds=1))
+connection.GRACE_SECONDS = 0.5
+run(sys.argv[1], port=0, limits=Limits(header_seconds=1, body_seconds=0.5, send_seconds=0.5, stop_seconds=1))
 """
 
 
 class Server:
     """A server in a process of its own that may open 100 files."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CODE, str(checkpoint)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=env,
-        )  # fmt: skip
+    def __init__(self, forks: Any, checkpoint: Path) -> None:
+        self.process = forks(CODE, checkpoint, stderr=subprocess.PIPE)
         self._watchdog = threading.Timer(240, self.process.kill)
         self._watchdog.start()
         assert self.process.stdout is not None
@@ -78,12 +75,12 @@ class Server:
         self.process.wait(30)
         self._watchdog.cancel()
         self.client.close()
-        return self.process.communicate()[1]
+        return str(self.process.stderr.read())
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Server]:
-    server = Server(checkpoint)
+def server(forks: Any, checkpoint: Path) -> Iterator[Server]:
+    server = Server(forks, checkpoint)
     yield server
     said = server.end()
     assert "accept() out of system resource" not in said and "Traceback" not in said, said
@@ -180,7 +177,7 @@ def test_a_client_that_does_not_read_is_let_go(server: Server) -> None:
 
 
 def test_a_client_that_reads_steadily_is_not(server: Server) -> None:
-    with server.client.stream("POST", CHAT, json={**LONG, "n": 2, "max_tokens": 200, "stream": True}) as response:
+    with server.client.stream("POST", CHAT, json={**LONG, "n": 2, "max_tokens": 100, "stream": True}) as response:
         lines = []
         for line in response.iter_lines():
             lines.append(line)
@@ -227,7 +224,7 @@ def test_addresses_of_one_subscriber_count_together(engine_of: Any) -> None:
     assert neighbourhood("10.0.0.1") != neighbourhood("10.0.0.2") and neighbourhood("fe80::1%eth0")
 
 
-def test_full_disks_and_clients_that_do_not_read_do_not_keep_a_server(checkpoint: Path) -> None:
+def test_full_disks_and_clients_that_do_not_read_do_not_keep_a_server(forks: Any, checkpoint: Path) -> None:
     """Nothing it prints can be written; it serves all the same, and ends when told to."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -238,9 +235,8 @@ run({str(checkpoint)!r}, port={port}, limits=Limits(stop_seconds=0.5))
 """
     body = json.dumps({**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with Path("/dev/full").open("w") as full:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=full, stderr=full, env=env)
+        process = forks(code, stdout=full.fileno(), stderr=full.fileno())
     address = f"http://127.0.0.1:{port}"
     try:
 
@@ -259,4 +255,4 @@ run({str(checkpoint)!r}, port={port}, limits=Limits(stop_seconds=0.5))
             assert process.wait(60) in (0, -15)
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)

@@ -365,13 +365,13 @@ def test_what_is_damaged_was_good(asgi: Any, model: GLM5ForCausalLM, tokenizer: 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_few_hundred(asgi: Any, model: GLM5ForCausalLM, tokenizer: Tokenizer, seed: int) -> None:
-    statuses, _ = asyncio.run(campaign(asgi, Engine(model, tokenizer), tokenizer, random_requests(seed, 240)))
-    assert statuses[200] > 40 and statuses[400] > 40 and statuses[404] and statuses[403]
+    statuses, _ = asyncio.run(campaign(asgi, Engine(model, tokenizer), tokenizer, random_requests(seed, 120)))
+    assert statuses[200] > 20 and statuses[400] > 20 and statuses[404] and statuses[403]
 
 
 def test_numbers_at_their_extremes(asgi: Any, model: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
-    statuses, _ = asyncio.run(campaign(asgi, Engine(model, tokenizer), tokenizer, every_number(5)))
-    assert statuses[200] > 100 and statuses[400] > 100
+    statuses, _ = asyncio.run(campaign(asgi, Engine(model, tokenizer), tokenizer, every_number(11)))
+    assert statuses[200] > 40 and statuses[400] > 40
 
 
 @pytest.mark.slow

@@ -44,11 +44,11 @@ def test_a_late_answer_is_an_error(scripted: Make, path: str, stream: bool) -> N
 
 
 def test_an_answer_that_never_begins_is_late(scripted: Make) -> None:
-    client, engine = scripted("abc", app={"limits": Limits(request_seconds=0.2)}, client=("127.0.0.1", 1))
+    client, engine = scripted("abc", app={"limits": Limits(request_seconds=0.1)}, client=("127.0.0.1", 1))
     client.post("/pause_generation")
     for path, body in BODIES.items():
         assert client.post(path, json=body).status_code == 504
-        assert "0.2 seconds" in client.post(path, json={**body, "stream": True}).text
+        assert "0.1 seconds" in client.post(path, json={**body, "stream": True}).text
     wait_until(lambda: not engine.running)
 
 

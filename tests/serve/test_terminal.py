@@ -322,13 +322,11 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
 class Terminal:
     """`glm5 chat` as a process on a pseudo-terminal."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, forks: Any, *arguments: object) -> None:
         self.place, inside = pty.openpty()
-        command = [sys.executable, "-m", "glm5", "chat", *map(str, arguments)]
-        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
-        )
+        env = {"TERM": "xterm", "COLUMNS": "100"}
+        code = "from glm5.cli import main; main()"
+        self.process = forks(code, "chat", *arguments, env=env, stdin=inside, stdout=inside, stderr=inside)
         os.close(inside)
         self.text = ""
 
@@ -365,7 +363,7 @@ class Terminal:
             self.type("\x04")
             while select.select([self.place], [], [], 1.0)[0]:
                 if not self.read():
-                    return self.process.wait(60)
+                    return int(self.process.wait(60))
         raise AssertionError(self.text)
 
     def type(self, text: str) -> None:
@@ -373,11 +371,11 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(endless: Path) -> Iterator[Terminal]:
-    chat = Terminal(endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
+def terminal(forks: Any, endless: Path) -> Iterator[Terminal]:
+    chat = Terminal(forks, endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
     yield chat
     chat.process.kill()
-    chat.process.wait()
+    chat.process.wait(60)
     os.close(chat.place)
 
 

@@ -27,7 +27,7 @@ from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LIMITS = Limits(cpu_s=1, wall_s=6.0, memory_mb=128, processes=2, file_mb=0, output_kb=64)
 WITH_FOLDER = Limits(cpu_s=1, wall_s=6.0, memory_mb=128, processes=2, file_mb=4, output_kb=64)
-BRIEF = Limits(cpu_s=1, wall_s=0.7, memory_mb=128, processes=2, file_mb=0, output_kb=64)
+BRIEF = Limits(cpu_s=1, wall_s=0.3, memory_mb=128, processes=2, file_mb=0, output_kb=64)
 SECRET = "right_answer_of_a_neighbour"
 HONEST = f"import bisect, json\ndef f(x):\n    {SECRET} = 7919\n    return x * {SECRET} + bisect.bisect([0], 1)"
 CASES = tuple(Case((x,), 7919 * x + 1) for x in (3, 5, 11))
@@ -521,16 +521,16 @@ def test_answers_given_before_the_question_are_blind_and_final() -> None:
 @needs_sandbox
 def test_a_sampled_expression_cannot_show_hidden_arguments(problem: BugfixProblem) -> None:
     """The visible complaint shows a value that the program chose; it cannot choose what it does not have."""
-    for depth in range(12):
-        env = problem.env()
-        for name in ("cases", "order", "data", "job"):
-            look = f"repr(__import__('sys')._getframe({depth}).f_locals['{name}'][-5:])"
-            text = env.step(edit(look)).messages
-            said = text[0].content if text else ""
-            for case in problem.cases[3:]:
-                if case.args not in [visible.args for visible in problem.cases[:3]]:
-                    assert json.dumps(list(case.args)) not in said and repr(case.args) not in said
-            env = problem.env()
+    names = ("cases", "order", "data", "job")
+    looks = [f"repr(__import__('sys')._getframe({n}).f_locals['{name}'][-5:])" for n in range(12) for name in names]
+    problem.judge.prefill((problem.program(look), problem.function, problem.cases) for look in looks)
+    runs = problem.judge.runs
+    for look in looks:
+        said = problem.env().step(edit(look)).messages[0].content
+        for case in problem.cases[3:]:
+            if case.args not in [visible.args for visible in problem.cases[:3]]:
+                assert json.dumps(list(case.args)) not in said and repr(case.args) not in said
+    assert problem.judge.runs <= runs + 1  # the last for the problem's neighbours
 
 
 # --- size and time

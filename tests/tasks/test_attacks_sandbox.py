@@ -29,7 +29,7 @@ from glm5.tasks.sandbox import TRIAL, Job, Limits, Sandbox, SandboxResult, sandb
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 ROOT = os.geteuid() == 0
 LIMITS = Limits(cpu_s=2, wall_s=8.0, memory_mb=128, processes=4, file_mb=4, output_kb=16)
-BRIEF = Limits(cpu_s=1, wall_s=0.7, memory_mb=128, processes=4, file_mb=4, output_kb=16)
+BRIEF = Limits(cpu_s=1, wall_s=0.35, memory_mb=128, processes=4, file_mb=4, output_kb=16)
 REPOSITORY = Path(sandbox_module.__file__).parents[2]
 HELD = "exit 0"
 

@@ -31,9 +31,9 @@ NAMES_OF_ALL = [
 
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
 def test_splits_are_disjoint_for_all_seeds(name: str) -> None:
+    families = [make_family(name, seed) for seed in range(3)]
     keys = {
-        split: {make_family(name, seed).problem(split, index).key for seed in range(3) for index in range(150)}
-        for split in SPLITS
+        split: {family.problem(split, index).key for family in families for index in range(150)} for split in SPLITS
     }
     assert all(keys.values()) and len(set().union(*keys.values())) == sum(map(len, keys.values()))
     assert all(split_of(key) == split for split in keys for key in keys[split])
@@ -42,7 +42,8 @@ def test_splits_are_disjoint_for_all_seeds(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
 def test_equal_prompts_have_equal_keys(name: str) -> None:
     """So problems with different keys differ for the policy, and splits by key share no prompt."""
-    drawn = [make_family(name, 4).problem(split, index) for split in SPLITS for index in range(100)]
+    family = make_family(name, 4)
+    drawn = [family.problem(split, index) for split in SPLITS for index in range(100)]
     keys: dict[str, set[str]] = {}
     for problem in drawn:
         keys.setdefault(problem.prompt, set()).add(problem.key)
@@ -84,7 +85,8 @@ def test_distinct_problems_are_all_there_are_in_order(size: int, first: int, pla
 def test_problems_repeat_and_differ(name: str) -> None:
     first, again = (make_family(name, 5).problem("train", 3) for _ in range(2))
     assert first == again and first.demonstration(1) == again.demonstration(1)
-    assert len({make_family(name, 5).problem("train", index).key for index in range(30)}) > 10
+    family = make_family(name, 5)
+    assert len({family.problem("train", index).key for index in range(30)}) > 10
     assert make_family(name, 6).problem("train", 3).id != first.id
 
 
@@ -385,7 +387,7 @@ def test_cheating_code_fails_politely(cheat: str) -> None:
 @needs_sandbox
 @pytest.mark.parametrize("first", [edit("__import__('time').sleep(9)"), RUN], ids=["hangs", "answers"])
 def test_one_message_cannot_hold_the_judge(first: Message) -> None:
-    judge = Judge(Sandbox(Limits(cpu_s=1, wall_s=1.0, memory_mb=128, processes=2, file_mb=0)))
+    judge = Judge(Sandbox(Limits(cpu_s=1, wall_s=0.6, memory_mb=128, processes=2, file_mb=0)))
     problem = BugfixFamily(judge=judge, max_turns=3).problem("train", 0)
     env = problem.env()
     env.start()

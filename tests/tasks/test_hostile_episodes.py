@@ -30,8 +30,8 @@ from glm5.tasks.sandbox import Limits, Sandbox
 pytestmark = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 TOKENIZER = Tokenizer.byte_level()
 CANARY = "59413"
-TOOL = Limits(cpu_s=1, wall_s=1.5, memory_mb=128, processes=3, file_mb=4, output_kb=16)
-GRADER = Limits(cpu_s=1, wall_s=1.5, memory_mb=128, processes=2, file_mb=0, output_kb=64)
+TOOL = Limits(cpu_s=1, wall_s=0.7, memory_mb=128, processes=3, file_mb=4, output_kb=16)
+GRADER = Limits(cpu_s=1, wall_s=0.7, memory_mb=128, processes=2, file_mb=0, output_kb=64)
 
 # Statements, one a line (`¶` is a line break); each stands alone, inside a function, or in a `finally`.
 QUICK = r"""

@@ -50,7 +50,7 @@ def broken(rule: Rule, text: str) -> str:
 @pytest.mark.parametrize("level", LEVELS)
 def test_references_earn_one_and_every_break_is_noticed(level: int) -> None:
     family, seen = InstructionFamily(seed=level, levels=(level,)), set()
-    for index in range(400):
+    for index in range(100):
         problem = family.problem("heldout" if index % 2 else "train", index)
         assert len(problem.rules) == level == len({KINDS[rule.kind].group for rule in problem.rules})
         text = problem.demonstration(index)[-1].content
@@ -222,9 +222,8 @@ def test_words_of_a_rule_have_no_order(kind: str) -> None:
     assert problems[0].prompt != problems[1].prompt and problems[0].key == problems[1].key
 
 
-def test_train_and_heldout_prompts_do_not_overlap() -> None:
+@pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_train_and_heldout_prompts_do_not_overlap(count: int) -> None:
     family = InstructionFamily()
-    prompts = {
-        split: {family.problem(split, index).prompt for index in range(20_000)} for split in ("train", "heldout")
-    }
-    assert min(map(len, prompts.values())) > 5000 and not prompts["train"] & prompts["heldout"]
+    prompts = {split: {family.problem(split, index).prompt for index in range(count)} for split in ("train", "heldout")}
+    assert min(map(len, prompts.values())) > count // 4 and not prompts["train"] & prompts["heldout"]

@@ -22,7 +22,7 @@ from glm5.tasks.maths import MathFamily, MathProblem
 CELLS = [(topic, level) for topic in TOPICS for level in LEVELS]
 
 
-def drawn(topic: str, level: int, count: int = 40) -> list[MathProblem]:
+def drawn(topic: str, level: int, count: int = 20) -> list[MathProblem]:
     family = MathFamily(seed=4, topics=(topic,), levels=(level,))
     return [family.problem("heldout" if index % 2 else "train", index) for index in range(count)]
 
@@ -142,17 +142,16 @@ def test_exchanged_sides_are_the_same_exercise(topic: str, level: int, sign: str
     assert len(found) > 500 and all(len(splits) == 1 for splits in found.values())
 
 
-def test_train_and_heldout_prompts_do_not_overlap() -> None:
+@pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_train_and_heldout_prompts_do_not_overlap(count: int) -> None:
     family = MathFamily(thinking=None)
-    prompts = {
-        split: {family.problem(split, index).prompt for index in range(20_000)} for split in ("train", "heldout")
-    }
-    assert min(map(len, prompts.values())) > 5000 and not prompts["train"] & prompts["heldout"]
+    prompts = {split: {family.problem(split, index).prompt for index in range(count)} for split in ("train", "heldout")}
+    assert min(map(len, prompts.values())) > count // 4 and not prompts["train"] & prompts["heldout"]
 
 
 def test_working_has_no_false_equation() -> None:
     for topic, level in CELLS:
-        for problem in drawn(topic, level, 20):
+        for problem in drawn(topic, level):
             for left, right in re.findall(
                 r"(?<![\w^)*/+.-])([0-9*/+.()-]+)=([0-9./-]+)(?![\w*+/(=^])", problem.working
             ):

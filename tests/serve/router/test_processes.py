@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -41,22 +40,26 @@ def body(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 class Routed:
-    """A router with two engines in a process of its own."""
+    """A router with two engines in a process of its own.
 
-    def __init__(self, checkpoint: Path, folder: Path, options: str = "") -> None:
+    The first `real` of its engines are started as they are everywhere, the others are forked (see `fork_server`).
+    """
+
+    def __init__(
+        self, forks: Any, checkpoint: Path, folder: Path, options: str = "", *, real: int = 0, patience: str = PATIENCE
+    ) -> None:
         code = (
+            f"fork_engines(after={real}); "
             "from glm5.serve.router.app import run; from glm5.serve.router.workers import Patience; "
             "from glm5.serve.options import EngineOptions; from glm5.serve.limits import Limits; "
             f"run({str(checkpoint)!r}, port=0, api_key='secret', engines=2, options=EngineOptions(exact=True), "
-            f"patience={PATIENCE}{options})"
+            f"patience={patience}{options})"
         )
         folder.mkdir()
         self.folder = folder
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+        self.process = forks(code, env={"TMPDIR": str(folder)})
         self._watchdog = threading.Timer(400, self.process.kill)
         self._watchdog.start()
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("Ready on http://127.0.0.1:"), line
         self.client = httpx.Client(
@@ -79,11 +82,9 @@ class Routed:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = int(self.process.wait(60))
         self._watchdog.cancel()
         self.client.close()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
         return code
 
 
@@ -106,9 +107,9 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def routed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
+def routed(forks: Any, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
     # A short name: the address of a Unix socket has room for some 100 bytes.
-    server = Routed(checkpoint, tmp_path_factory.mktemp("r") / "t")
+    server = Routed(forks, checkpoint, tmp_path_factory.mktemp("r") / "t", real=1)
     pids = server.pids()
     yield server
     pids = [*pids, *server.pids()]
@@ -275,9 +276,9 @@ def test_the_key_is_asked_for_at_the_router(calm: Routed) -> None:
         assert calm.client.request(method, path, headers={"x-api-key": "no"}, json={}).status_code == 401
     assert calm.client.get("/health", headers={"x-api-key": ""}).json()["workers"] == {"up": 2, "of": 2}
     assert "chat" in calm.client.get("/").text and calm.client.post(CHAT, json={"messages": []}).status_code == 400
-    for pid in calm.pids():  # what they do not know, `ps` does not show
-        for kind in ("cmdline", "environ"):
-            assert b"secret" not in Path(f"/proc/{pid}/{kind}").read_bytes()
+    shown = [Path(f"/proc/{pid}/{kind}").read_bytes() for pid in calm.pids() for kind in ("cmdline", "environ")]
+    assert any(b"router.process" in text for text in shown), "no engine here was started, all were forked"
+    assert not any(b"secret" in text for text in shown)  # what they do not know, `ps` does not show
     (sockets,) = {path.parent for path in calm.folder.rglob("*.sock")}
     assert sockets.stat().st_mode & 0o777 == 0o700
 
@@ -319,14 +320,18 @@ def test_engines_are_killed_under_load(calm: Routed, expected: dict[tuple[str, s
     kill_under_load(calm, expected, 3, seed=1)
 
 
-def test_an_engine_that_hangs_is_replaced(calm: Routed, expected: dict[tuple[str, str], str]) -> None:
-    victim = calm.pids()[0]
+def test_an_engine_that_hangs_is_replaced(
+    forks: Any, checkpoint: Path, tmp_path: Path, expected: dict[tuple[str, str], str]
+) -> None:
+    server = Routed(forks, checkpoint, tmp_path / "t", patience=PATIENCE.replace("answer=6.0", "answer=1.0"))
+    victim = server.pids()[0]
     os.kill(victim, signal.SIGSTOP)
-    with Load(calm, expected, clients=3) as load:
+    with Load(server, expected, clients=3) as load:
         wait_until(lambda: not alive(victim), 30)
-        calm.until_up()
+        server.until_up()
     assert not load.wrong, load.wrong[:3]
-    assert victim not in calm.pids()
+    assert victim not in server.pids()
+    server.end()
 
 
 def test_a_rank_can_be_drained(calm: Routed) -> None:
@@ -377,9 +382,9 @@ def test_new_engines_have_the_weights_that_were_pushed(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_router_that_is_told_to_stop_lets_answers_finish(
-    checkpoint: Path, tmp_path: Path, number: signal.Signals
+    forks: Any, checkpoint: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    server = Routed(checkpoint, tmp_path / "t", ", limits=Limits(stop_seconds=2.0)")
+    server = Routed(forks, checkpoint, tmp_path / "t", ", limits=Limits(stop_seconds=2.0)")
     pids = server.pids()
     outcomes: dict[int, Any] = {}
     begun = threading.Barrier(3)
@@ -408,25 +413,27 @@ def test_a_router_that_is_told_to_stop_lets_answers_finish(
     assert not [pid for pid in pids if alive(pid)] and not list(server.folder.glob("glm5-*"))
 
 
-def test_a_router_that_is_killed_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    server = Routed(checkpoint, tmp_path / "t")
+def test_a_router_that_is_killed_leaves_nothing(forks: Any, checkpoint: Path, tmp_path: Path) -> None:
+    server = Routed(forks, checkpoint, tmp_path / "t")
     pids = server.pids()
     assert len(pids) == 2
     server.end(signal.SIGKILL)
     wait_until(lambda: not [pid for pid in pids if alive(pid)] and not list(server.folder.glob("glm5-*")))
 
 
-def test_a_model_that_cannot_be_served_is_an_error_of_three_lines_at_most(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_is_an_error_of_three_lines_at_most(
+    forks: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     for options, words in (
         ([str(tmp_path / "nowhere"), "--dp", "2"], "nowhere"),
         ([str(checkpoint), "--dp", "2", "--cache-tokens", "5"], "cache_tokens"),
         ([str(checkpoint), "--dp", "0"], "--dp"),
     ):
-        command = [sys.executable, "-m", "glm5", "serve", *options, "--port", "0"]
-        env = {**os.environ, "TMPDIR": str(tmp_path)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-        assert done.returncode in (1, 2) and done.stderr.startswith("Error: ") and words in done.stderr, done.stderr
-        assert len(done.stderr.splitlines()) <= 3 and not done.stdout and not list(tmp_path.glob("glm5-*"))
+        code, pipe = "fork_engines(); from glm5.cli import main; main()", subprocess.PIPE
+        process = forks(code, "serve", *options, "--port", 0, stderr=pipe, env={"TMPDIR": str(tmp_path)})
+        error = process.stderr.read()
+        assert process.wait(120) in (1, 2) and error.startswith("Error: ") and words in error, error
+        assert len(error.splitlines()) <= 3 and not process.stdout.read() and not list(tmp_path.glob("glm5-*"))
 
 
 @pytest.mark.slow
