@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +71,82 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif not native.available():
         pytest.skip("no compiler here")
     return str(request.param)
+
+
+FORKED = """
+import os, runpy, sys
+os.environ.update(environment)
+for number, path in enumerate(said, start=1):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+sys.argv = argv
+runpy.run_path(argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A script that was started; its stdout and stderr go to files."""
+
+    process: BaseProcess
+    said: tuple[Path, Path]
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, once it has ended. A process that takes too long is an error; `kill` it then."""
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"it still runs after {timeout:.0f} s: {self.err[-2000:]}"
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    @property
+    def out(self) -> str:
+        return self.said[0].read_text(encoding="utf-8") if self.said[0].exists() else ""
+
+    @property
+    def err(self) -> str:
+        return self.said[1].read_text(encoding="utf-8") if self.said[1].exists() else ""
+
+
+class Forks:
+    """Runs scripts as forks of one process that has loaded torch, which takes longer than most of them run. That
+    process computes nothing itself, and ends with the tests."""
+
+    # The first optimizer of a process imports torch._dynamo; the others bring in all that training needs.
+    LOADED = ("torch._dynamo", "glm5.model.glm5", "glm5.parallel.mesh", "glm5.train.loop", "glm5.train.losses")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(list(self.LOADED))
+
+    def start(self, script: str | Path, *arguments: object, **environment: str) -> Fork:
+        """A script by its path or its text; keywords are environment variables."""
+        self.count += 1
+        place = self.folder / f"{self.count}.py"
+        if isinstance(script, str):
+            place.write_text(script, encoding="utf-8")
+            script = place
+        said = (place.with_suffix(".out"), place.with_suffix(".err"))
+        names = {"argv": [str(part) for part in (script, *arguments)], "said": said, "environment": environment}
+        process = self.context.Process(target=exec, args=(FORKED, names), daemon=True)
+        process.start()
+        return Fork(process, said)
+
+    def run(self, script: str | Path, *arguments: object, timeout: float = 120) -> str:
+        """What a script that must end well says on stdout."""
+        fork = self.start(script, *arguments)
+        try:
+            assert fork.wait(timeout) == 0, fork.err[-2000:]
+        finally:
+            fork.kill()
+        return fork.out
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return Forks(tmp_path_factory.mktemp("forks"))
 
 
 @pytest.fixture
