@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 FORKED = """
 import os, runpy, sys
 os.environ.update(environment)
-for number, path in enumerate(said, start=1):
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+for number, place in enumerate(said, start=1):
+    os.dup2(place.fileno() if hasattr(place, "fileno") else os.open(place, os.O_WRONLY | os.O_CREAT, 0o600), number)
 sys.argv = argv
 runpy.run_path(argv[0], run_name="__main__")
 """
@@ -85,10 +86,10 @@ runpy.run_path(argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Fork:
-    """A script that was started; its stdout and stderr go to files."""
+    """A script that was started. Its stdout and stderr go to files, `name`.out and `name`.err."""
 
     process: BaseProcess
-    said: tuple[Path, Path]
+    name: Path
 
     def wait(self, timeout: float) -> int:
         """Its exit code, once it has ended. A process that takes too long is an error; `kill` it then."""
@@ -102,18 +103,22 @@ class Fork:
 
     @property
     def out(self) -> str:
-        return self.said[0].read_text(encoding="utf-8") if self.said[0].exists() else ""
+        return self._said(".out")
 
     @property
     def err(self) -> str:
-        return self.said[1].read_text(encoding="utf-8") if self.said[1].exists() else ""
+        return self._said(".err")
+
+    def _said(self, suffix: str) -> str:
+        path = self.name.with_suffix(suffix)
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 class Forks:
     """Runs scripts as forks of one process that has loaded torch, which takes longer than most of them run. That
     process computes nothing itself, and ends with the tests."""
 
-    # The first optimizer of a process imports torch._dynamo; the others bring in all that training needs.
+    # FSDP imports torch._dynamo when it is first used; the others bring in all that training needs.
     LOADED = ("torch._dynamo", "glm5.model.glm5", "glm5.parallel.mesh", "glm5.train.loop", "glm5.train.losses")
 
     def __init__(self, folder: Path) -> None:
@@ -121,22 +126,22 @@ class Forks:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(list(self.LOADED))
 
-    def start(self, script: str | Path, *arguments: object, **environment: str) -> Fork:
-        """A script by its path or its text; keywords are environment variables."""
+    def start(self, script: str | Path, *arguments: object, out: Connection | None = None, **environment: str) -> Fork:
+        """A script by its path or its text; keywords are environment variables. `out` takes its stdout."""
         self.count += 1
         place = self.folder / f"{self.count}.py"
         if isinstance(script, str):
             place.write_text(script, encoding="utf-8")
             script = place
-        said = (place.with_suffix(".out"), place.with_suffix(".err"))
+        said = (out or place.with_suffix(".out"), place.with_suffix(".err"))
         names = {"argv": [str(part) for part in (script, *arguments)], "said": said, "environment": environment}
         process = self.context.Process(target=exec, args=(FORKED, names), daemon=True)
         process.start()
-        return Fork(process, said)
+        return Fork(process, place)
 
-    def run(self, script: str | Path, *arguments: object, timeout: float = 120) -> str:
+    def run(self, script: str | Path, *arguments: object, timeout: float = 120, **environment: str) -> str:
         """What a script that must end well says on stdout."""
-        fork = self.start(script, *arguments)
+        fork = self.start(script, *arguments, **environment)
         try:
             assert fork.wait(timeout) == 0, fork.err[-2000:]
         finally:

@@ -54,8 +54,12 @@ class Job:
         tasks = [self._place(task) for task in tasks]
         path = self.folder / f"tasks-{self.count}.json"
         path.write_text(json.dumps(tasks), encoding="utf-8")
+        return self.ranks(world, WORKER, path)
+
+    def ranks(self, world: int, script: str | Path, *arguments: object) -> list[Any]:
+        """A script as `world` processes that find each other as torchrun would have it."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), **LOOPBACK}
-        return [self.forks.start(WORKER, path, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(world)]
+        return [self.forks.start(script, *arguments, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(world)]
 
     def __call__(self, world: int, *tasks: dict[str, Any], timeout: float = 240) -> list[Any]:
         """Results of the tasks, as rank 0 wrote them. Every rank must end well and say nothing."""
