@@ -319,11 +319,11 @@ def test_pushes_that_are_too_rare_are_refused(toy: str, talker: Any, tokenizer: 
 def test_an_asynchronous_run_can_be_interrupted_too(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, changes: dict[str, Any]
 ) -> None:
-    """Before there is a state, and one update behind one."""
-    stage = agentic(steps=5, **changes)
+    """Before there is a state, and behind one."""
+    stage = agentic(steps=6, **changes)
     whole, io = talker(), stage_io("whole")
     run(whole, tokenizer, stage, io)
-    for stop in (1, 3):
+    for stop in (1, 5):
         with pytest.raises(KeyboardInterrupt):
             run(talker(), tokenizer, stage, stage_io(f"broken{stop}", stop_after=stop))
         resumed, again = talker(), stage_io(f"broken{stop}")
