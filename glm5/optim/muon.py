@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -42,6 +43,12 @@ class Muon(torch.optim.Optimizer):
     `bytes_communicated` is what this rank sent in the last step. Set `watch_updates` before a step to have its updates
     measured: `update_table()` then shows them, and the switch is off again.
     """
+
+    # torch hides these from its compiler, and loads the compiler to do so: two seconds in every process that trains.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
     def __init__(
         self,

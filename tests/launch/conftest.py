@@ -255,6 +255,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the page of a run out; drawing takes longer than the short runs here, and the shared run has one."""
+    monkeypatch.setattr("glm5.report.build_report", lambda folder: folder / "report.html")
+
+
+@pytest.fixture
 def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`with interrupt_at(owner, name, when)`: Ctrl-C at the call of `owner.name` for which `when(*args)` is true."""
 

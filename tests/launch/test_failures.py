@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from glm5.chat import Tokenizer
 from glm5.data.sources import Document
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter
@@ -23,31 +24,40 @@ STAGE = '[[stages]]\nname = "{name}"\nkind = "pretrain"\nrows = 2\nrow_length = 
 STAGE += "save_every = {every}, lr = 1e-3}}\n"
 
 
-@pytest.fixture
-def recipe(tiny: Any, tmp_path: Path) -> Callable[..., Path]:
-    """Writes a recipe of two short training stages that start from the shared run."""
+def write_recipe(path: Path, start: Path, data: Path, steps: int = 2, every: int = 1, **head: str) -> Path:
+    """A recipe of two short training stages, whose runs go beside it."""
+    lines = {"name": "short", "runs": str(path.parent), "start": str(start), "data": str(data), **head}
+    text = "".join(f'{key} = "{value}"\n' for key, value in lines.items() if value)
+    path.write_text(text + "".join(STAGE.format(name=n, steps=steps, every=every) for n in ("one", "two")), "utf-8")
+    return path
 
-    def write(runs: Path | None = None, steps: int = 2, every: int = 1, **head: str) -> Path:
-        lines = {
-            "name": "short",
-            "runs": str(runs or tmp_path),
-            "start": str(tiny.model("sft")),
-            "data": str(tiny.data),
-        }
-        text = "".join(f'{key} = "{value}"\n' for key, value in {**lines, **head}.items() if value)
-        path = tmp_path / "short.toml"
-        path.write_text(text + "".join(STAGE.format(name=n, steps=steps, every=every) for n in ("one", "two")), "utf-8")
-        return path
+
+@pytest.fixture(scope="module")
+def start(tiny: Any, small: Callable[..., GLM5ForCausalLM], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the tokenizer of the shared run, and smaller."""
+    folder = tmp_path_factory.mktemp("start") / "model"
+    tokenizer = Tokenizer.load(tiny.final)
+    small(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.stop_token_ids).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tiny: Any, start: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe of two short training stages on the shared run's data."""
+
+    def write(**options: Any) -> Path:
+        return write_recipe(tmp_path / "short.toml", **{"start": start, "data": tiny.data} | options)
 
     return write
 
 
-@pytest.fixture
-def finished(shell: Any, recipe: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
-    """(recipe, run) of a run that has both stages."""
-    path = recipe()
+@pytest.fixture(scope="module")
+def finished(shell: Any, tiny: Any, start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(recipe, run) of a run that has both stages. Tests leave it as it was."""
+    path = write_recipe(tmp_path_factory.mktemp("finished") / "short.toml", start, tiny.data)
     assert shell.invoke("train", path).code == 0
-    return path, tmp_path / "short"
+    return path, path.parent / "short"
 
 
 def flip_a_byte(path: Path) -> None:
@@ -80,9 +90,17 @@ def test_damage_to_a_finished_stage_is_found(
     shell: Any, finished: tuple[Path, Path], file: str, damage: Callable[[Path], None]
 ) -> None:
     path, run = finished
-    expected = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    before = (run / file).read_bytes()
     damage(run / file)
-    shell.fails(1, [str(run / file), "damaged"], "train", path, "--resume")
+    try:
+        shell.fails(1, [str(run / file), "damaged"], "train", path, "--resume")
+    finally:
+        (run / file).write_bytes(before)
+
+
+def test_stages_that_were_deleted_run_again(shell: Any, finished: tuple[Path, Path]) -> None:
+    path, run = finished
+    expected = json.loads((run / "results.json").read_text(encoding="utf-8"))
     for stage in ("00-one", "01-two"):
         shutil.rmtree(run / stage)
     assert shell.invoke("train", path, "--resume").code == 0
@@ -177,19 +195,20 @@ def test_wrong_skills_are_found_before_anything_runs(shell: Any, tiny: Any, tmp_
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("held_out", ["", "x = 1\n", "def f(a, b):\n    return a + b\n" * 3])
 def test_a_corpus_with_little_or_no_held_out_text(shell: Any, tiny: Any, tmp_path: Path, held_out: str) -> None:
     corpus = tmp_path / "corpus"
-    shutil.copytree(tiny.corpus, corpus)
-    for file in corpus.iterdir():
-        if Document(file.name, "").held_out:
-            file.unlink()
+    corpus.mkdir()
+    trained = next(file for file in sorted(tiny.corpus.iterdir()) if not Document(file.name, "").held_out)
+    shutil.copy(trained, corpus)
     name = next(file.name for file in tiny.corpus.glob("keyword*"))
     if held_out:
         (corpus / name).write_text(held_out, encoding="utf-8")
     path = tmp_path / "small.toml"
     path.write_text(
-        f'name = "small"\nruns = "{tmp_path}"\n[evaluation]\nmtp_prompts = 9\nmtp_tokens = 2\n'
+        f'name = "small"\nruns = "{tmp_path}"\n[model]\nhidden_size = 32\nnum_hidden_layers = 2\n'
+        "[evaluation]\nmtp_prompts = 9\nmtp_tokens = 2\n"
         f'[[stages]]\nname = "t"\nkind = "tokenizer"\nvocab_size = 300\nsources = ["{corpus}"]\n'
         + STAGE.format(name="one", steps=1, every=0),
         encoding="utf-8",
@@ -286,11 +305,12 @@ def last_checkpoint_loads(run: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(
-    shell: Any, recipe: Callable[..., Path], small_disk: Callable[[int], Path], tmp_path: Path
+    shell: Any, recipe: Callable[..., Path], start: Path, small_disk: Callable[[int], Path]
 ) -> None:
     """There is room for the first stage's checkpoint, but not for the second's beside it."""
-    disk = small_disk(10 << 10)
-    path = recipe(runs=disk, every=0)
+    size = sum(file.stat().st_size for file in start.iterdir())
+    disk = small_disk(int(1.7 * size) >> 10)
+    path = recipe(runs=str(disk), every=0)
     shell.fails(1, [str(disk), "No space left", "intact", "again"], "train", path)
     last_checkpoint_loads(disk / "short")
     assert (disk / "short" / "00-one" / "stage.json").exists() and not (disk / "short" / "01-two" / "model").exists()
@@ -303,20 +323,24 @@ def test_a_disk_too_full_for_metrics(
 ) -> None:
     disk = small_disk(64)
     (disk / "filler").write_bytes(bytes(52 << 10))
-    shell.fails(1, ["No space left", "intact", "again"], "train", recipe(runs=disk, steps=200, every=0))
+    shell.fails(1, ["No space left", "intact", "again"], "train", recipe(runs=str(disk), steps=200, every=0))
 
 
-def test_a_limit_on_file_sizes_is_a_full_disk(shell: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_is_a_full_disk(
+    shell: Any, recipe: Callable[..., Path], start: Path, tmp_path: Path
+) -> None:
     """The states are larger than the checkpoints, so a limit between the two stops the second stage's first state."""
     path = recipe(every=0)
     text = path.read_text(encoding="utf-8")
     path.write_text("save_every = 1".join(text.rsplit("save_every = 0", 1)), encoding="utf-8")
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
-
-    stopped = shell.run("train", path, preexec_fn=limit)
+    most = int(1.3 * (start / "model.safetensors").stat().st_size)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        stopped = shell.invoke("train", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     stopped.check_failure(1, [str(tmp_path / "short" / "01-two" / "state"), "No space left", "intact"])
     last_checkpoint_loads(tmp_path / "short")
     assert shell.invoke("train", path, "--resume").code == 0

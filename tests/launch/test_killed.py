@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +24,29 @@ STEPS = 30
 class Driver:
     """Talks to `train_driver.py`."""
 
-    def __init__(self) -> None:
-        script, root = Path(__file__).with_name("train_driver.py"), Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([sys.executable, str(script)], text=True, env=environment, **pipes)
-        assert self._word() == "ready"
-
-    def _word(self) -> str:
-        assert self.process.stdout is not None
-        word = self.process.stdout.readline().strip()
-        assert word, "the driver ended"
-        return word
+    def __init__(self, forks: Any) -> None:
+        self.forks = forks
 
     def train(self, folder: Path, dtype: str, hit: Callable[[int, str], bool] = lambda child, word: False) -> int:
-        """Train in `folder`; `hit` hears every word until it returns true, when it has sent a signal. Returns the exit
-        code."""
-        assert self.process.stdin is not None
+        """Train in `folder`, or go on there; `hit` hears the process's id and every word until it returns true, when it
+        has sent a signal. Returns the exit code."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.process.stdin.write(f"{folder} {dtype}\n")
-        self.process.stdin.flush()
-        done, words = False, []
-        child = 0
-        while True:
-            word = self._word()
-            if word.startswith("exit "):
-                return int(word.removeprefix("exit "))
-            if word.startswith("started "):
-                child = int(word.removeprefix("started "))
-            words.append(word)
-            if child and not done and (waiting := [w for w in words if not w.startswith("started ")]):
-                words.clear()
-                done = any(hit(child, w) for w in waiting)
+        listening, telling = multiprocessing.Pipe(duplex=False)
+        script = Path(__file__).with_name("train_driver.py")
+        with listening:
+            with telling:
+                process = self.forks.start(script, folder, dtype, out=telling)
+            with os.fdopen(os.dup(listening.fileno())) as words:
+                done = False
+                for word in words:
+                    done = done or hit(process.process.pid, word.strip())
+        code: int = process.wait(60)
+        return code
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Driver]:
-    started = Driver()
-    try:
-        yield started
-    finally:
-        started.process.stdin.close()  # type: ignore[union-attr]
-        started.process.wait(60)
-        started.process.stdout.close()  # type: ignore[union-attr]
-        started.process.stderr.close()  # type: ignore[union-attr]
+def driver(forks: Any) -> Driver:
+    return Driver(forks)
 
 
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], bytes]:

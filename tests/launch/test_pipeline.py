@@ -112,6 +112,7 @@ def test_metrics_have_every_step_once(tiny: Any) -> None:
         assert [row["step"] for row in rows] == list(range(1, stage.optim.steps + 1))
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_finished_run_is_left_alone(tiny: Any, shell: Any) -> None:
     before = {p: p.stat().st_mtime_ns for p in tiny.run.rglob("*") if p.parent.name.startswith("0")}
     results = tiny.results()
@@ -149,6 +150,7 @@ def test_final_is_a_transformers_checkpoint(tiny: Any) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_same_recipe_gives_the_same_results(
     tiny: Any, shell: Any, tmp_path: Path, interrupt_at: Callable[..., Any]
 ) -> None:

@@ -111,7 +111,10 @@ def test_rl_stages_run_alone(shell: Any, recipe: Any, kind: str, family: str, mo
         assert numbers["reverse_kl"] == 0 and numbers["grad_norm"] < 1e-6
 
 
-def test_adapt_makes_a_dense_model_sparse(shell: Any, tiny: Any, tmp_path: Path) -> None:
+def test_adapt_makes_a_dense_model_sparse(
+    shell: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("glm5.launch.adapt.build_report", lambda folder: folder / "report.html")
     out, dense = tmp_path / "sparse", tiny.model("extend")
     done = shell.invoke(
         *("adapt", dense, "--data", tiny.data, "--out", out, "--steps", 1, "--row-length", 64, "--index-topk", 8)
@@ -236,7 +239,7 @@ def test_serve_from_start_to_ctrl_c(shell: Any, tiny: Any) -> None:
         body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 3, "temperature": 0}
         with request(port, "POST", "/v1/chat/completions", body) as (status, answer):
             assert status == 200 and answer["usage"]["completion_tokens"] in (1, 2, 3)
-        shell.run("serve", tiny.final, "--port", port).check_failure(2, [str(port), "in use", "--port"])
+        shell.invoke("serve", tiny.final, "--port", port).check_failure(2, [str(port), "in use", "--port"])
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "", "")

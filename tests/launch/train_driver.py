@@ -1,8 +1,6 @@
-"""Trains a small model in processes that a test may kill: `python train_driver.py`.
+"""Trains a small model in a process that a test may kill: `train_driver.py FOLDER DTYPE`.
 
-For every line `FOLDER DTYPE` on stdin it forks a process (torch is loaded once, which takes longer than the training)
-that trains in that folder, or goes on with what an earlier one left there. On stdout come the process's id, a word for
-everything that it is about to do, and at the end `exit CODE` (negative: the signal that ended it).
+It goes on with what an earlier one left in the folder. On stdout comes a word for everything that it is about to do.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # every first optimizer of a process imports it, for two seconds
 from safetensors.torch import save_file
 
 import glm5.train.loop as loop
@@ -103,23 +100,8 @@ def run(folder: Path, dtype: str) -> None:
     save_file(dict(model.state_dict()), str(folder / "final.safetensors"))
 
 
-def main() -> None:
-    say("ready")
-    for line in sys.stdin:
-        folder, dtype = line.split()
-        child = os.fork()
-        if child == 0:
-            code = 3
-            try:
-                run(Path(folder), dtype)
-                code = 0
-            except KeyboardInterrupt:
-                code = 1
-            finally:
-                os._exit(code)
-        say(f"started {child}")
-        say(f"exit {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
-
-
 if __name__ == "__main__":
-    main()
+    try:
+        run(Path(sys.argv[1]), sys.argv[2])
+    except KeyboardInterrupt:
+        sys.exit(1)

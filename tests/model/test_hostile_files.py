@@ -324,16 +324,13 @@ for folder in sys.argv[2:]:
 """
 
 
-def test_nothing_is_allocated_on_the_word_of_a_file(pristine: Path, tmp_path: Path) -> None:
+def test_nothing_is_allocated_on_the_word_of_a_file(pristine: Path, tmp_path: Path, forks: Any) -> None:
     """All of it again in a process that may grow by 192 MiB at most, which fails where a claim is believed."""
     folders = []
     for number, (damage, _) in enumerate(DAMAGE.values()):
         folders.append(Path(shutil.copytree(pristine, tmp_path / str(number) / "copy")))
         damage(folders[-1])
-    command = [sys.executable, "-c", LIMITED, str(pristine), *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["refused"] * len(folders)
+    assert forks.run(LIMITED, pristine, *folders).split() == ["refused"] * len(folders)
 
 
 def test_a_file_that_changes_while_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

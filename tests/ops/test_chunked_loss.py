@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,12 +38,8 @@ print(memory("VmHWM") - before, float(value.detach()), float(hidden.grad.norm())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured through /proc")
-def test_the_chunked_loss_is_equal_and_needs_less_memory() -> None:
-    found = {}
-    for how in ("chunked", "whole"):
-        done = subprocess.run([sys.executable, "-c", PEAK, how], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found[how] = [float(number) for number in done.stdout.split()]
+def test_the_chunked_loss_is_equal_and_needs_less_memory(forks: Any) -> None:
+    found = {how: [float(number) for number in forks.run(PEAK, how).split()] for how in ("chunked", "whole")}
     assert found["chunked"][1:] == pytest.approx(found["whole"][1:], rel=1e-5)
     logits = 4096 * 8192 * 4
     assert found["whole"][0] > 2 * logits  # the logits and their gradient

@@ -100,7 +100,8 @@ def test_dense_kl_equals_the_whole(elements: int, monkeypatch: pytest.MonkeyPatc
         assert b.abs().max() > 1e-3
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     torch.testing.assert_close(seen.sum(-1), torch.full((B, T), float(N), dtype=F64))  # every query was looked at
-    assert torch.autograd.gradcheck(lambda *x: dense_kl(*x, *attention, 0.6, weight), index, eps=1e-6, atol=1e-8)
+    if elements > 100:  # the others have the gradients of `theirs` too, and take seconds each
+        assert torch.autograd.gradcheck(lambda *x: dense_kl(*x, *attention, 0.6, weight), index, eps=1e-6, atol=1e-8)
 
 
 def test_bf16_is_computed_in_fp32() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,38 +198,34 @@ def test_extreme_numbers_break_only_what_reads_them(value: float, dtype: torch.d
     assert torch.equal(rms_norm(zeros, torch.ones(16, dtype=dtype), 1e-5), zeros)
 
 
-def test_without_a_compiler_torch_takes_over(tmp_path: Path) -> None:
+def test_without_a_compiler_torch_takes_over(tmp_path: Path, forks: Any) -> None:
     script = """
+import warnings
 import torch
+warnings.simplefilter("error")
 from glm5.ops import native
 from glm5.ops.elementwise import swiglu
 assert not native.available()
 print(float(swiglu(torch.ones(2))))
 """
     for changes in ({"GLM5_NATIVE": "0"}, {"PATH": str(tmp_path), "CXX": ""}):
-        run = subprocess.run(
-            [sys.executable, "-W", "error", "-c", script], env=os.environ | changes, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
-        assert abs(float(run.stdout) - 0.7310586) < 1e-6
+        assert abs(float(forks.run(script, **changes)) - 0.7310586) < 1e-6
 
 
-def test_a_failing_compiler_is_reported_once(tmp_path: Path) -> None:
+def test_a_failing_compiler_is_reported_once(tmp_path: Path, forks: Any) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo gcc; exit 0; fi\necho no space >&2; exit 1\n')
     compiler.chmod(0o755)
     script = "import torch; from glm5.ops import native; print(native.available(), native.available())"
-    environment = os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert run.stdout.split() == ["False", "False"]
-    assert run.stderr.count("CPU kernels could not be built") == 1 and "no space" in run.stderr
+    run = forks.start(script, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert run.wait(60) == 0 and run.out.split() == ["False", "False"]
+    assert run.err.count("CPU kernels could not be built") == 1 and "no space" in run.err
 
 
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, forks: Any) -> None:
     (tmp_path / "glm5").mkdir(mode=0o777)
     (tmp_path / "glm5").chmod(0o777)
     script = "from glm5.ops import native; print(native.available())"
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == "False"
-    assert "chmod 700" in run.stderr
+    run = forks.start(script, XDG_CACHE_HOME=str(tmp_path))
+    assert run.wait(60) == 0 and run.out.strip() == "False"
+    assert "chmod 700" in run.err

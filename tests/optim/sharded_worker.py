@@ -1,7 +1,7 @@
 """The ranks of tests/optim/test_distributed.py: train a toy model under fully_shard and write what it became.
 
-Run as `python sharded_worker.py WORLD FOLDER`; the ranks are forks, so that torch is imported once. Rank 0 saves start,
-gradients and results of every case as safetensors; the test compares them with its own reference.
+Every rank is a process of its own: `sharded_worker.py RANK WORLD FOLDER`. Rank 0 saves start, gradients and results of
+every case as safetensors; the test compares them with its own reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -165,5 +164,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    ranks = int(sys.argv[1])
-    torch.multiprocessing.start_processes(main, (ranks, Path(sys.argv[2])), ranks, start_method="fork")
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

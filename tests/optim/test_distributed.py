@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +40,16 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ranks(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("ranks")
     worker = Path(__file__).with_name("sharded_worker.py")
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, str(worker), str(WORLD), str(folder)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    started = [forks.start(worker, rank, WORLD, folder, GLOO_SOCKET_IFNAME="lo") for rank in range(WORLD)]
+    try:
+        codes = [rank.wait(120) for rank in started]
+    finally:
+        for rank in started:
+            rank.kill()
+    assert codes == [0] * WORLD, "\n".join(rank.err for rank in started)
     numbers = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
     return Run(load_file(str(folder / "tensors.safetensors")), numbers)
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from glm5.parallel.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> int:
@@ -27,16 +27,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **LOOPBACK}
 
 
 class Job:
     """Runs tasks of `worker.py` in a world of some size; a world of one is this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, forks: Any) -> None:
+        self.folder, self.forks = folder, forks
         self.count = 0
         spec = importlib.util.spec_from_file_location("parallel_worker", WORKER)
         assert spec is not None and spec.loader is not None
@@ -50,38 +50,37 @@ class Job:
         task.setdefault("out", str(self.folder / f"out-{self.count}"))
         return task
 
-    def start(self, world: int, tasks: list[dict[str, Any]]) -> list[subprocess.Popen[str]]:
+    def start(self, world: int, tasks: list[dict[str, Any]]) -> list[Any]:
         tasks = [self._place(task) for task in tasks]
         path = self.folder / f"tasks-{self.count}.json"
         path.write_text(json.dumps(tasks), encoding="utf-8")
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        command = [sys.executable, "-W", "error::UserWarning", str(WORKER), str(path)]
-        return [
-            subprocess.Popen(
-                command, env=environment(RANK=str(r), LOCAL_RANK=str(r), **shared), stderr=subprocess.PIPE, text=True
-            )
-            for r in range(world)
-        ]
+        return self.ranks(world, WORKER, path)
+
+    def ranks(self, world: int, script: str | Path, *arguments: object) -> list[Any]:
+        """A script as `world` processes that find each other as torchrun would have it."""
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), **LOOPBACK}
+        return [self.forks.start(script, *arguments, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(world)]
 
     def __call__(self, world: int, *tasks: dict[str, Any], timeout: float = 240) -> list[Any]:
         """Results of the tasks, as rank 0 wrote them. Every rank must end well and say nothing."""
         if world == 1:
             return [json.loads(self.module.work(self._place(task), Ranks())) for task in tasks]
-        processes = self.start(world, list(tasks))
+        ranks = self.start(world, list(tasks))
         deadline = time.monotonic() + timeout
         try:
-            said = [p.communicate(timeout=max(1, deadline - time.monotonic()))[1] for p in processes]
+            codes = [rank.wait(max(1, deadline - time.monotonic())) for rank in ranks]
         finally:
-            for process in processes:
-                process.kill()
-        assert [p.returncode for p in processes] == [0] * world, "\n".join(said)
+            for rank in ranks:
+                rank.kill()
+        said = [rank.err for rank in ranks]
+        assert codes == [0] * world, "\n".join(said)
         assert not any("Traceback" in text for text in said), said
         return [json.loads(Path(task["result"]).read_text(encoding="utf-8")) for task in tasks]
 
 
 @pytest.fixture(scope="session")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return Job(tmp_path_factory.mktemp("job"))
+def job(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"), forks)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
-STEPS = 20
+STEPS = 7
 ROWS, LENGTH = 5, 24
 
 
@@ -65,7 +66,7 @@ class Watch:
 
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
-    kept = {"steps": steps, "lr": 1e-2, "warmup": 2, "save_every": options.pop("save_every", 0)}
+    kept = {"steps": steps, "lr": 2e-2, "warmup": 2, "save_every": options.pop("save_every", 0)}
     return GradientStage(name="stage", optim=OptimConfig(**kept), **options)
 
 
@@ -92,7 +93,7 @@ def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     assert type(plain.model.layers[1]).__name__ == "Block"
     if ranks.main and "export" in task:
         plain.save_pretrained(task["export"])
-    return {"numbers": numbers, "scores": scores, "routes": routes}
+    return {"numbers": numbers, "scores": scores, "routes": routes, "export": digest(plain)}
 
 
 def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     folder = Path(task["out"])
     folder.mkdir(parents=True, exist_ok=True)
     io = StageIO("stage", folder, NullMetrics(), advance, ranks)
-    config = stage(save_every=5, **task.get("options", {}))
+    config = stage(save_every=2, **task.get("options", {}))
     try:
         train(model, config, io, batch_at, Watch(), bias_rate=0.01)
     except KeyboardInterrupt:
@@ -204,6 +205,7 @@ def work(task: dict[str, Any], ranks: Ranks) -> str:
 
 
 def main(path: Path) -> None:
+    warnings.simplefilter("error", UserWarning)
     tasks = json.loads(path.read_text(encoding="utf-8"))
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:

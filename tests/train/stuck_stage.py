@@ -1,13 +1,8 @@
-"""Short stages that get stuck in a phase of their third step: `python stuck_stage.py FOLDER PHASE...`.
-
-Every phase has a process and a folder of its own, where its stderr and its exit code end up. They are forks of one that
-has loaded torch, which takes longer than all the rest.
-"""
+"""A short stage that gets stuck in a phase of its third step: `python stuck_stage.py FOLDER PHASE`."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
@@ -15,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # every first optimizer of a process imports it, for two seconds
 
 import glm5.train.loop as loop
 from glm5.config.model import GLM5Config
@@ -23,9 +17,11 @@ from glm5.config.recipe import GradientStage, OptimConfig
 from glm5.data.packing import Batch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter
+from glm5.train import watchdog
 from glm5.train.losses import language_loss
 
-LIMIT = 2.0
+LIMIT = 1.0
+watchdog.GRACE_SECONDS = 1.5
 
 
 def stuck_loss() -> None:
@@ -93,20 +89,5 @@ def run(folder: Path, phase: str) -> None:
     stage("stage", steps=4, save_every=1, stall_seconds=LIMIT)
 
 
-def main(folder: Path, phases: list[str]) -> None:
-    children = {}
-    for phase in phases:
-        (folder / phase).mkdir()
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(folder / phase / "stderr.txt", os.O_WRONLY | os.O_CREAT), 2)
-            run(folder / phase, phase)
-            os._exit(0)
-        children[child] = phase
-    for child, phase in children.items():
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        (folder / phase / "code.txt").write_text(str(code), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run(Path(sys.argv[1]), sys.argv[2])

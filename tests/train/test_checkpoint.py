@@ -10,8 +10,6 @@ import logging
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -444,11 +442,9 @@ print(saving, loading, sum(tensors), max(tensors))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured through /proc")
-def test_memory_while_saving_and_loading(tmp_path: Path) -> None:
+def test_memory_while_saving_and_loading(tmp_path: Path, forks: Any) -> None:
     """Saving takes no second copy of anything larger than a tensor; loading only the optimizer's own new state."""
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    saving, loading, model, largest = map(int, done.stdout.split())
+    saving, loading, model, largest = map(int, forks.run(PEAK, tmp_path).split())
     assert model > 60e6
     assert saving < largest + (8 << 20)
     assert loading < 2 * model + largest + (8 << 20)  # new moments, before the old ones are freed

@@ -6,8 +6,6 @@ import faulthandler
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -197,39 +195,27 @@ PHASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each phase in which a process got stuck."""
-    folder = tmp_path_factory.mktemp("stuck")
+def test_a_stuck_stage_says_where_and_ends(forks: Any, tmp_path: Path) -> None:
+    """A process each, all at once: most of this is waiting."""
     script = Path(__file__).with_name("stuck_stage.py")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    phases = [*PHASES, "interpreter", "nothing"]
-    subprocess.run([sys.executable, str(script), str(folder), *phases], check=True, timeout=120, env=environment)
-    return folder
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_stuck_stage_says_where_and_ends(stuck: Path, phase: str) -> None:
-    listing, said = stuck / phase / "stage" / "stall.txt", (stuck / phase / "stderr.txt").read_text(encoding="utf-8")
-    text = listing.read_text(encoding="utf-8")
-    assert (stuck / phase / "code.txt").read_text(encoding="utf-8") == "1"
-    assert said.startswith(f"Error: stage: {PHASES[phase]} took more than 2 s (optim.stall_seconds);")
-    assert str(listing) in said and len(said.splitlines()) == 1
-    assert re.match(rf"\S+ \S+ stage: {PHASES[phase]} took more than 2 s\n", text)
-    assert f"in stuck_{phase}\n" in text and "in train\n" in text and "in another_thread\n" in text
-
-
-def test_a_stuck_interpreter_is_ended_too(stuck: Path) -> None:
-    """No Python thread can run, so only the timer that needs none is left."""
-    text = (stuck / "interpreter" / "stage" / "stall.txt").read_text(encoding="utf-8")
-    assert (stuck / "interpreter" / "code.txt").read_text(encoding="utf-8") == "1"
+    folders = {phase: tmp_path / phase for phase in (*PHASES, "interpreter", "nothing")}
+    for folder in folders.values():
+        folder.mkdir()
+    processes = {phase: forks.start(script, folder, phase) for phase, folder in folders.items()}
+    codes = {phase: process.wait(120) for phase, process in processes.items()}
+    assert codes == dict.fromkeys([*PHASES, "interpreter"], 1) | {"nothing": 0}
+    for phase, where in PHASES.items():
+        listing, said = folders[phase] / "stage" / "stall.txt", processes[phase].err
+        text = listing.read_text(encoding="utf-8")
+        assert said.startswith(f"Error: stage: {where} took more than 1 s (optim.stall_seconds);")
+        assert str(listing) in said and len(said.splitlines()) == 1
+        assert re.match(rf"\S+ \S+ stage: {where} took more than 1 s\n", text)
+        assert f"in stuck_{phase}\n" in text and "in train\n" in text and "in another_thread\n" in text
+    # Where the interpreter itself is stuck no Python thread can run, so only the timer that needs none is left.
+    text = (folders["interpreter"] / "stage" / "stall.txt").read_text(encoding="utf-8")
     assert "Timeout" in text and "in stuck_interpreter\n" in text
-
-
-def test_a_stage_that_gets_on_is_left_alone(stuck: Path) -> None:
-    assert (stuck / "nothing" / "code.txt").read_text(encoding="utf-8") == "0"
-    assert (stuck / "nothing" / "stderr.txt").read_text(encoding="utf-8") == ""
-    assert not (stuck / "nothing" / "stage" / "stall.txt").exists()
+    # A stage that gets on is left alone.
+    assert processes["nothing"].err == "" and not (folders["nothing"] / "stage" / "stall.txt").exists()
 
 
 def test_stages_that_take_longer_than_the_limit_in_all_are_not_stuck(small: Any, stage_io: Any) -> None:

@@ -87,7 +87,7 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
         "prompts": 2 if quick else 64,
         "group": 4 if quick else 8,
         "tasks": [{"name": "arithmetic", "options": {"levels": [1 if quick else 3], "thinking": True}}],
-        "max_tokens": 32,
+        "max_tokens": 12 if quick else 32,
         "max_turns": 1,
         "max_context": 96,
         "pretrain_steps": 2 if quick else 150,
