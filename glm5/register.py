@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Register(MutableMapping[str, type[T]]):
     """Subclasses of `base` by name. `group` is that of the entry points, `kind` what errors call an entry."""
 
-    def __init__(self, group: str, kind: str, base: type[T], entries: Mapping[str, type[T]]) -> None:
+    def __init__(self, group: str, kind: str, base: type, entries: Mapping[str, type[T]]) -> None:
         self._group, self._kind, self._base = group, kind, base
         self._entries: dict[str, type[T]] = {}
         for name, entry in entries.items():

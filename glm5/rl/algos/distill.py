@@ -24,7 +24,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import distillation
 from glm5.rl.learner import ROWS_PER_STEP, PolicyBatch, packed_logprobs
-from glm5.rl.losses import IcePop, Observer, Statistics, policy_loss
+from glm5.rl.losses import IcePop, KLPenalty, Objective, Observer, Statistics, policy_loss
 from glm5.tasks.episode import to_samples
 
 
@@ -90,7 +90,8 @@ class Distillation:
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
         self.stage, self.teachers = stage, teachers
-        self.objective, self.penalty = IcePop(stage.beta, stage.clip_low, stage.clip_high), None
+        self.objective: Objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
+        self.penalty: KLPenalty | None = None
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         """Rows with their teachers' log-probabilities; the student's are subtracted in the loss. Raises ConfigError for
