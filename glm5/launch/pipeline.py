@@ -52,12 +52,12 @@ def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
     run = Path(recipe.runs) / recipe.name
     busy = f"Another process is working on {run}; wait for it, stop it, or give this run another `name`."
     with ranks_from_environment(recipe.parallel) as ranks, ExitStack() as held:
+        state = _start(recipe)
         ranks.on_main(lambda: held.enter_context(exclusive(run, busy)))
-        return _run(recipe, run, ranks, logging.INFO if verbose else logging.WARNING)
+        return _run(state, recipe, run, ranks, logging.INFO if verbose else logging.WARNING)
 
 
-def _run(recipe: RunRecipe, run: Path, ranks: Ranks, heard: int) -> Path:
-    state = _start(recipe)
+def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int) -> Path:
     ranks.on_main(lambda: _claim(run, recipe))
     entries: list[dict[str, Any]] = []
     folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}

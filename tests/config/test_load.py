@@ -292,7 +292,7 @@ def test_what_toml_cannot_hold_is_refused_when_saving() -> None:
         write_toml({"a": "\ud800"})
     with pytest.raises(ConfigError, match="no form in TOML"):
         write_toml({"a": [None]})
-    assert "lr = nan" in dump_recipe(Optim(lr=float("nan")))
+    assert write_toml({"lr": float("nan")}) == "lr = nan\n"
 
 
 STAGE = dict(kind="agentic", name="rl", optim={"steps": 1, "lr": 0.1}, families=[{"name": "arithmetic"}])
