@@ -237,7 +237,7 @@ class ForwardContext:
         return self._ranges[window]
 
     def all_keys(self, window: int | None = None) -> Tensor:
-        """The slots of `key_range` as indices [B, T, K], ascending, then -1, as an indexer returns them; cached."""
+        """The slots of `key_range` as indices [B, T, K], ascending, then -1, like an indexer's; computed once."""
         if window not in self._all_keys:
             start, end = self.key_range(window)
             slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
