@@ -58,7 +58,7 @@ def run(
     seed: int,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """Train all parameters. After every step the router bias moves by the sign of each expert's load."""
+    """Train all parameters. After every step the router bias moves against each expert's excess load."""
 
     def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return backbone_loss(model, batch, ctx, stage)

@@ -13,8 +13,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 
 
 def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
-    """Sequence-level balance: sum over experts of f_e P_e per row, mean over the step's rows and over layers (§3 of
-    GLM-4.5).
+    """Sequence-level balance (GLM-4.5, §3): sum over experts of f_e P_e per row, mean over the step's rows and layers.
 
     f_e = E / (K T) * number of tokens that chose e, P_e = mean normalised score of e. Padding tokens do not count.
     """
