@@ -1,4 +1,4 @@
-"""What a forward pass needs besides token ids: positions, document borders, a cache, and who is watching."""
+"""The inputs of a forward pass besides token ids: positions, document boundaries, the KV cache and observers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from glm5.ops.rope import rope_table
 
 
 class RecurrentState:
-    """What recurrent layers carry from token to token, whatever the length: `memory` [layers, rows, heads, head_dim,
-    head_dim] in fp32 at least, `inputs` [layers, rows, taps - 1, channels] of the short convolutions."""
+    """Fixed-size state of recurrent layers: `memory` [layers, rows, heads, head_dim, head_dim] in fp32 or wider, and
+    `inputs` [layers, rows, taps - 1, channels], the last inputs of the short convolutions."""
 
     def __init__(
         self, config: GLM5Config, rows: int, dtype: torch.dtype, device: torch.device | str | None = None
@@ -33,13 +33,13 @@ class RecurrentState:
 
 
 class LatentCache:
-    """Latents and indexer keys of every layer (the MTP layer last): the two always live and die together.
+    """The KV cache: latents and indexer keys of every layer, the MTP layer last, allocated together.
 
-    `latents` [layers, rows, capacity, cache_values_per_token] (keys and values side by side where attention is GQA),
-    `index_keys` [layers, rows, capacity, index_head_dim]. A row is a whole sequence for `cache_context`, and a page of
-    one for `paged_context`. Layers with a state have it in `recurrent` instead, one for each of `states` sequences.
-    A query at position p sees positions 0..p of its sequence, and whatever lies behind (padding, rejected drafts) is
-    never read before it is overwritten.
+    `latents` [layers, rows, capacity, cache_values_per_token] (GQA: keys and values side by side), `index_keys`
+    [layers, rows, capacity, index_head_dim]. A row is a whole sequence in `cache_context`, a page in `paged_context`.
+    Recurrent layers have their state in `recurrent` instead, one per sequence, `states` in all.
+    A query at position p reads positions 0..p of its sequence. Later slots (padding, rejected drafts) are overwritten
+    before they are read.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LatentCache:
         self.recurrent = RecurrentState(config, rows if states is None else states, dtype, device)
 
     def grow(self, rows: int) -> None:
-        """Add rows up to `rows`; what is there keeps its place."""
+        """Add rows up to `rows`; existing rows keep their index."""
         more = rows - self.rows
         if more > 0:
             for name in ("latents", "index_keys"):
@@ -75,7 +75,7 @@ class LatentCache:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """One MoE layer's routing of one batch: scores [M, E] (with gradient), experts [M, K], layer index."""
+    """Routing of one batch in one MoE layer: scores [M, E] (with gradient), experts [M, K], layer index."""
 
     layer: int
     scores: Tensor
@@ -84,10 +84,10 @@ class RouterStats:
 
 @dataclass(frozen=True)
 class AllKeys:
-    """Indexer and attention of one layer before any scores: the KL over all keys is computed in blocks of queries.
+    """Inputs of the KL over all keys in one layer; scores are computed later, in blocks of queries.
 
-    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] carry gradient. q [B, N, T, H] and k [B, N, S, H] are
-    attention's own and carry none; softmax runs over scale * q . k of the keys start .. end - 1 (int64 [B, T]).
+    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] carry gradient. q [B, N, T, H] and k [B, N, S, H] come
+    from attention and carry none. The softmax runs over scale * q . k of the keys start .. end - 1 (int64 [B, T]).
     """
 
     index_q: Tensor
@@ -100,17 +100,17 @@ class AllKeys:
     scale: float
 
     def kl(self, weight: Tensor, look: Look | None = None) -> Tensor:
-        """Sum over queries of weight [B, T] * KL(attention || indexer); `look` is shown every block of scores (see
+        """Sum over queries of weight [B, T] * KL(attention || indexer). `look` receives every block of scores (see
         `glm5.ops.indexer_kl.dense_kl`)."""
         view = (self.index_q, self.index_k, self.index_w, self.q, self.k, self.start, self.end, self.scale)
         return dense_kl(*view, weight, look)
 
 
 class Observer(Protocol):
-    """Receives what the indexer's KL needs (§2.1.1), once for every call of a layer that has an indexer.
+    """Receives the inputs of the indexer's KL (§2.1.1), once per call of a layer that has an indexer.
 
-    Whoever runs a layer a second time in the backward pass gives it `noop()`: the first run has left its mark. Nothing
-    that an observer computes may keep tensors by way of autograd's saved tensors, for the second run saves none.
+    If the backward pass recomputes a layer, it passes `noop()`: the first run has already been recorded. An observer
+    must not save tensors for autograd, because the second run saves none.
     """
 
     def dense(self, layer: int, keys: AllKeys) -> None:
@@ -118,29 +118,29 @@ class Observer(Protocol):
         ...
 
     def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
-        """A layer attended to selected keys: indexer scores with gradient, attention summed over heads without, and
-        which slots are filled; [B, T, K] each."""
+        """A layer attended to selected keys. [B, T, K] each: indexer scores with gradient, attention summed over heads
+        without gradient, and a mask of the filled slots."""
         ...
 
     def noop(self) -> Observer:
-        """One that takes the same calls and ignores them."""
+        """An observer that accepts the same calls and ignores them."""
         ...
 
 
 @dataclass
 class ForwardContext:
-    """Per-forward state, built by `packed_context`, `cache_context` or the model itself. Layers keep no state.
+    """State of one forward pass, built by `packed_context`, `cache_context` or the model itself. Layers keep no state.
 
-    positions [B, T]: RoPE position of every token. With a cache, `pages` says where each token's sequence lies,
-    `places` [M] where in the flat pool its own latent goes, `state_rows` [B] which recurrent state is its sequence's,
-    and queries see their sequence from `first_key` on. documents [B, T]: tokens attend only within equal non-negative
-    numbers; None = one document per row; a document is a run of neighbouring tokens. `exact` computes in the forms that
-    learner and engine share, so that a token's bits do not depend on its batch, on a cache or on the length of its row.
-    `attend_dense` keeps attention dense although an indexer exists (DSA warm-up). lengths [B]: with a cache, how many
-    tokens of each row are real; None = all. What follows is padding, which only a recurrent layer could notice.
-    max_logits, where it is a dictionary, receives the largest attention logit of each head [N] by layer (softmax
-    attention only).
-    `recompute` keeps only the inputs of layers for the backward pass, which computes them again.
+    positions [B, T]: RoPE position of every token. documents [B, T]: a token attends only to tokens with the same
+    non-negative number; None = one document per row; the tokens of a document are contiguous.
+    With a cache: `pages` maps each token to the pages of its sequence, `places` [M] is the slot in the flat pool for
+    its own latent, `state_rows` [B] is the recurrent state of each sequence, `first_key` is the first position that
+    queries see, and lengths [B] is the number of real tokens per row (None = all; padding matters to recurrent layers
+    only).
+    `exact` computes in the forms that learner and engine share: the bits of a token then do not depend on its batch, on
+    a cache or on the row length. `attend_dense` keeps attention dense even if an indexer exists (DSA warm-up).
+    max_logits, if not None, receives the largest attention logit of each head [N] by layer (softmax attention only).
+    `recompute` saves only the inputs of each layer; the backward pass computes the layer again.
     """
 
     positions: Tensor
@@ -185,8 +185,8 @@ class ForwardContext:
         return x.view(batch, length, *x.shape[1:])
 
     def store(self, layer: int, latents: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Write what this batch's tokens [B, T, ...] leave behind into the cache, if there is one, and return where
-        their queries read: the pool [R, S, ...] that `pages` refers to. Nothing is copied out of the cache."""
+        """Write the latents and index keys [B, T, ...] of this batch into the cache, if there is one. Returns what its
+        queries read: the pool [R, S, ...] that `pages` refers to, not a copy."""
         if self.cache is None or self.places is None:
             return latents, index_keys
         slot = self.cache.slots[layer]
@@ -199,15 +199,15 @@ class ForwardContext:
         return pool, keys
 
     def seen(self, stored: Tensor) -> Tensor:
-        """What `store` returned, copied into batch order and cut to the longest sequence: [B, S, ...]. The tokens of a
-        batch entry must belong to one sequence; behind its last one stand zeros."""
+        """The result of `store`, copied into batch order and cut to the longest sequence: [B, S, ...]. The tokens of a
+        batch entry must belong to one sequence; slots past its last token are zero."""
         if self.pages is None:
             return stored
         table = self.pages.table[self.pages.rows.view(self.positions.shape)[:, 0]]
         needed = -(-self.key_length // self.pages.size)
         found = stored[table[:, :needed]].flatten(1, 2)[:, : self.key_length]
         known = torch.arange(found.shape[1], device=found.device) <= self.positions.amax(1, keepdim=True)
-        # A softmax gives them nothing, but nothing times infinity would still spoil the sum.
+        # The softmax gives these slots weight 0, but 0 * infinity would still spoil the sum.
         return found.where(known.view(*known.shape, *[1] * (found.ndim - 2)), 0)
 
     def rope(self, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -218,9 +218,9 @@ class ForwardContext:
         return self._rope[dim, theta]
 
     def key_range(self, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """The key slots start .. end - 1 that each query may attend to, int64 [B, T] each; `window` keeps the last.
+        """The key slots start .. end - 1 that each query may attend to, int64 [B, T] each; `window` limits their count.
 
-        Documents are runs of neighbouring tokens, so a range says it all and memory stays linear in the length.
+        Documents are contiguous, so a range is enough and memory stays linear in the length.
         """
         if window not in self._ranges:
             index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
@@ -229,7 +229,7 @@ class ForwardContext:
             else:
                 start, end = torch.zeros_like(index), index + 1
                 if self.documents is not None:
-                    # A padding token attends to itself, so that no softmax runs over nothing.
+                    # A padding token attends to itself: a softmax over no keys would be NaN.
                     start = torch.where(self.documents < 0, index, run_starts(self.documents))
             if window is not None:
                 start = torch.maximum(start, end - window)
@@ -237,8 +237,7 @@ class ForwardContext:
         return self._ranges[window]
 
     def all_keys(self, window: int | None = None) -> Tensor:
-        """The slots of `key_range` as indices [B, T, K] like those of an indexer, ascending, then -1; all layers share
-        them."""
+        """The slots of `key_range` as indices [B, T, K], ascending, then -1, like an indexer's; computed once."""
         if window not in self._all_keys:
             start, end = self.key_range(window)
             slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
@@ -246,7 +245,7 @@ class ForwardContext:
         return self._all_keys[window]
 
     def note_max_logits(self, layer: int, found: Tensor) -> None:
-        """Keep the larger of what a layer has seen so far and `found` [N]; the MTP layer is called at every depth."""
+        """Keep the element-wise maximum of `found` [N] and earlier values of the layer (MTP runs once per depth)."""
         assert self.max_logits is not None
         before = self.max_logits.get(layer)
         self.max_logits[layer] = found if before is None else torch.maximum(before, found)
@@ -259,8 +258,8 @@ class ForwardContext:
         return index < (self.length if self.lengths is None else self.lengths.unsqueeze(1))
 
     def recall(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """A recurrent layer's memory [B, N, H, H] and convolution inputs [B, taps - 1, C] before this batch; zeros for
-        rows that start at position 0, None without a cache."""
+        """A recurrent layer's memory [B, N, H, H] and convolution inputs [B, taps - 1, C] before this batch. Rows that
+        start at position 0 get zeros. (None, None) without a cache."""
         if self.cache is None or self.state_rows is None:
             return None, None
         carried, slot = self.cache.recurrent, self.cache.recurrent.slots[layer]
@@ -269,7 +268,7 @@ class ForwardContext:
         return memory * going.view(-1, 1, 1, 1), inputs * going.view(-1, 1, 1)
 
     def remember(self, layer: int, memory: Tensor, inputs: Tensor | None) -> None:
-        """Keep what `recall` is to return next; inputs [B, taps - 1 + T, C] are those before this batch and its own."""
+        """Store the state for the next `recall`; inputs [B, taps - 1 + T, C] are the old ones, then this batch's."""
         if self.cache is None or self.state_rows is None:
             return
         carried, slot = self.cache.recurrent, self.cache.recurrent.slots[layer]
@@ -296,7 +295,7 @@ def run_starts(documents: Tensor) -> Tensor:
 
 
 def packed_context(documents: Tensor, *, exact: bool = True) -> ForwardContext:
-    """Context of packed rows: documents [B, T] numbers each row's documents 0, 1, … with -1 for padding; RoPE positions
+    """Context of packed rows. documents [B, T] numbers the documents of each row 0, 1, …, padding is -1; RoPE positions
     restart at every document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     return ForwardContext(positions=index - run_starts(documents), documents=documents, exact=exact)
@@ -311,8 +310,8 @@ def cache_context(
     *,
     exact: bool = True,
 ) -> ForwardContext:
-    """Context for `length` new tokens per sequence: rows [B] of the cache, start [B] = tokens already there, lengths
-    [B] = how many of the new ones are real where rows are padded at their end."""
+    """Context for `length` new tokens per sequence. rows [B]: cache rows; start [B]: tokens already cached; lengths
+    [B]: the number of real new tokens, if rows are padded at their end. Raises ValueError if the cache is too short."""
     positions = start.unsqueeze(1) + torch.arange(length, device=start.device)
     longest = int(start.max()) + length
     if longest > cache.capacity:
@@ -341,10 +340,10 @@ def paged_context(
     first_key: int = 0,
     exact: bool = True,
 ) -> ForwardContext:
-    """Context for new tokens of several sequences of a pool of pages: positions [B, T], `longest` above all of them.
+    """Context for new tokens of several sequences in a paged cache: positions [B, T], all below `longest`.
 
-    MLA takes tokens of any sequences in any order, say [1, M], where it selects keys and in exact mode; all else wants
-    one sequence per batch entry. `places` is where the tokens' latents go if that is not where `pages` says.
+    MLA accepts tokens of any sequences in any order, for example [1, M], if it selects keys or in exact mode. All other
+    attention needs one sequence per batch entry. `places` overrides the slots in `pages` that the latents go to.
     """
     return ForwardContext(
         positions=positions,
@@ -360,8 +359,8 @@ def paged_context(
 
 
 def padded_context(attention_mask: Tensor, *, exact: bool = True) -> ForwardContext:
-    """Context of rows padded at their ends: attention_mask [B, T], 0 = padding. The tokens of a row are neighbours and
-    have RoPE positions from 0 on; a ValueError names a row where they are not."""
+    """Context of padded rows: attention_mask [B, T], 0 = padding. The tokens of a row are contiguous and have RoPE
+    positions from 0 on. Raises ValueError if a row has padding between its tokens."""
     present = attention_mask.bool()
     index = torch.arange(present.shape[1], device=present.device)
     first, count = (~present).long().cummin(1).values.sum(1, keepdim=True), present.sum(1, keepdim=True)

@@ -1,7 +1,7 @@
 """Names of tensors on disk.
 
-On disk experts are single matrices and gate and up projections are apart, because that is what every other tool reads;
-in memory they are stacked. The MTP layer is stored as layer `num_hidden_layers`.
+In memory, experts are stacked, and so are gate and up projections. On disk each is a matrix of its own, the layout that
+every other tool reads. The MTP layer is stored as layer `num_hidden_layers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 
 
 def disk_tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:
-    """Every tensor under its name on disk, as views of the model's own memory: writing to them writes to the model."""
+    """Every tensor by its name on disk, as a view of the model's own memory: writing to it changes the model."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=False).items():
         name = disk_name(model, name)
@@ -39,14 +39,14 @@ def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 
 def disk_name(model: GLM5ForCausalLM, name: str) -> str:
-    """The name on disk of a tensor as it is in memory, stacked or not."""
+    """The disk name of an in-memory tensor, stacked or not."""
     if not name.startswith("mtp."):
         return name
     return f"model.layers.{model.config.num_hidden_layers}.{name.removeprefix('mtp.').removeprefix('block.')}"
 
 
 def disk_parts(name: str, tensor: Tensor) -> list[str]:
-    """Names on disk of the pieces of one tensor in memory; `name` is the one of `disk_name`."""
+    """Disk names of the parts of one in-memory tensor; `name` comes from `disk_name`."""
     pieces: dict[str, Tensor] = {}
     if ".mlp.experts." not in name:
         _put(pieces, name, tensor)
@@ -57,15 +57,15 @@ def disk_parts(name: str, tensor: Tensor) -> list[str]:
 
 
 def expert_stacks(model: GLM5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """The experts under the names of files in which they are stacked as in memory; read, but never written."""
+    """The expert stacks by the names of files that keep them stacked; such files are read but never written."""
     for name, tensor in model.state_dict(keep_vars=False).items():
         if ".mlp.experts." in name:
             yield disk_name(model, name), tensor
 
 
 def ignorable(name: str, config: GLM5Config) -> bool:
-    """Tensors that other tools write and this model does not need: indexers of shared or dense layers, an MTP layer
-    that the configuration does not have, and an MTP layer's copies of the trunk's embedding and output matrix."""
+    """Whether this model does not need a tensor that other tools write: an indexer of a shared or dense layer, an MTP
+    layer if the configuration has none, or the MTP layer's copies of embedding and output matrix."""
     match = re.match(r"model\.layers\.(\d{1,9})\.", name)
     if not match:
         return False

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention: the lightning indexer and the choice of keys (§2.1.1, §3.2)."""
+"""DeepSeek Sparse Attention (DSA): the lightning indexer and top-k key selection (§2.1.1, §3.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glm5.ops.indexer import select_keys, selected_scores
 from glm5.ops.rope import rope
 
 INDEXER = ".indexer."
-"""Part of the name of every parameter that an indexer owns, and of no other."""
+"""Every parameter of an indexer has this in its name, and no other parameter does."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Indexer(nn.Module):
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
-        """Selected key slots [B, T, K], ascending, -1 = empty, from keys as `ForwardContext.store` returns
-        them; K = index_topk, or the number of keys if there are not so many."""
+        """Selected key slots [B, T, K], ascending, -1 = empty; `keys` come from `ForwardContext.store`. K = index_topk,
+        or the number of keys if that is smaller."""
         start, end = ctx.key_range()
         slots = min(self.topk, ctx.key_length or ctx.length)
         return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages)

@@ -1,4 +1,4 @@
-"""Blocks of MLA with DSA over a handful of new tokens as one compiled call: where decoding spends its time."""
+"""Fused decoding: all blocks of MLA with DSA in one compiled call, for a handful of new tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from glm5.model.moe import Experts, MoE
 from glm5.ops import thin
 
 Owner = tuple[dict[str, Any], str]
-"""Where a tensor is found: the parameters (or buffers) of its module, and its name there."""
+"""Location of a tensor: the parameters (or buffers) of its module, and its name there."""
 
 CACHE = (14, 15)
-"""Places of a layer's latents and index keys among the addresses of a block (see `glm5.ops.thin.blocks`)."""
+"""Positions of latents and index keys in a block's list of addresses (see `glm5.ops.thin.blocks`)."""
 PER_BLOCK = 22
 
 
 class FewTokens:
-    """Runs blocks without a Python step per layer. Fast mode only: it rounds differently from the blocks themselves.
+    """Runs all blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
 
-    Addresses of weights are read anew for every call, because weights come and go in place.
+    Weight addresses are read again in every call, because weights are replaced in place.
     """
 
     def __init__(self, config: GLM5Config, blocks: Sequence[Any]) -> None:
@@ -39,7 +39,7 @@ class FewTokens:
 
     @staticmethod
     def of(config: GLM5Config, blocks: Sequence[nn.Module]) -> FewTokens | None:
-        """None where a block is of another kind, or its weights are not plain tensors of one type."""
+        """None if a block is of another kind, or if the weights are not contiguous plain tensors of one dtype."""
         if not config.selects_keys or not all(isinstance(getattr(b, "self_attn", None), MLA) for b in blocks):
             return None
         weights = [p for block in blocks for p in block.parameters()]
@@ -48,7 +48,7 @@ class FewTokens:
         return FewTokens(config, blocks)
 
     def run(self, x: Tensor, ctx: ForwardContext) -> bool:
-        """Take x [M, D], the residual stream, through all blocks in place; False where that is not possible here."""
+        """Run the residual stream x [M, D] through all blocks, in place; False if this case is not supported."""
         cache, pages, places = ctx.cache, ctx.pages, ctx.places
         if cache is None or pages is None or places is None or ctx.observer is not None or ctx.attend_dense:
             return False
@@ -87,7 +87,7 @@ class FewTokens:
 
 
 def run_few(owner: nn.Module, config: GLM5Config, blocks: Iterable[nn.Module], x: Tensor, ctx: ForwardContext) -> bool:
-    """`FewTokens.run` over the blocks of `owner`, which keeps what it takes to find their weights."""
+    """`FewTokens.run` over the blocks of `owner`, which caches the `FewTokens`; False if this case is not supported."""
     if ctx.exact or ctx.cache is None or x.shape[0] > thin.THIN_ROWS or torch.is_grad_enabled():
         return False
     known: tuple[torch.dtype, FewTokens | None] | None = owner.__dict__.get("_few_tokens")
@@ -98,7 +98,7 @@ def run_few(owner: nn.Module, config: GLM5Config, blocks: Iterable[nn.Module], x
 
 
 def _owners(block: Any) -> list[Owner | None]:
-    """Where the tensors of `glm5.ops.thin.blocks` are, in its order."""
+    """The locations of the tensors that `glm5.ops.thin.blocks` takes, in its order."""
     attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp
     found: list[Owner | None] = [
         _weight(module)

@@ -1,7 +1,7 @@
 """Released FP8 checkpoints: 8-bit matrices with one fp32 scale per block of 128 x 128, read back as plain matrices.
 
-On disk a quantised `X` (type F8_E4M3) has a companion `X_scale_inv`; the value is X times the scale, in spite of that
-name. Blocks at the lower and right edge may be cut off: 576 rows have five scales, the last one for 64 rows.
+On disk a quantised `X` (type F8_E4M3) comes with `X_scale_inv`. Despite the name, the value is X times the scale.
+Blocks at the lower and right edge may be smaller: 576 rows have five scales, the last one for 64 rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BLOCK = (128, 128)
 
 
 def block_size(quantization: Any, where: str) -> tuple[int, int]:
-    """(rows, columns) of a block from `quantization_config`, (128, 128) where there is none.
+    """(rows, columns) of a block from `quantization_config`; (128, 128) if it does not say.
 
-    Which tensors are quantised is not read from there: the list of exceptions in releases names a module that does not
-    exist, while each tensor's stored type cannot be wrong. CheckpointError for every other method of quantisation.
+    The list of unquantised modules is ignored: in releases it names a module that does not exist. The stored type of
+    each tensor decides. Raises CheckpointError if the quantisation method is not block FP8.
     """
     if quantization is None:
         return BLOCK
@@ -45,17 +45,17 @@ def block_size(quantization: Any, where: str) -> tuple[int, int]:
 
 
 def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix, or of a stack of matrices, of `shape`."""
+    """Shape of the scales for a matrix, or a stack of matrices, of `shape`."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
 def check_scale(scale: Tensor, where: str) -> None:
-    """CheckpointError for scales that are not finite or are negative: they would poison a whole block in silence."""
+    """Raises CheckpointError if a scale is negative or not finite; it would silently corrupt a whole block."""
     if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
         raise CheckpointError(f"{where} holds a scale that is negative or not finite; download or copy the file again.")
 
 
 def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """`weight` [..., rows, columns] times its block's scale, computed in `dtype` (fp32 or wider)."""
+    """`weight` [..., rows, columns] times the scale of each block, computed in `dtype` (fp32 or wider)."""
     full = scale.to(dtype).repeat_interleave(block[0], -2)[..., : weight.shape[-2], :]
     return weight.to(dtype).mul_(full.repeat_interleave(block[1], -1)[..., : weight.shape[-1]])

@@ -1,7 +1,7 @@
-"""Linear-attention layers that take the place of full attention in a GQA model: Gated DeltaNet and SimpleGDN (§2.1.2).
+"""Linear attention in place of full attention in a GQA model: Gated DeltaNet and SimpleGDN (§2.1.2).
 
-Both keep one matrix per head instead of keys and values per token, and neither turns its queries and keys by RoPE:
-order is in the recurrence. Padding leaves the memory as it is, a new document starts from an empty one.
+Both keep one matrix per head instead of keys and values per token. They use no RoPE, because the recurrence encodes the
+order. Padding does not change the memory. A new document starts from an empty memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from glm5.ops.wide import wide
 
 
 class SimpleGDN(GroupedProjections):
-    """The delta rule fed by a full-attention layer's own projections: no convolution, no gates, no new parameter.
+    """The delta rule on a full-attention layer's own projections: no convolution, no gates, no new parameters.
 
-    Decay and writing strength are constants; the paper does not print the recurrence, so they are configuration.
+    Decay and writing strength are configured constants: the paper does not print the recurrence.
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
@@ -44,10 +44,10 @@ class SimpleGDN(GroupedProjections):
 
 
 class GatedDeltaNet(GroupedProjections):
-    """Gated DeltaNet: short convolutions before, data-dependent decay and writing strength inside, a gate after.
+    """Gated DeltaNet: short convolutions, then the delta rule with data-dependent decay and strength, then a gate.
 
     Decay a = exp(-exp(A_log) * softplus(a_proj x + dt_bias)), strength b = sigmoid(b_proj x), output o_norm(o) *
-    silu(g_proj x). A depthwise filter is a matrix of one row per channel, and so Muon treats it.
+    silu(g_proj x). The depthwise filter is a matrix with one row per channel; Muon treats it as one.
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
@@ -81,22 +81,22 @@ class GatedDeltaNet(GroupedProjections):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Length one along the last axis, in fp32 at least."""
+    """x scaled to length 1 along the last axis, in fp32 or wider."""
     x = x.to(wide(x.dtype))
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def initialise_gate(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> bool:
-    """Fill a parameter of Gated DeltaNet that needs more than noise; False for all others.
+    """Initialise a Gated DeltaNet parameter that needs more than noise; False if `name` is not one.
 
-    Decay rates and time steps are spread over the usual ranges (1 to 16, 0.001 to 0.1), so that heads remember for
-    different spans. Filters start at the identity: a converted layer first sees what its projections were trained for.
+    Decay rates and time steps cover the usual ranges (1 to 16, 0.001 to 0.1): heads then remember for different spans.
+    Filters start near the identity, because a converted layer was trained without them.
     """
     if name.endswith("A_log"):
         parameter.uniform_(1.0, 16.0, generator=generator).log_()
     elif name.endswith("dt_bias"):
         step = parameter.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
-        parameter.copy_(step + torch.log(-torch.expm1(-step)))  # what softplus maps back to the step
+        parameter.copy_(step + torch.log(-torch.expm1(-step)))  # inverse softplus of the step
     elif name.endswith("conv_weight"):
         parameter.normal_(0.0, std, generator=generator)
         parameter[:, -1] += 1.0

@@ -1,4 +1,4 @@
-"""`GLM5ForCausalLM`: the one module that trains, generates rollouts and serves."""
+"""`GLM5ForCausalLM`: the one module for training, rollouts and serving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from glm5.seeds import derive_seed
 
 
 def attention(config: GLM5Config, layer: int) -> nn.Module:
-    """The attention of a layer: forward(x, context, indices) -> (output, indices for the layers after it or None)."""
+    """The attention of a layer: forward(x, context, indices) -> (output, indices for later layers or None)."""
     kind = config.attention_kind(layer)
     if kind == "gdn":
         return GatedDeltaNet(config, layer)
@@ -54,8 +54,8 @@ class Block(nn.Module):
 
 
 def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
-    """`layer(x, ctx, *rest)`. With `ctx.recompute` only x and `rest` are kept, and backward computes the layer again,
-    without recording statistics a second time."""
+    """`layer(x, ctx, *rest)`. With `ctx.recompute` only x and `rest` are saved; backward computes the layer again and
+    records no statistics a second time."""
     if not (ctx.recompute and torch.is_grad_enabled()):
         return layer(x, ctx, *rest)
     computed = False
@@ -69,7 +69,7 @@ def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None)
 
 
 def _without_observers(ctx: ForwardContext) -> ForwardContext:
-    """The context for computing a layer again in backward: statistics and losses were recorded the first time."""
+    """The context for recomputing a layer in backward; the first run has recorded statistics and losses."""
     return replace(
         ctx,
         observer=None if ctx.observer is None else ctx.observer.noop(),
@@ -108,10 +108,10 @@ class Output:
 
 
 class GLM5ForCausalLM(nn.Module):
-    """GLM-5: trunk, output head and, where the configuration has one, the MTP layer.
+    """GLM-5: trunk, output head and, if configured, the MTP layer.
 
-    Parameters carry checkpoint names; the MTP layer is `mtp` in memory and `model.layers.{num_hidden_layers}` on disk.
-    Random initialisation is a function of `seed` alone.
+    Parameters have checkpoint names; the MTP layer is `mtp` in memory and `model.layers.{num_hidden_layers}` on disk.
+    Random initialisation depends on `seed` only.
     """
 
     def __init__(self, config: GLM5Config, *, seed: int = 0) -> None:
@@ -127,8 +127,8 @@ class GLM5ForCausalLM(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, only: str = "") -> None:
-        """Normal(0, initializer_range) for matrices, ones and zeros for norms and biases; only names that contain
-        `only`. Gates of Gated DeltaNet have a rule of their own."""
+        """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`. Only
+        parameters with `only` in their name."""
         for name, parameter in self.named_parameters():
             if only not in name or parameter.is_meta:
                 continue
@@ -141,11 +141,11 @@ class GLM5ForCausalLM(nn.Module):
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def clone(self, config: GLM5Config | None = None, *, seed: int = 0) -> GLM5ForCausalLM:
-        """A second model with the same weights, possibly under another configuration of equal shapes.
+        """A second model with the same weights, also under another configuration if the shapes are equal.
 
-        Tensors that only the new configuration has (indexers, when DSA is switched on, or the gates of a layer that
-        becomes Gated DeltaNet) are initialised from `seed`; attention tensors that it has no use for are left behind.
-        `copy.deepcopy` is no substitute: it drops what is declared on parameters, such as Muon Split's blocks.
+        Tensors that only the new configuration has (indexers if DSA is switched on, gates of a layer that becomes Gated
+        DeltaNet) are initialised from `seed`. Attention tensors that it does not use are dropped. `copy.deepcopy` does
+        not work: it drops attributes of parameters, such as Muon Split's blocks.
         """
         fresh = GLM5ForCausalLM(config or self.config, seed=seed).cast(self.dtype)
         own = fresh.state_dict()
@@ -156,9 +156,9 @@ class GLM5ForCausalLM(nn.Module):
         return fresh
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
-        """Logits for input_ids [B, T]; attention_mask [B, T] marks padding with 0, to the left of a row (or its right).
+        """Logits for input_ids [B, T]; attention_mask [B, T] is 0 for padding, at the left or right of a row.
 
-        A mask of ones changes nothing. Raises ValueError for a mask of another shape or with gaps.
+        A mask of ones changes nothing. Raises ValueError if the mask has another shape or gaps.
         """
         ctx = self.context(input_ids)
         if attention_mask is not None:
@@ -171,12 +171,12 @@ class GLM5ForCausalLM(nn.Module):
         return Output(ctx.rows(self.lm_head(hidden)), ctx.rows(hidden))
 
     def context(self, input_ids: Tensor) -> ForwardContext:
-        """Plain context: one document per row, positions from 0, no cache; not exact, so short rows stay cheap."""
+        """Plain context: one document per row, positions from 0, no cache; not exact, which keeps short rows cheap."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return ForwardContext(positions=positions, exact=False)
 
     def mtp_hidden(self, next_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """One MTP depth: next_ids [B, T] are the tokens one step ahead of `hidden` [M, D]; returns [M, D]."""
+        """One MTP depth: next_ids [B, T] are one token ahead of `hidden` [M, D]; returns [M, D]."""
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
         with thin.allowed(not ctx.exact):
@@ -187,7 +187,7 @@ class GLM5ForCausalLM(nn.Module):
         return [(module.layer, module.gate) for module in self.modules() if isinstance(module, MoE)]
 
     def cast(self, dtype: torch.dtype) -> GLM5ForCausalLM:
-        """Change the weights' type in place; router biases stay fp32 at least, as in every released checkpoint."""
+        """Change the dtype of the weights in place; router biases stay fp32 or wider, as in released checkpoints."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         biases = [(router, router.e_score_correction_bias.to(wide)) for _, router in self.routers()]
         self.to(dtype)
@@ -211,12 +211,12 @@ class GLM5ForCausalLM(nn.Module):
         allow_unexpected: str = "",
         **overrides: Any,
     ) -> GLM5ForCausalLM:
-        """Load a Hugging Face layout directory; other keywords override the configuration.
+        """Load a directory in the Hugging Face layout; other keywords override the configuration.
 
-        `dtype=None` means fp32. `allow_missing` is a regular expression of tensor names that may be absent and then
-        get their random initialisation, `allow_unexpected` one of names to ignore; `model.census` counts what was
-        loaded, generated and ignored. FP8 files of the released kind are dequantised. `device="meta"` reads and checks
-        file headers only. Raises CheckpointError or ConfigError for anything else that does not fit.
+        `dtype=None` means fp32. `allow_missing` is a regular expression for tensors that may be absent; they are
+        initialised randomly. `allow_unexpected` is one for tensors to ignore. `model.census` counts loaded, generated
+        and ignored tensors. FP8 files as released are dequantised. `device="meta"` reads and checks file headers only.
+        Raises CheckpointError or ConfigError if anything else does not fit.
         """
         from glm5.model.hf_weights import load_checkpoint
 
@@ -235,7 +235,7 @@ class GLM5ForCausalLM(nn.Module):
     ) -> None:
         """Write config.json and safetensors with per-expert names, atomically. `extra` adds generation settings.
 
-        Weights above `max_shard_size` (bytes or text) are split over several files with an index.
+        If the weights exceed `max_shard_size` (bytes or text), they are split over several files with an index.
         """
         from glm5.model.hf_weights import save_checkpoint
 

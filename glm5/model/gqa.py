@@ -1,4 +1,4 @@
-"""Grouped-query attention as GLM-4.5 has it: the arm that MLA is compared with (§2.1, Table 1)."""
+"""Grouped-query attention as in GLM-4.5: the baseline for MLA (§2.1, Table 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from glm5.ops.wide import wide
 class GroupedProjections(nn.Module):
     """Query, key, value and output projections; `num_attention_heads` queries share `num_key_value_heads` keys.
 
-    Muon takes each matrix whole, as GLM-4.5's recipe did; Muon Split came with MLA.
+    Muon treats each matrix as one block, as in GLM-4.5; Muon Split came with MLA.
     """
 
     def __init__(self, config: GLM5Config, layer: int, *, qk_norm: bool) -> None:
@@ -30,7 +30,7 @@ class GroupedProjections(nn.Module):
         self.k_norm = RMSNorm(self.dim, c.rms_norm_eps) if qk_norm else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [M, D] flat -> q [M, N, H], k and v [M, G, H], q and k after their norms."""
+        """x [M, D] flat -> q [M, N, H], k and v [M, G, H]; q and k are normed if configured."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
         k = self.k_proj(x).unflatten(-1, (self.groups, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.groups, self.dim))
@@ -44,9 +44,9 @@ class GroupedProjections(nn.Module):
 
 
 class GQA(GroupedProjections):
-    """Softmax attention over cached keys and values, all of them or those in a sliding window.
+    """Softmax attention over cached keys and values, all of them or a sliding window.
 
-    RoPE turns the first `rotary_dim` elements of a head, element i together with i + rotary_dim / 2.
+    RoPE rotates the first `rotary_dim` elements of a head, in pairs (i, i + rotary_dim / 2).
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
@@ -55,7 +55,7 @@ class GQA(GroupedProjections):
         self.window = config.window(layer)
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [M, D] flat -> (output [M, D], None: there are no indices to hand on)."""
+        """x [M, D] flat -> (output [M, D], None, because it has no indices)."""
         q, k, v = self.project(x)
         cos, sin = ctx.rope(self.rotary, self.theta)
         q, k = ctx.rows(rotate_halves(q, cos, sin)), rotate_halves(k, cos, sin)
@@ -71,7 +71,7 @@ class GQA(GroupedProjections):
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of x [M, N, H] in pairs (i, i + n); cos and sin [M, n]; the rest passes."""
+    """Rotate the first elements of x [M, N, H] in pairs (i, i + n), cos and sin [M, n]; the rest is unchanged."""
     kind, half = wide(x.dtype), cos.shape[-1]
     cos, sin = cos.to(kind).unsqueeze(1), sin.to(kind).unsqueeze(1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -80,7 +80,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def projection(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A `linear` layer, with a bias where the configuration asks for one."""
+    """A `linear` layer, with a bias if the configuration asks for one."""
     if not bias:
         return linear(inputs, outputs)
     layer = nn.Linear(inputs, outputs)

@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: streamed load and save, census of tensors (no pickle).
 
-Loading compares every name, shape and type with the file headers first; then each tensor goes straight from its file to
-its place on the device. Saving copies one tensor at a time. `disk_names` has the names, `tensor_files` the format.
+Loading first checks every name, shape and type against the file headers. Then it reads each tensor directly into its
+memory on the device. Saving copies one tensor at a time. Names are in `disk_names`, the file format in `tensor_files`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def save_checkpoint(
     *,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Publish `path` with config, generation defaults and weights; other files already there (tokenizer) are kept.
+    """Publish `path` with config, generation defaults and weights; other files in it (tokenizer) are kept.
 
-    CheckpointError where `path` holds folders: they are not part of a checkpoint, and replacing it would remove them.
+    Raises CheckpointError if `path` contains folders, because replacing it would remove them.
     """
     for inner in path.iterdir() if path.is_dir() else ():
         if inner.is_dir():
@@ -77,10 +77,10 @@ def write_checkpoint(
     *,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write the files of a checkpoint into an existing folder (see `save_checkpoint` for the atomic form).
+    """Write the files of a checkpoint into an existing folder (`save_checkpoint` is the atomic form).
 
-    Weights above `max_shard_size` (bytes, or text such as "5GB") are split over files with an index. One tensor at most
-    is copied at a time. Files of an earlier checkpoint in the folder are removed. `model.census` counts what was saved.
+    Weights above `max_shard_size` (bytes, or text such as "5GB") are split over files with an index. One tensor is
+    copied at a time. Files of an earlier checkpoint are removed. `model.census` counts what was saved.
     """
     tensors = disk_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
@@ -105,7 +105,7 @@ def write_checkpoint(
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Names in order, cut where a file would grow beyond `limit` bytes; one tensor above it gets its own file."""
+    """Names in order, split into files of at most `limit` bytes; a larger tensor gets its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -130,7 +130,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def census_line(census: Mapping[str, int]) -> str:
-    """`model.census` in words, for one line: "249 tensors loaded, 0 generated, 12 ignored"."""
+    """`model.census` as one line: "249 tensors loaded, 0 generated, 12 ignored"."""
     return ", ".join(f"{n:,}{'' if i else ' tensors'} {word}" for i, (word, n) in enumerate(census.items()))
 
 
@@ -139,7 +139,7 @@ def census_line(census: Mapping[str, int]) -> str:
 
 @dataclass
 class _Plan:
-    """What a load will do: (tensor in a file, its FP8 scale or None) by target name, and the names that no file has."""
+    """A load plan: (stored tensor, its FP8 scale or None) by target name, and the names that no file has."""
 
     reads: dict[str, tuple[Stored, Stored | None]] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
@@ -147,8 +147,8 @@ class _Plan:
     ignored: int = 0
 
     def census(self) -> dict[str, int]:
-        """`loaded` and `generated` count names on disk as we write them, `ignored` tensors of the files; the number of
-        tensors that were FP8 appears where there are any."""
+        """Counts: `loaded` and `generated` are names as we write them on disk, `ignored` are tensors in the files.
+        `dequantised`, if not 0, counts FP8 tensors."""
         counts = {"loaded": len(self.filled), "generated": len(self.generated), "ignored": self.ignored}
         quantised = sum(scale is not None for _, scale in self.reads.values())
         return counts | ({"dequantised": quantised} if quantised else {})
@@ -165,13 +165,13 @@ def load_checkpoint(
     allow_unexpected: str = "",
     seed: int = 0,
 ) -> GLM5ForCausalLM:
-    """Build the model of `path/config.json` and fill it tensor by tensor, in fp32 where `dtype` is None.
+    """Build the model of `path/config.json` and load it tensor by tensor, in fp32 if `dtype` is None.
 
-    Missing, unexpected and misshapen tensors are errors. Hashes guard the weights; an edited configuration counts, with
-    one warning. `allow_missing` is a regular expression of names that may stay at their random initialisation (for
-    example a new indexer), `allow_unexpected` one of names to ignore.
-    A checkpoint whose configuration announces an MTP layer that the files lack, as other tools leave it, loads as trunk
-    only with one warning. On the device "meta" only file headers are read and checked, and the model has no storage.
+    Raises CheckpointError if a tensor is missing, unexpected or has another shape. Hashes protect the weights. An
+    edited configuration is used, with one warning. `allow_missing` is a regular expression for names that may keep
+    their random initialisation (for example a new indexer), `allow_unexpected` one for names to ignore. If the
+    configuration has an MTP layer but the files do not, as other tools leave it, only the trunk is loaded, with one
+    warning. On device "meta" only file headers are read and checked, and the model has no storage.
     """
     device = torch.device(device)
     if not path.is_dir():
@@ -211,7 +211,7 @@ def load_checkpoint(
 
 
 def _check_side_files(path: Path) -> None:
-    """Pipes, devices and files of absurd size in place of what is read before the weights."""
+    """Raises CheckpointError if config.json or the manifest is a pipe, a device or absurdly large."""
     for name in ("config.json", MANIFEST):
         file = path / name
         if file.exists() and not file.is_dir() and not file.is_file():
@@ -229,7 +229,7 @@ def _pattern(text: str, kind: str) -> Callable[[str], bool]:
 
 
 def _skeleton(path: Path, config: GLM5Config, stored: Mapping[str, Stored]) -> GLM5ForCausalLM:
-    """The model without storage. Sizes that would make even that long or large must be borne out by the files."""
+    """The model without storage. Raises CheckpointError if config.json has sizes that the files do not confirm."""
     if config.num_hidden_layers > len(stored):
         raise CheckpointError(
             f"{path}: config.json demands {config.num_hidden_layers} layers, and the last one is missing from the "
@@ -261,7 +261,7 @@ def _plan(
     may_miss: Callable[[str], bool],
     may_ignore: Callable[[str], bool],
 ) -> _Plan:
-    """Match what the files hold with what the model needs, by headers alone."""
+    """Match the tensors in the files with those of the model, from the headers alone."""
     plan = _Plan()
     targets = {name: (tensor, [name]) for name, tensor in disk_tensors(model).items()}
     wanted = list(targets)
@@ -306,7 +306,7 @@ def _may_ignore(path: Path, name: str, config: GLM5Config, may_ignore: Callable[
 def _scale_of(
     path: Path, name: str, item: Stored, stored: Mapping[str, Stored], block: tuple[int, int]
 ) -> Stored | None:
-    """The scale of an FP8 tensor, checked; None for a plain one. The stored type decides, no list of exceptions."""
+    """The checked scale of an FP8 tensor, None for a plain one. The stored type decides, not a list of exceptions."""
     scale = stored.get(name + SCALE)
     if item.dtype in _PLAIN:
         return None
@@ -323,15 +323,15 @@ def _scale_of(
 
 
 def _materialise(model: GLM5ForCausalLM, generated: set[str], seed: int, device: torch.device) -> None:
-    """Give a model on the meta device storage on `device`; tensors of which a part is `generated` get initial values.
+    """Give a model on the meta device storage on `device`; tensors with a `generated` part get initial values.
 
-    `Module.to_empty` is no substitute: it drops what is declared on parameters, such as Muon Split's blocks.
+    `Module.to_empty` does not work: it drops attributes of parameters, such as Muon Split's blocks.
     """
     types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
     def initial(name: str, tensor: Tensor) -> Tensor:
         chosen = not generated.isdisjoint(disk_parts(disk_name(model, name), tensor))
-        # Initial values are drawn in fp32 on the CPU, so that they are the same for every type and device.
+        # Initial values are drawn in fp32 on the CPU: the same for every dtype and device.
         return torch.zeros_like(tensor, device="cpu", dtype=torch.float32) if chosen else tensor
 
     def placed(name: str, tensor: Tensor) -> Tensor:
@@ -359,7 +359,7 @@ def _replace(model: nn.Module, fresh: Callable[[str, Tensor], Tensor]) -> None:
 
 @torch.no_grad()
 def _fill(model: GLM5ForCausalLM, plan: _Plan, block: tuple[int, int]) -> None:
-    """Read the planned tensors, file by file in the order of their bytes, straight into the model."""
+    """Read the planned tensors into the model, file by file in byte order."""
     targets = disk_tensors(model) | dict(expert_stacks(model))
     files: dict[Path, list[str]] = {}
     for name, (item, _) in plan.reads.items():

@@ -1,4 +1,4 @@
-"""The plain parts: norms, projections, the dense feed-forward block."""
+"""Basic layers: norms, projections, the dense feed-forward block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glm5.ops.elementwise import rms_norm, swiglu
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with its own epsilon, because the latent norms and the others disagree in public code."""
+    """RMSNorm with its own epsilon: public code uses another one for the latent norms."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias that is quick for single tokens too."""
+    """Linear layer without bias, fast for single tokens too."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -39,20 +39,20 @@ def linear(inputs: int, outputs: int, split: tuple[int, ...] = ()) -> Linear:
 
 
 def declare_split(weight: Tensor, blocks: tuple[int, ...]) -> None:
-    """Attach Muon Split's row blocks to a matrix (or to every matrix of a stack): heights that add up to its rows."""
+    """Attach Muon Split's row blocks to a matrix, or to every matrix of a stack; their heights add up to its rows."""
     if sum(blocks) != weight.shape[-2]:
         raise ValueError(f"row blocks {blocks[:4]}… do not add up to {weight.shape[-2]} rows")
     weight.muon_split = blocks  # type: ignore[attr-defined]
 
 
 def remember_splits(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Declared row blocks by parameter name. Wrappers that replace parameters (`fully_shard`, a deep copy) lose them:
-    remember before, `restore_splits` after."""
+    """Row blocks by parameter name. Wrappers that replace parameters (`fully_shard`, a deep copy) lose them: call this
+    before and `restore_splits` after."""
     return {name: p.muon_split for name, p in model.named_parameters() if hasattr(p, "muon_split")}
 
 
 def restore_splits(model: nn.Module, splits: dict[str, tuple[int, ...]]) -> None:
-    """Declare row blocks again on parameters of the same names; the (global) shapes must still fit."""
+    """Declare row blocks again on the parameters of these names; the (global) shapes must still fit."""
     for name, blocks in splits.items():
         declare_split(model.get_parameter(name), blocks)
 

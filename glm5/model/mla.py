@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one module, expanded form for dense training, absorbed form for cache and DSA (§2.1)."""
+"""Multi-head latent attention (MLA): expanded form for dense training, absorbed form for cache and DSA (§2.1)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from glm5.ops.rope import rope
 
 
 class MLA(nn.Module):
-    """Queries through a low-rank path, keys and values through one latent per token that is all a cache has to hold.
+    """Low-rank queries; keys and values come from one latent per token, which is all that the KV cache stores.
 
-    Both forms share weights and agree to rounding: the expanded form multiplies latents out into per-head keys and
-    values, the absorbed form multiplies the query into latent space instead. In exact mode dense attention is sparse
-    attention that selects every key, the one form whose bits learner and engine share. A layer without an indexer
-    (IndexShare "shared") reuses the indices of the nearest layer before it that has one.
+    Both forms share weights and agree up to rounding. The expanded form multiplies latents out into per-head keys and
+    values. The absorbed form maps the query into latent space instead. In exact mode, dense attention is sparse
+    attention that selects every key: only this form gives learner and engine the same bits. A layer without an indexer
+    (IndexShare "shared") reuses the indices of the nearest earlier layer that has one.
     """
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
@@ -44,7 +44,7 @@ class MLA(nn.Module):
             c.kv_lora_rank, self.heads * (self.nope + self.v_dim), split=(self.nope, self.v_dim) * self.heads
         )
         self.o_proj = linear(self.heads * self.v_dim, c.hidden_size)
-        # What Muon Split exists for; the optimizer refuses these matrices where they do not declare as many blocks.
+        # For Muon Split: the optimizer refuses these matrices if they do not declare this many blocks.
         self.split_blocks = {"q_b_proj.weight": self.heads, "kv_b_proj.weight": 2 * self.heads}
         self.indexer = Indexer(c) if c.use_dsa and c.computes_topk(layer) else None
 
@@ -75,7 +75,7 @@ class MLA(nn.Module):
     def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
         if self.indexer is None or not self.selects_keys:
             return None
-        # The indexer learns from its KL alone and the backbone never learns from it: inputs are cut off (§2.1.1).
+        # The indexer learns from its KL only, and the backbone never learns from it: inputs are detached (§2.1.1).
         with torch.set_grad_enabled(ctx.observer is not None and torch.is_grad_enabled()):
             return self.indexer.project(x.detach(), q_latent.detach(), ctx, self.theta)
 
@@ -85,7 +85,7 @@ class MLA(nn.Module):
         return weight[:, : self.nope], weight[:, self.nope :]
 
     def _absorb(self, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """Queries in latent space, rotary part rotated: [M, N, nope + R] -> [B, T, N, C + R]."""
+        """Queries in latent space, with RoPE applied: [M, N, nope + R] -> [B, T, N, C + R]."""
         cos, sin = ctx.rope(self.rope_dim, self.theta)
         absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self._up()[0]).transpose(0, 1)
         return ctx.rows(torch.cat((absorbed, rope(q[..., self.nope :], cos, sin)), dim=-1))

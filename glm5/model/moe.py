@@ -16,7 +16,7 @@ from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 
 
 class Router(nn.Module):
-    """Chooses experts by score + bias and weights them by score alone. The bias is a buffer: no gradient moves it."""
+    """Chooses experts by score + bias and weights them by score alone. The bias is a buffer and gets no gradient."""
 
     e_score_correction_bias: Tensor
 
@@ -43,8 +43,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All routed experts as two stacks of matrices.
 
-    `dispatch`, where there is one, computes `forward` in its place: (module, x, weights, experts) -> [M, D]. It is how
-    experts that live elsewhere are reached; the stacks then hold only those of this process.
+    If `dispatch` is set, it replaces `forward`: (module, x, weights, experts) -> [M, D]. Expert parallelism uses it;
+    the stacks then contain the local experts only.
     """
 
     def __init__(self, config: GLM5Config) -> None:

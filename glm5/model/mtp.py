@@ -1,4 +1,4 @@
-"""Multi-token prediction: one layer that is applied at every depth with the same parameters (§2.1)."""
+"""Multi-token prediction (MTP): one layer, applied at every depth with the same parameters (§2.1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SharedHead(nn.Module):
 class MTPLayer(nn.Module):
     """h^k = norm(block(eh_proj[enorm(embedding of token i + k) ; hnorm(h^(k-1))])) with its own indexer.
 
-    The carried hidden state is the one after the norm, at depth 0 the trunk's after its final norm; carrying the state
-    before the norm makes later drafts useless without any error.
+    The hidden state passed on is the one after the norm; at depth 0 it is the trunk's, after its final norm. With the
+    state before the norm, later drafts become useless without any error.
     """
 
     def __init__(self, config: GLM5Config, block: nn.Module) -> None:
@@ -36,7 +36,7 @@ class MTPLayer(nn.Module):
         self.shared_head = SharedHead(config)
 
     def forward(self, embedded: Tensor, ctx: ForwardContext, hidden: Tensor) -> Tensor:
-        """embedded and hidden [M, D] flat -> next depth's hidden state [M, D], after the norm."""
+        """embedded and hidden [M, D] flat -> hidden state of the next depth [M, D], after the norm."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         if not run_few(self, self.config, [self.block], x, ctx):
             x, _ = self.block(x, ctx, None)

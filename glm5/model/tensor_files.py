@@ -1,8 +1,8 @@
-"""Safetensors files: headers checked before anything is believed, tensors read and written one at a time.
+"""Safetensors files: headers are validated first, tensors are read and written one at a time.
 
-Whatever a file from outside claims (lengths, shapes, types, offsets, names of other files) is compared with the file's
-real size first, so that nothing is allocated or opened because of a claim. Files are read and not mapped into memory:
-one that another machine shortens on shared storage is then an error instead of the end of the process.
+Files from outside are not trusted. Lengths, shapes, types, offsets and file names are checked against the real file
+size before anything is allocated or opened. Files are read, not mapped: if another machine shortens a file on shared
+storage, that is an error and not a crash.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one tensor lies: `size` bytes at `begin` of `file`. `stamp` tells whether the file was exchanged since."""
+    """Location of one tensor: `size` bytes at `begin` of `file`. `stamp` shows whether the file was replaced since."""
 
     file: Path
     dtype: torch.dtype
@@ -63,9 +63,9 @@ class Stored:
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint directory by name, from its index or its single file; only headers are read.
+    """Every tensor of a checkpoint directory by name, from its index or its single file; reads headers only.
 
-    CheckpointError where index and files disagree, a tensor exists twice, or a file is missing, damaged or elsewhere.
+    Raises CheckpointError if index and files disagree, a tensor exists twice, or a file is missing, damaged or outside.
     """
     index = folder / INDEX
     if not index.exists() and not (folder / SINGLE).exists():
@@ -96,7 +96,7 @@ def _twice(tensor: str, first: Path, second: Path) -> CheckpointError:
 
 
 def _short(name: str) -> str:
-    """A name from a file, fit for one line of an error message."""
+    """A name from a file, made safe for one line of an error message."""
     return ascii(name[:120])[1:-1]
 
 
@@ -130,7 +130,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(path: Path, limit: int, kind: str) -> dict[str, Any]:
-    """The JSON object in a regular file of at most `limit` bytes; CheckpointError "... is not {kind}" otherwise."""
+    """The JSON object in a regular file of at most `limit` bytes, else CheckpointError "... is not {kind}"."""
     with _opened(path) as (handle, size):
         if size > limit:
             raise CheckpointError(f"{path} is larger than {limit >> 20} MiB, so it is not {kind}.")
@@ -145,7 +145,7 @@ def read_json(path: Path, limit: int, kind: str) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> Any:
-    """JSON in which no object may name a key twice: readers that keep the first and the last would disagree."""
+    """Parsed JSON. Raises ValueError if an object repeats a key: other readers may keep the other value."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -163,7 +163,7 @@ def _reason(error: Exception) -> str:
 
 
 def _locate(folder: Path, name: str) -> Path:
-    """`folder/name`, which must not be a link out of the folder, except into the blob store of the hub's own cache."""
+    """`folder/name`. Raises CheckpointError if it is a link out of the folder, except into the hub cache's blobs."""
     file = folder / name
     try:
         home, real = folder.resolve(), file.resolve(strict=True)
@@ -179,7 +179,7 @@ def _locate(folder: Path, name: str) -> Path:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, open for reading, and its size; never blocks on a pipe or a device put in its place."""
+    """A regular file, open for reading, and its size; does not block if the path is a pipe or a device."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(f"{file} is not a regular file; put the file itself there.")
@@ -201,7 +201,7 @@ def _stamp(handle: BinaryIO) -> tuple[int, ...]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file: known types, shapes that fill their bytes, bytes that fill the file without overlap."""
+    """The tensors of one file. Raises CheckpointError if types, shapes or offsets do not match the file exactly."""
     with _opened(file) as (handle, size):
         first = handle.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
@@ -243,7 +243,7 @@ def _damaged(file: Path, why: str) -> CheckpointError:
 
 
 def _entry(file: Path, name: str, entry: Any, base: int, stamp: tuple[int, ...]) -> Stored:
-    """One line of a header: {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}."""
+    """One entry of a header: {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}."""
     entry = entry if isinstance(entry, dict) else {}
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(code, str) or code not in _DTYPES:
@@ -266,7 +266,7 @@ def _counts(values: Any) -> bool:
 
 @contextmanager
 def open_tensors(file: Path, stamp: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """A file whose header was read before, open for `read_tensor`; CheckpointError where it changed in between."""
+    """A file, open for `read_tensor`. Raises CheckpointError if it changed after its header was read."""
     with _opened(file) as (handle, _):
         if _stamp(handle) != stamp:
             raise CheckpointError(f"{file} changed while it was loaded; load again when nothing writes to it.")
@@ -274,9 +274,9 @@ def open_tensors(file: Path, stamp: tuple[int, ...]) -> Iterator[BinaryIO]:
 
 
 def read_tensor(handle: BinaryIO, stored: Stored, out: Tensor | None = None) -> Tensor:
-    """Read one tensor, into `out` where that is contiguous CPU memory of the same type, else into new CPU memory.
+    """Read one tensor, into `out` if that is contiguous CPU memory of the same dtype, else into new CPU memory.
 
-    The caller has compared `stored.shape` with what it wants, so that the size of the new memory is no mere claim.
+    The caller has checked `stored.shape`, so the size of the new memory is not an unchecked claim.
     """
     if out is None or out.dtype != stored.dtype or out.device.type != "cpu" or not out.is_contiguous():
         out = torch.empty(stored.shape, dtype=stored.dtype)
@@ -292,7 +292,7 @@ def read_tensor(handle: BinaryIO, stored: Stored, out: Tensor | None = None) -> 
 
 
 def save_file(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file tensor by tensor, so that one at most is copied; views and shared memory are fine.
+    """Write a safetensors file tensor by tensor; at most one is copied. Views and shared memory are allowed.
 
     Wide types come first, which keeps every tensor aligned to its element size.
     """
@@ -315,6 +315,6 @@ def save_file(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, s
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; numpy lends it, since it has no name for bf16 and torch no buffer."""
+    """The memory of a contiguous CPU tensor, through numpy and as bytes: numpy has no bf16, and torch no buffer."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

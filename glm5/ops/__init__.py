@@ -1,9 +1,9 @@
 """Pure functions, one per hot operation: the plain-torch reference that every faster version must match.
 
-**Row independence.** In exact mode (fp32) the result of one token must not depend on how many other tokens share its
-batch, or engine and learner disagree. Two rules make it so on CPUs: token counts are padded to `ROW_TILE` before they
-meet a matrix product (BLAS picks other kernels for thin matrices), and element-wise functions are built from operations
-whose vector and scalar forms round alike (hence `silu` through `exp` instead of the fused kernel).
+**Row independence.** In exact mode (fp32) the result of one token must not depend on the number of other tokens in its
+batch; otherwise engine and learner disagree. On CPUs two rules ensure this. Token counts are padded to `ROW_TILE`
+before matrix products, because BLAS uses other kernels for thin matrices. Element-wise functions use operations that
+round the same in vector and scalar form (so `silu` is built from `exp` and not from the fused kernel).
 """
 
 ROW_TILE = 16

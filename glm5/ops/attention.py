@@ -1,6 +1,6 @@
 """Attention over MLA latents: sparse over selected rows in absorbed form (§2.1, §2.1.1).
 
-A latent row holds [c_KV (kv_lora_rank) | k_R (rope)]: the only thing that is cached per token and layer.
+A latent row is [c_KV (kv_lora_rank) | k_R (rope)]: all that is cached per token and layer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import operand, product, wide
 
 LANE = 8
-"""Widths are padded to this many elements where they are odd: BLAS rounds by the alignment of a matrix, and in a stack
-of matrices of odd size alignment changes with the position in the batch."""
+"""Widths are padded to a multiple of this. BLAS rounding depends on the alignment of a matrix, and in a stack of
+odd-sized matrices the alignment depends on the position in the batch."""
 
 CHUNK_ELEMENTS = 1 << 22
 """Gathered elements per block of queries in the sparse path: 16 MiB in fp32."""
@@ -36,7 +36,7 @@ def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -
 
 @torch.no_grad()
 def max_selected_logits(q: Tensor, latents: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """Largest attention logit of every head over selected rows, absorbed form (see `dense.max_logits`).
+    """Largest attention logit of every head over the selected rows, absorbed form (see `dense.max_logits`).
 
     q [B, T, N, W], latents [B, S, W], indices [B, T, K] -> [N] in fp32.
     """
@@ -50,13 +50,13 @@ def max_selected_logits(q: Tensor, latents: Tensor, indices: Tensor, scale: floa
 
 
 def _gather(latents: Tensor, indices: Tensor) -> Tensor:
-    """Rows of latents [B, S, W] at indices [B, t, K] -> [B, t, K, W], ready for `product`. An empty slot reads what the
-    query's first one does: it is masked later, but nothing times infinity would still spoil the sum."""
+    """Rows of latents [B, S, W] at indices [B, t, K] -> [B, t, K, W], ready for `product`. An empty slot reads the row
+    of the query's first slot. It is masked later, but 0 * infinity would still spoil the sum."""
     return operand(latents.flatten(0, 1).index_select(0, _places(latents, indices)).view(*indices.shape, -1))
 
 
 def _places(latents: Tensor, indices: Tensor) -> Tensor:
-    """Rows of the flat latents [B * S, W] that slots [B, t, K] read, as one long vector."""
+    """Indices into the flat latents [B * S, W] that slots [B, t, K] read, as one vector."""
     base = torch.arange(latents.shape[0], device=latents.device).view(-1, 1, 1) * latents.shape[1]
     return (base + indices.where(indices >= 0, indices[..., :1]).clamp_min(0)).flatten()
 
@@ -69,13 +69,13 @@ def _probabilities(q: Tensor, rows: Tensor, indices: Tensor, scale: float) -> Te
 
 
 def _without_keys(indices: Tensor) -> Tensor:
-    """Queries that selected nothing, for tensors [B, t, N, ...]: bool [B, t, 1, 1]. Filled slots come first."""
+    """Queries that selected no key, for tensors [B, t, N, ...]: bool [B, t, 1, 1]. Filled slots come first."""
     return (indices[..., :1] < 0).unsqueeze(2)
 
 
 def _attend_tiles(q: Tensor, rows: Tensor, indices: Tensor, value_dim: int, scale: float) -> tuple[Tensor, Tensor]:
     """q [B, t, N, W], rows [B, t, tiles, KEY_TILE, W] -> output [B, t, N, value_dim], probabilities summed over heads
-    [B, t, K]. Matrices have one shape whatever the number of tiles, and empty tiles at the end change no bit."""
+    [B, t, K]. All matrices have one shape for any number of tiles, and empty tiles at the end change no bit."""
     scores = product(q.unsqueeze(2), rows.transpose(-1, -2)) * scale
     empty = (indices < 0).view(*rows.shape[:3], 1, KEY_TILE)
     scores = scores.masked_fill(empty, torch.finfo(scores.dtype).min)
@@ -88,7 +88,7 @@ def _attend_tiles(q: Tensor, rows: Tensor, indices: Tensor, value_dim: int, scal
 
 
 def _fold(parts: Tensor) -> Tensor:
-    """Sum over tiles (dimension 2), one after the other: torch's own sum rounds by their number."""
+    """Sum over tiles (dimension 2), one after the other: the rounding of `torch.sum` depends on their number."""
     total = parts[:, :, 0]
     for tile in range(1, parts.shape[2]):
         total = total + parts[:, :, tile]
@@ -96,7 +96,7 @@ def _fold(parts: Tensor) -> Tensor:
 
 
 class _SparseAttention(torch.autograd.Function):
-    """Gathers in blocks of queries and gathers again in backward, so that nothing of size T * K * W is kept."""
+    """Gathers in blocks of queries, and again in backward: no tensor of size T * K * W is kept."""
 
     @staticmethod
     def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ class _SparseAttention(torch.autograd.Function):
         value_dim, scale = ctx.value_dim, ctx.scale
         step = _block(q, indices)
         grad_q = torch.empty_like(q)
-        # A key that many queries read collects as many gradients: they add up in fp32.
+        # Many queries may read the same key; its gradients are summed in fp32.
         grad_latents = torch.zeros_like(latents, dtype=wide(latents.dtype)).flatten(0, 1)
         for s in range(0, q.shape[1], step):
             part = slice(s, s + step)
@@ -133,18 +133,18 @@ class _SparseAttention(torch.autograd.Function):
             grad_q[:, part] = product(grad_scores, rows)
             grad_rows = product(grad_scores.transpose(-1, -2), queries)
             grad_rows[..., :value_dim] += product(probs.transpose(-1, -2), g)
-            # Empty slots carry zero probability and zero gradient, so adding them anywhere changes nothing.
+            # Empty slots have zero probability and zero gradient, so adding them to any row changes nothing.
             grad_latents.index_add_(0, _places(latents, picked), grad_rows.flatten(0, 2))
         return grad_q, grad_latents.view_as(latents).to(latents.dtype), None, None, None, None
 
 
 def _block(q: Tensor, indices: Tensor) -> int:
-    """Queries per block. It bounds memory only: a query's result does not depend on its block."""
+    """Queries per block. It only bounds memory: the result of a query does not depend on its block."""
     return max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * indices.shape[2] * q.shape[3]))
 
 
 class _NativeSparseAttention(torch.autograd.Function):
-    """The compiled kernels: rows are gathered query by query and never written out."""
+    """The compiled kernels: rows are gathered per query and never written out."""
 
     @staticmethod
     def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
@@ -194,12 +194,12 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Absorbed MLA over selected rows, forward and backward without an L x L tensor.
 
-    q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K], filled slots
-    first and -1 after them -> output in latent space [B, T, N, C] with C = value_dim, and, if asked for, the
-    probabilities summed over heads [B, T, K] (in fp32 at least, no gradient). With `pages`, latents are a pool [pages,
-    size, C + R] and indices count the tokens of each query's own sequence (a cache, no gradient). A query's bits depend
-    on its own selected rows alone; they are zeros if it selected none. Scores, softmax and sums are fp32 at least,
-    whatever the inputs are.
+    q [B, T, N, C + R] (nope part multiplied into latent space), latents [B, S, C + R], indices [B, T, K] (filled slots
+    first, then -1) -> output in latent space [B, T, N, C] with C = value_dim and, if `want_probs`, the probabilities
+    summed over heads [B, T, K] (fp32 or wider, no gradient). With `pages`, latents are a pool [pages, size, C + R] and
+    indices count the tokens of each query's own sequence (a cache, no gradient). The bits of a query's output depend
+    only on its own selected rows; the output is 0 if it selected none. Scores, softmax and sums are fp32 or wider for
+    any input dtype.
     """
     width, slots = q.shape[-1], indices.shape[-1]
     if kernels(q) is not None and latents.dtype == q.dtype:
@@ -220,7 +220,7 @@ def sparse_attention(
 def _from_pool(
     q: Tensor, pool: Tensor, indices: Tensor, pages: Pages, value_dim: int, scale: float, want_probs: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The torch form over pages: places in the pool are indices into one long sequence."""
+    """The torch form over pages: the pool is indexed as one long sequence."""
     flat = indices.flatten(0, 1)
     places = pages.place(pages.rows.unsqueeze(1).expand_as(flat), flat.clamp_min(0)).where(flat >= 0, -1)
     batch, length = q.shape[:2]

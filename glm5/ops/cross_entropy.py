@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens straight from hidden states, in chunks over the sequence (§2.4)."""
+"""Log-probabilities of target tokens, directly from hidden states, in chunks over the sequence (§2.4)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from glm5.ops.native import kernels
 from glm5.ops.wide import operand, product, wide
 
 CHUNK_ROWS = 512
-"""Rows of logits that exist at a time; a multiple of `ROW_TILE`, so that results do not depend on it."""
+"""Rows of logits in memory at a time; results do not depend on it, because it is a multiple of `ROW_TILE`."""
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Projects, normalises and differentiates chunk by chunk: no [rows, V] tensor outlives its chunk.
+    """Projects, normalises and differentiates chunk by chunk; a [rows, V] tensor is freed with its chunk.
 
-    Backward projects again, which costs one extra matrix product and no memory. Logits are fp32 at least; where inputs
-    have 16 bits, so has the gradient of the logits, each rounded once.
+    Backward projects again: one extra matrix product, no extra memory. Logits are fp32 or wider. If inputs have 16
+    bits, so has the gradient of the logits, rounded once.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         hidden, weight, targets, normaliser = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks add up in fp32
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks are summed in fp32
         for rows, logits in _chunks(hidden, weight):
             grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), ctx.scale)
             grad_logits = grad_logits.to(weight.dtype)
@@ -49,7 +49,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of `CHUNK_ROWS` rows at a time, in the same memory if the device needs no other form of the product."""
+    """Logits of `CHUNK_ROWS` rows at a time, in one reused buffer if the device allows it."""
     turned = operand(weight).T
     buffer = turned.new_empty(min(CHUNK_ROWS, hidden.shape[0]), weight.shape[0])
     for start in range(0, hidden.shape[0], CHUNK_ROWS):
@@ -78,7 +78,7 @@ def _normaliser_in_torch(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _logit_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float) -> Tensor:
-    """Gradient of sum(grad * log p[targets]) with respect to logits [M, V], in their place."""
+    """Gradient of sum(grad * log p[targets]) with respect to logits [M, V], written over them."""
     native = kernels(logits)
     if native is not None:
         native.nll_backward(logits, normaliser, targets.contiguous(), grad, *logits.shape, scale)
@@ -102,7 +102,7 @@ def distribution(hidden: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def log_distribution(logits: Tensor, scale: float = 1.0) -> Tensor:
-    """log softmax(scale * logits) of [M, V], in fp32 (or wider); a row does not depend on the others. -inf stays."""
+    """log softmax(scale * logits) of [M, V], in fp32 (or wider); rows are independent of each other. -inf stays."""
     normaliser, _ = _normaliser(logits, scale)
     return logits.to(normaliser.dtype) * scale - normaliser.unsqueeze(-1)
 
@@ -110,7 +110,7 @@ def log_distribution(logits: Tensor, scale: float = 1.0) -> Tensor:
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight^T / temperature)[targets] and that distribution's entropy (no gradient), in nats.
 
-    hidden [M, D], weight [V, D], targets int64 [M] -> two tensors [M] in fp32 (or wider). For results that do not
-    depend on the batch, M must be a multiple of `ROW_TILE`.
+    hidden [M, D], weight [V, D], targets int64 [M] -> two tensors [M] in fp32 (or wider). Results are independent of
+    the batch if M is a multiple of `ROW_TILE`.
     """
     return _TokenLogprobs.apply(hidden, weight, targets, 1.0 / temperature)

@@ -1,11 +1,10 @@
-"""The gated delta rule of the linear-attention arms (§2.1.2), in parallel chunks and token by token, and its short
-convolution.
+"""The gated delta rule of linear attention (§2.1.2), in parallel chunks and token by token, and its short convolution.
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
-S [Dk, Dv] is a memory from keys to values: a_t in (0, 1] lets it fade, b_t says how far what it returns for k_t is
-replaced by v_t. With u_t, the correction that token t writes, S_t is a decayed sum of k_j u_j^T. Within a chunk the
-corrections solve a unit lower triangular system, so that only the chunks follow one another.
+The memory S [Dk, Dv] maps keys to values. Decay a_t in (0, 1] lets it fade. Strength b_t is how much of the old value
+of k_t is replaced by v_t. If u_t is the correction that token t writes, S_t is a decayed sum of k_j u_j^T. The
+corrections in a chunk solve a unit lower triangular system, so only the chunks are sequential.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch.nn.functional import pad
 from glm5.ops.wide import wide
 
 CHUNK = 64
-"""Tokens per chunk: work inside grows with its square, steps in sequence shrink with it."""
+"""Tokens per chunk: a larger chunk means quadratically more work inside it and fewer sequential steps."""
 
 STEPWISE = 8
-"""Without gradients, rows of up to this many tokens take the token-by-token form: a chunk would be mostly padding."""
+"""Without gradients, rows of at most this many tokens run token by token: a chunk would be mostly padding."""
 
 
 def delta_rule(
@@ -32,12 +31,12 @@ def delta_rule(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and final memory, in whichever form suits the length.
+    """Outputs and final memory, by the form that suits the length.
 
-    q and k [B, T, H, Dk] (of length one where b_t is to mean what it says), v [B, T, H, Dv], log_decay = log a and beta
-    [B, T, H]. The memory starts from zero wherever `segments` [B, T] changes along a row; `state` [B, H, Dk, Dv] is
-    what the first segment starts from. A token with log_decay = beta = 0 leaves no trace. Returns [B, T, H, Dv] in the
-    type of v and the memory after the last token in fp32 (fp64 for fp64 inputs).
+    q and k [B, T, H, Dk] (b_t has its meaning only if they have length 1), v [B, T, H, Dv], log_decay = log a and beta
+    [B, T, H]. The memory starts from zero at each change of `segments` [B, T] along a row; `state` [B, H, Dk, Dv] is
+    the initial memory of the first segment. A token with log_decay = beta = 0 does not change the memory. Returns
+    [B, T, H, Dv] in the dtype of v, and the memory after the last token in fp32 (fp64 for fp64 inputs).
     """
     if q.shape[1] <= STEPWISE and not torch.is_grad_enabled():
         return delta_rule_stepwise(q, k, v, log_decay, beta, segments, state)
@@ -53,7 +52,7 @@ def delta_rule_stepwise(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` as it is written above, one token after the other."""
+    """`delta_rule` by its definition, token by token."""
     kind = v.dtype
     q, k, v, log_decay, beta, memory = _prepare(q, k, v, log_decay, beta, state)
     decay = log_decay.exp()
@@ -80,20 +79,20 @@ def delta_rule_chunked(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule` in matrix products over chunks, for training and prefill; differentiable."""
+    """`delta_rule` as matrix products over chunks, for training and prefill; differentiable."""
     kind, length = v.dtype, q.shape[1]
     q, k, v, log_decay, beta, memory = _prepare(q, k, v, log_decay, beta, state)
     runs = torch.zeros_like(q[..., 0, 0], dtype=torch.long) if segments is None else _runs(segments)
     q, k, v, log_decay, beta = (_chunks(x, chunk) for x in (q, k, v, log_decay, beta))
     runs = _chunks(runs.unsqueeze(-1), chunk, repeat_last=True)  # [n, B, 1, C]; the others are [n, B, H, C, …]
 
-    # What is left of token j's correction at token i: the decays of j + 1 … i summed one by one, because the difference
-    # of two running totals loses digits wherever a strong decay lies before both.
+    # Decay of token j's correction at token i: the decays of j + 1 … i are summed directly. The difference of two
+    # running totals would lose digits if a strong decay comes before both.
     since = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk).tril(-1).cumsum(-2)
     together = (runs.unsqueeze(-1) == runs.unsqueeze(-2)).tril()
     pair = since.exp() * together
     before = torch.cat((runs[:1, ..., :1], runs[:-1, ..., -1:]))
-    # And of the memory that the chunk starts from.
+    # The same for the memory at the start of the chunk.
     carried = log_decay.cumsum(-1).exp() * (runs == before)
     strength = beta.unsqueeze(-1)
     system = (strength * k) @ k.transpose(-1, -2) * pair
@@ -114,11 +113,11 @@ def delta_rule_chunked(
 def short_convolution(
     x: Tensor, weight: Tensor, segments: Tensor | None = None, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal convolution of every channel by itself: y_t = sum_j weight[:, K - 1 - j] * x_{t - j}.
+    """Causal convolution per channel: y_t = sum_j weight[:, K - 1 - j] * x_{t - j}.
 
-    x [B, T, C], weight [C, K]; `history` [B, K - 1, C] holds the inputs before the row (none: zeros) and belongs to its
-    first segment; taps do not reach over a change of `segments` [B, T]. Returns [B, T, C] and history and x in one
-    [B, K - 1 + T, C], whose last real entries are the next history.
+    x [B, T, C], weight [C, K]; `history` [B, K - 1, C] contains the inputs before the row (None: zeros) and belongs to
+    its first segment. Taps do not cross a change of `segments` [B, T]. Returns [B, T, C], and history and x
+    concatenated [B, K - 1 + T, C]; the last real entries of that are the next history.
     """
     taps, length = weight.shape[1], x.shape[1]
     earlier = x.new_zeros(x.shape[0], taps - 1, x.shape[2]) if history is None else history.to(x.dtype)
@@ -136,7 +135,7 @@ def short_convolution(
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Everything in fp32 at least, and a memory to start from."""
+    """All inputs in fp32 or wider, and the initial memory."""
     kind = wide(v.dtype)
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
@@ -144,12 +143,12 @@ def _prepare(
 
 
 def _runs(segments: Tensor) -> Tensor:
-    """[B, T] -> 0, 1, … in order of appearance, so that a number that comes back counts as new."""
+    """[B, T] -> 0, 1, … in order of appearance; a number that occurs again later counts as new."""
     return pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))
 
 
 def _chunks(x: Tensor, size: int, repeat_last: bool = False) -> Tensor:
-    """[B, T, H, …] -> [n, B, H, size, …], the last chunk filled up with zeros or with the last token."""
+    """[B, T, H, …] -> [n, B, H, size, …]; the last chunk is padded with zeros or with the last token."""
     missing = -x.shape[1] % size
     if missing:
         last = x[:, -1:].expand(-1, missing, *x.shape[2:])

@@ -1,4 +1,4 @@
-"""Dense attention over a range of keys per query: causal, cut at document borders, windowed (§2.1)."""
+"""Dense attention over a range of keys per query: causal, cut at document boundaries, windowed (§2.1)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from glm5.ops.native import kernels
 from glm5.ops.wide import product
 
 SHORT_DOCUMENT = 32
-"""Documents shorter than this on average are computed block by block: one call for each would cost more."""
+"""Documents shorter than this on average are computed in blocks: one call per document would cost more."""
 
 QUERY_BLOCK = 128
-"""Queries per block. Keys that no query of a block may see are left out, so a causal row costs little over half."""
+"""Queries per block. Keys that no query of a block may see are skipped; a causal row then costs little over half."""
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Matrix products per block of queries with compiled softmax kernels between them; probabilities are computed again
-    in the backward pass, so that nothing of size T * S is kept. All of it is fp32: inputs of 16 bits are widened."""
+    """Matrix products per block of queries, with compiled softmax kernels between them. Backward recomputes the
+    probabilities, so no tensor of size T * S is kept. All is computed in fp32; 16-bit inputs are widened."""
 
     @staticmethod
     def forward(ctx, q, k, v, start, end, scale):  # type: ignore[no-untyped-def]
@@ -81,8 +81,8 @@ def range_mask(ranges: tuple[Tensor, Tensor], keys: int) -> Tensor:
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
     """Softmax attention. q [B, N, T, H], k [B, N, S, H], v [B, N, S, Hv] -> [B, N, T, Hv].
 
-    Query t of sequence b attends to keys ranges[0][b, t] .. ranges[1][b, t] - 1 (int64 [B, T]; one without a key gets
-    zeros); `ranges=None` means plain causal attention with T = S. Scores, softmax and sums are fp32 (fp64 for fp64).
+    Query t of sequence b attends to keys ranges[0][b, t] .. ranges[1][b, t] - 1 (int64 [B, T]); its output is 0 if it
+    has none. `ranges=None` means plain causal attention with T = S. Scores, softmax and sums are fp32 (fp64 for fp64).
     """
     if ranges is None:
         return _causal(q, k, v, scale)
@@ -96,7 +96,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tenso
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Plain causal attention. With keys and values of unequal width SDPA writes [T, T] out: zeros make them equal."""
+    """Plain causal attention. Keys and values are zero-padded to one width; otherwise SDPA writes out [T, T]."""
     values, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
     if missing > 0:
         v = pad(v, (0, missing))
@@ -106,8 +106,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _causal_pieces(start: Tensor, end: Tensor, keys: int) -> list[list[int]] | None:
-    """Lengths of the documents of every row, if the ranges [B, T] are those of packed documents (every query sees its
-    document up to itself) and there are few; else None. n > 1 documents of one token in a row (padding) count as -n."""
+    """Document lengths per row, if the ranges [B, T] are those of packed documents (a query sees its document up to
+    itself) and the documents are few; else None. n > 1 consecutive one-token documents (padding) count as -n."""
     index = torch.arange(start.shape[1], device=start.device)
     if keys != len(index) or not bool((end == index + 1).all()):
         return None
@@ -130,7 +130,7 @@ def _causal_pieces(start: Tensor, end: Tensor, keys: int) -> list[list[int]] | N
 
 
 def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: list[list[int]], scale: float) -> Tensor:
-    """Causal attention inside every piece. A token that sees only itself takes its own value."""
+    """Causal attention inside each document. The output of a token that sees only itself is its own value."""
     if all(row == [q.shape[2]] for row in pieces):
         return _causal(q, k, v, scale)
     out = []
@@ -142,11 +142,11 @@ def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: list[list[int]], sca
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Heads in groups that share keys: q [B, T, N, H], k [B, S, G, H], v [B, S, G, Hv], ranges as in `dense_attention`
-    -> [B, T, N, Hv].
+    """Attention of heads in groups that share keys. q [B, T, N, H], k [B, S, G, H], v [B, S, G, Hv], ranges as in
+    `dense_attention` -> [B, T, N, Hv].
 
-    With ranges, the heads of a group stand on the query axis, so that a cache is never copied per head; the plain
-    causal case copies, because its kernel knows causality from the shape.
+    With ranges, the heads of a group are put on the query axis, and the cache is never copied per head. The plain
+    causal case copies, because its kernel derives causality from the shape.
     """
     length, groups = q.shape[1], k.shape[2]
     share = q.shape[2] // groups
@@ -162,8 +162,8 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Ten
 
 @torch.no_grad()
 def max_logits(q: Tensor, k: Tensor, ranges: tuple[Tensor, Tensor] | None, real: Tensor | None, scale: float) -> Tensor:
-    """Largest attention logit of every head, the monitor of §2.1: arguments as in `dense_attention`; real bool [B, T]
-    leaves out padding queries -> [N] in fp32."""
+    """Largest attention logit of every head (monitored in §2.1): arguments as in `dense_attention`; real bool [B, T]
+    excludes padding queries -> [N] in fp32."""
     best = torch.full((q.shape[1],), float("-inf"), device=q.device)
     for first in range(0, q.shape[2], QUERY_BLOCK):
         rows = slice(first, first + QUERY_BLOCK)

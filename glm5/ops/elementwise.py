@@ -10,7 +10,7 @@ from glm5.ops.wide import wide
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm of rows [M, D] (rows may lie apart, elements not) by the compiled kernels."""
+    """RMSNorm of rows [M, D] by the compiled kernels; rows may be strided, elements must be contiguous."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def _native_norm(x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None =
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, statistics in fp32 (or wider), cast back before the weight is applied."""
+    """RMSNorm over the last axis; statistics in fp32 (or wider), cast back before the weight is applied."""
     if kernels(x) is not None and weight.dtype == x.dtype:
         rows = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x). Built from `exp` because the fused kernel rounds its vector tail differently."""
+    """1 / (1 + e^-x), built from `exp`: the fused kernel rounds the tail of a vector differently."""
     return 1.0 / (1.0 + torch.exp(-x))
 
 

@@ -39,12 +39,12 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, bounds: list[int]) -> Tensor:
-    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows: gradient 0."""
+    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows get gradient 0."""
     return _GroupedMatmul.apply(x, weight, bounds)
 
 
 class _Permute(torch.autograd.Function):
-    """Gather token rows into expert order (one row per token and slot, padded), scatter-free in both directions."""
+    """Gather token rows into expert order (one row per token and slot, padded), without scatter in both directions."""
 
     @staticmethod
     def forward(ctx, x, slot_of, source, top_k):  # type: ignore[no-untyped-def]
@@ -105,10 +105,10 @@ class _Unpermute(torch.autograd.Function):
 
 
 def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """Where each (token, slot) goes when rows are grouped by expert and every group is padded to `ROW_TILE` rows.
+    """The row of each (token, slot) in a buffer grouped by expert; every group is padded to `ROW_TILE` rows.
 
-    experts [T, K] -> (slot_of [T*K] row in the grouped buffer, source [M] token of each row (padding rows repeat token
-    0), bounds of length E + 1, counts [E] tokens per expert).
+    experts [T, K] -> (slot_of [T*K]: row in the buffer; source [M]: token of each row, 0 for padding rows; bounds of
+    length E + 1; counts [E]: tokens per expert).
     """
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=num_experts)

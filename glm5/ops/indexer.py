@@ -1,9 +1,9 @@
-"""Lightning indexer: scores, and a top-k whose ties are broken by the lower position (§2.1.1, §3.2).
+"""Lightning indexer: scores, and a top-k that breaks ties by position (§2.1.1, §3.2).
 
-ReLU makes exact ties (at 0.0) common, and `torch.topk` leaves their order open, so that prefill and decode could choose
-different keys. Here the order is: higher score first, then lower position; NaN counts as -infinity, -0.0 as 0.0. A
-query selects exactly min(k, its keys) of them, whatever their scores; indices come out ascending. Every form holds to
-this.
+ReLU makes exact ties (at 0.0) common, and `torch.topk` does not define their order: prefill and decode could choose
+different keys. The order here is: higher score first, then lower position; NaN counts as -infinity, -0.0 as 0.0. A
+query selects exactly min(k, its keys) keys, for any scores. Indices are ascending. Every implementation follows these
+rules.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class OtherRule:
-    """A selection that this package does not use, to see what it would do: scores in FP8 (E4M3, scaled so that the
-    largest valid one of a query is the largest that FP8 has), and ties broken by the draws of `generator`, if any."""
+    """A selection rule for experiments only: scores in FP8 (E4M3, scaled per query to map the largest valid score to
+    the largest FP8 value), and ties broken at random if there is a `generator`."""
 
     generator: torch.Generator | None = None
 
@@ -38,7 +38,7 @@ _rule: OtherRule | None = None
 
 @contextmanager
 def selecting(rule: OtherRule) -> Iterator[None]:
-    """Select by another rule within the block, in all threads. Compiled selection is off meanwhile."""
+    """Within the block, all threads select by `rule`, without the compiled kernels."""
     global _rule
     before, _rule = _rule, rule
     try:
@@ -60,11 +60,11 @@ def head_scores(q: Tensor, k: Tensor) -> Tensor:
 
 @torch.no_grad()
 def indexer_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s] / sqrt(d)) in fp32 (or wider), without gradients; those of the KL
-    are in `glm5.ops.indexer_kl`.
+    """I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s] / sqrt(d)) in fp32 (or wider), without gradients
+    (`glm5.ops.indexer_kl` has those of the KL).
 
-    q [B, T, J, d], k [B, S, d], w [B, T, J] (already scaled by J^-1/2) -> [B, T, S]. S must be a multiple of `KEY_TILE`
-    where results have to be independent of S. Heads exist for a block of queries at a time.
+    q [B, T, J, d], k [B, S, d], w [B, T, J] (already scaled by J^-1/2) -> [B, T, S]. Results are independent of S if it
+    is a multiple of `KEY_TILE`. Per-head scores exist for one block of queries at a time.
     """
     kind = wide(w.dtype)
     k, w = k.to(kind), w.to(kind)
@@ -76,7 +76,7 @@ def indexer_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 class _SelectedScores(torch.autograd.Function):
-    """`selected_scores` by the compiled kernels: chosen keys are gathered query by query and never written out."""
+    """`selected_scores` by the compiled kernels: keys are gathered per query and never written out."""
 
     @staticmethod
     def forward(ctx, q, k, w, indices):  # type: ignore[no-untyped-def]
@@ -102,8 +102,8 @@ class _SelectedScores(torch.autograd.Function):
 
 
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
-    """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K], filled slots first, -1 after
-    them -> [B, T, K] in fp32 (or wider). What stands in empty slots means nothing."""
+    """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
+    -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
     if kernels(q) is not None and k.dtype == q.dtype and w.dtype == torch.float32:
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]
@@ -116,8 +116,8 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
 
 
 def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Which keys are the k best valid ones of their query (all of them if there are at most k), in the order of this
-    module. scores [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
+    """Mask of the k best valid keys of each query (all, if there are at most k), in the order of this module. scores
+    [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
     masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
     if _rule is not None:
         masked = _in_fp8(masked)
@@ -126,13 +126,13 @@ def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
         return valid
     threshold = masked.topk(k, dim=-1).values[..., -1:]
     above = masked > threshold
-    ties = (masked == threshold) & valid  # keys out of sight have -infinity too
+    ties = (masked == threshold) & valid  # masked keys have -infinity too
     room = k - above.sum(-1, keepdim=True)
     return above | (ties & (_places(ties) <= room))
 
 
 def _in_fp8(scores: Tensor) -> Tensor:
-    """Rounded to E4M3 at a scale per query; -infinity stays."""
+    """Scores rounded to E4M3 with one scale per query; -infinity stays."""
     finite = scores.isfinite()
     largest = torch.where(finite, scores.abs(), 0.0).amax(-1, keepdim=True).clamp_min(1e-30)
     scale = torch.finfo(torch.float8_e4m3fn).max / largest
@@ -140,7 +140,7 @@ def _in_fp8(scores: Tensor) -> Tensor:
 
 
 def _places(ties: Tensor) -> Tensor:
-    """Whose turn a tied key is, from 1: lower positions first, unless another rule is to be tried."""
+    """Rank of each tied key among the ties, from 1: by position, or random under `OtherRule`."""
     if _rule is None or _rule.generator is None:
         return ties.cumsum(-1)
     order = torch.rand(ties.shape[-1], generator=_rule.generator).argsort()
@@ -150,11 +150,11 @@ def _places(ties: Tensor) -> Tensor:
 def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     """Indices of the k best valid keys per query, ascending, padded with -1 at the end.
 
-    scores [B, T, S], valid bool broadcastable to it -> int64 [B, T, k]. The answer is a function of the valid entries
-    alone: more keys, other batches or other devices do not change it.
+    scores [B, T, S], valid bool broadcastable to it -> int64 [B, T, k]. The result depends on the valid entries only:
+    more keys, other batches or other devices do not change it.
     """
     keys = scores.shape[-1]
-    # Ascending compaction: unchosen keys get the sentinel `keys`, a small sort moves them to the end.
+    # Ascending compaction: unchosen keys get the index `keys`; a small sort moves them to the end.
     position = torch.where(topk_mask(scores, valid, k), torch.arange(keys, device=scores.device), keys)
     if keys > k:
         position = position.topk(k, dim=-1, largest=False).values
@@ -170,9 +170,9 @@ def select_keys(
 ) -> Tensor:
     """The `topk` best keys of every query among positions start..end-1, ascending, padded with -1.
 
-    q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] of which every query reads its own sequence,
+    q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] in which every query reads its own sequence,
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
-    are not scored. Scores exist for a block of queries at a time: memory is linear in the length.
+    are not scored. Scores exist for one block of queries at a time: memory is linear in the length.
     """
     native = kernels(q) if _rule is None else None
     if native is not None and k.dtype == q.dtype:
@@ -190,7 +190,7 @@ def select_keys(
 def _select_from_pool(
     q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages
 ) -> Tensor:
-    """The torch form over pages: keys are gathered, for sequences with equally many neighbouring queries together."""
+    """The torch form over pages: keys are gathered; sequences with equally many consecutive queries are batched."""
     shape = start.shape
     q, w, start, end = (x.flatten(0, 1) for x in (q, w, start, end))
     rows, counts = pages.rows.unique_consecutive(return_counts=True)

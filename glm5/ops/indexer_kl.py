@@ -1,8 +1,8 @@
 """The indexer's loss: KL(attention || softmax of index scores) with its gradient (§2.1.1).
 
-Value and gradient are computed together in the forward pass, over all keys in blocks of queries, so that nothing of
-size queries x keys outlives its block. They are plain attributes of the graph's node, not saved tensors: a layer that
-is computed again in the backward pass does not compute its KL again.
+Value and gradient are computed together in the forward pass, over all keys in blocks of queries. No tensor of size
+queries x keys outlives its block. They are attributes of the autograd node, not saved tensors: if the backward pass
+recomputes a layer, it does not compute the KL again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Look = Callable[[slice, Tensor, Tensor, Tensor], None]
 
 
 def _divergence(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted KL per query [B, t] and its gradient for the scores [B, t, S]; a query without mass has neither."""
+    """Weighted KL per query [B, t] and its gradient for the scores [B, t, S]; both are 0 if a query has no mass."""
     mass = torch.where(valid, target, 0.0).to(scores.dtype)
     p = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
     logq = torch.log_softmax(scores.masked_fill(~valid, torch.finfo(scores.dtype).min), dim=-1)
@@ -45,8 +45,8 @@ class _SelectedKL(torch.autograd.Function):
 def selected_kl(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
     """Sum over queries of weight * KL(p || softmax(scores)) in nats, p = target normalised to 1 over the valid keys.
 
-    scores [B, T, K] with gradient, target [B, T, K] >= 0, valid bool [B, T, K], weight [B, T] -> scalar. A query
-    without a valid key, and one without attention mass, has KL 0.
+    scores [B, T, K] with gradient, target [B, T, K] >= 0, valid bool [B, T, K], weight [B, T] -> scalar. The KL is 0 if
+    a query has no valid key or no attention mass.
     """
     return _SelectedKL.apply(scores, target, valid, weight.to(scores.dtype))
 
@@ -86,7 +86,7 @@ class _DenseKL(torch.autograd.Function):
 
 
 def _blocks(index_q: Tensor, q: Tensor, start: Tensor, end: Tensor) -> list[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them may see."""
+    """Blocks of queries, each with the range of keys that its queries may see."""
     batch, queries, index_heads, _ = index_q.shape
     widest = batch * max(index_heads, q.shape[1]) * int((end.amax(0) - start.amin(0)).max())
     step = max(1, BLOCK_ELEMENTS // max(1, widest))
@@ -109,10 +109,10 @@ def dense_kl(
     """Sum over queries of weight * KL(p || softmax(I)) over all keys start .. end - 1, p = attention summed over heads
     and normalised to 1.
 
-    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] get gradients; q [B, N, T, H] and k [B, N, S, H] are
-    attention's queries and keys and get none; start and end int64 [B, T]; weight [B, T] -> scalar in index_w's type,
-    which everything is computed in. `look(queries, scores, target, valid)` is shown every block [B, t, s] of scores and
-    of attention summed over heads, for keys that begin at the first one that the block may see.
+    index_q [B, T, J, d], index_k [B, S, d] and index_w [B, T, J] get gradients; q [B, N, T, H] and k [B, N, S, H] come
+    from attention and get none; start and end int64 [B, T]; weight [B, T] -> scalar. All is computed in the dtype of
+    index_w. `look(queries, scores, target, valid)` receives every block [B, t, s] of scores and of attention summed
+    over heads; its first key is the first one that the block may see.
     """
     weight = weight.to(index_w.dtype)
     return _DenseKL.apply(index_q, index_k, index_w, q, k, start, end, scale, weight, look)

@@ -1,4 +1,4 @@
-"""Where cached rows lie: sequences own fixed pages of one pool, and a table says which."""
+"""Pages of the KV cache: each sequence owns fixed-size pages of one pool, listed in a page table."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 WHOLE = 63
-"""`Pages.shift` where a sequence is one page: no position is large enough to leave it."""
+"""`Pages.shift` if a sequence is one page: every position shifted by it is 0."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """What operations need to read a pool [pages, size, width] as sequences.
+    """Page table: how to read a pool [pages, size, width] as sequences.
 
-    Query m (in flat order) belongs to sequence rows[m]; that sequence's token s lies in page table[rows[m], s >>
-    shift], at place s modulo the page. `size` tokens are in a page: 1 << shift of them (a multiple of `KEY_TILE`), or
-    any multiple of `KEY_TILE` where every sequence is one page. table int64 [S, P], rows int64 [M], both contiguous.
+    Query m (in flat order) belongs to sequence rows[m]. Token s of that sequence is in page table[rows[m], s >> shift],
+    at offset s modulo the page size. A page has `size` tokens: 1 << shift (a multiple of `KEY_TILE`), or any multiple
+    of `KEY_TILE` if every sequence is one page. table int64 [S, P], rows int64 [M], both contiguous.
     """
 
     table: Tensor
@@ -26,22 +26,22 @@ class Pages:
     shift: int = WHOLE
 
     def place(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Index into the flat pool [pages * size] of a sequence's tokens; rows and positions of one shape."""
+        """Slots in the flat pool [pages * size] of a sequence's tokens; rows and positions have the same shape."""
         pages = self.table[rows, positions >> self.shift]
         return pages * self.size + (positions if self.shift == WHOLE else positions & (self.size - 1))
 
     def read(self, pool: Tensor, rows: Tensor, length: int) -> Tensor:
-        """The first `length` tokens of some sequences, copied out of the pool: [rows, length, width]. Behind the end of
-        a shorter one stands anything."""
+        """The first `length` tokens of some sequences, copied out of the pool: [rows, length, width]. Positions past
+        the end of a shorter sequence are undefined."""
         positions = torch.arange(length, device=pool.device).expand(len(rows), -1)
         places = self.place(rows.unsqueeze(1).expand_as(positions), positions)
         return pool.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
 
     def kernel_view(self) -> tuple[Tensor, Tensor, int, int, int]:
-        """The arguments by which the compiled kernels find rows: rows, table, pages per sequence, shift, page size."""
+        """Arguments of the compiled kernels: rows, table, pages per sequence, shift, page size."""
         return self.rows, self.table, self.table.shape[1], self.shift, self.size
 
 
 def plain_view(rows_per_sequence: int) -> tuple[None, None, int, int, int]:
-    """`Pages.kernel_view` of keys [B, S, width] that lie in batch order: S tokens per sequence."""
+    """`Pages.kernel_view` of keys [B, S, width] in batch order: S tokens per sequence."""
     return None, None, 0, WHOLE, rows_per_sequence

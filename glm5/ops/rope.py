@@ -1,4 +1,4 @@
-"""Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), …, as GLM-5 uses it for attention and indexer."""
+"""Rotary position embedding (RoPE) on interleaved pairs (x0, x1), (x2, x3), …, for attention and indexer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate adjacent pairs of the last axis, order kept. x is [..., dim], cos and sin broadcast to [..., dim / 2]."""
+    """Rotate adjacent pairs of the last axis, order kept: x [..., dim], cos and sin broadcast to [..., dim / 2]."""
     kind = wide(x.dtype)
     cos, sin = cos.to(kind), sin.to(kind)
     even, odd = x[..., 0::2], x[..., 1::2]

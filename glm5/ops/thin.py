@@ -1,7 +1,7 @@
-"""Forms for a handful of tokens, as in decoding, where fetching weights takes longer than arithmetic.
+"""Small-batch kernels, for a handful of tokens as in decoding: reading the weights takes longer than arithmetic.
 
-Compiled kernels only, no gradient, and rounding that differs from the general forms': only within `allowed`, where
-whoever runs a model says that bits may depend on the number of tokens.
+Compiled kernels only, no gradient. They round differently from the general forms, so they run only within `allowed`:
+the caller of the model accepts there that bits depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from glm5.ops.native import Kernels, kernels
 
 THIN_ROWS = 64
-"""Most rows that these forms take; beyond, BLAS catches up."""
+"""Largest number of rows for these kernels; with more rows BLAS is as fast."""
 
 
 class _Here(threading.local):
@@ -30,7 +30,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def allowed(yes: bool) -> Iterator[None]:
-    """Whether operations of this thread may take these forms meanwhile."""
+    """Allow (or forbid) these kernels in this thread within the block."""
     before, _here.allowed = _here.allowed, yes
     try:
         yield
@@ -39,14 +39,14 @@ def allowed(yes: bool) -> Iterator[None]:
 
 
 def thin(x: Tensor, weight: Tensor) -> Kernels | None:
-    """The kernels, where x [M, D] is thin and nothing needs a gradient; None sends the caller to the general form."""
+    """The kernels if x [M, D] is thin and needs no gradient; None if the caller must use the general form."""
     if not _here.allowed or x.ndim != 2 or x.shape[0] > THIN_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
     return kernels(x) if weight.is_contiguous() else None
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [N, K] transposed -> [M, N]; falls back to torch by itself."""
+    """x [M, K] times weight [N, K] transposed -> [M, N]; uses torch if `thin` returns None."""
     native = thin(x, weight)
     if native is None:
         return torch.nn.functional.linear(x, weight)
@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def wide_linear(native: Kernels, x: Tensor, weight: Tensor) -> Tensor:
-    """`linear` with a result in fp32 whatever the inputs are, for logits."""
+    """`linear` with an fp32 result for any input dtype, for logits."""
     out = torch.empty(x.shape[0], weight.shape[0])
     native.thin_wide_linear(x.contiguous(), weight, out, x.shape[0], *weight.shape)
     return out
@@ -104,15 +104,15 @@ def blocks(
     scale: float,
     scaling: float,
 ) -> None:
-    """Pre-norm blocks of MLA with DSA, one after the other, over x [M, D], which they change in place.
+    """Pre-norm blocks of MLA with DSA, one after the other, over x [M, D] in place.
 
-    `weights` are 22 addresses per block (None where it has no such tensor): the two norms; q_a_proj, q_a_layernorm,
-    q_b_proj, kv_a_proj, kv_a_layernorm, kv_b_proj, o_proj; the indexer's wq_b, wk, k_norm weight and bias,
-    weights_proj; the layer's latents and index keys; router, its bias, gate_up and down of the feed-forward (of the
-    experts), the same two of the shared expert. `widths` are two per block, of feed-forward and shared expert. `places`
-    are cos, sin, slots of the new latents, `Pages.rows` and `.table`, start and end of the keys; `sizes` those of
+    `weights` are 22 addresses per block (None for a tensor that it does not have): the two norms; q_a_proj,
+    q_a_layernorm, q_b_proj, kv_a_proj, kv_a_layernorm, kv_b_proj, o_proj; the indexer's wq_b, wk, k_norm weight and
+    bias, weights_proj; the layer's latents and index keys; router and its bias; gate_up and down of the feed-forward or
+    the experts; the same two of the shared expert. `widths` are two per block: feed-forward and shared expert. `places`
+    are cos, sin, slots of the new latents, `Pages.rows` and `.table`, start and end of the keys. `sizes` are those of
     `Shape` in native/decode.h, then experts, experts per token, and whether their weights are normalised. indices
-    [M, K] is working space that holds the selected keys of the last indexer.
+    [M, K] is working space; the last indexer's selected keys stay in it.
     """
     addresses = array.array("Q", [address or 0 for address in weights])
     numbers, wide = array.array("q", sizes), array.array("q", widths)

@@ -1,4 +1,4 @@
-"""Arithmetic in fp32 on operands of half its width: no score, probability or sum is kept in bf16 or fp16."""
+"""fp32 arithmetic on 16-bit operands: no score, probability or sum is kept in bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: fp32, and fp64 for fp64."""
+    """The dtype to compute in: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def operand(x: Tensor) -> Tensor:
-    """`x` as `product` multiplies it: 16 bits stay 16 bits on a CUDA device, all else is at least fp32."""
+    """`x` in the dtype that `product` multiplies: 16 bits stay 16 bits on a CUDA device, all else is fp32 or wider."""
     return x if x.is_cuda else x.to(wide(x.dtype))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, [..., M, K] times [..., K, N], added up and returned in fp32 (fp64 for fp64).
+    """a @ b, [..., M, K] times [..., K, N], summed and returned in fp32 (fp64 for fp64).
 
-    On a CUDA device 16-bit operands go to the tensor cores as they are, and `a` is rounded to the type of `b` if it is
-    wider. Elsewhere both are widened first.
+    On a CUDA device, 16-bit operands go to the tensor cores unchanged; if `a` is wider than `b`, it is rounded to the
+    dtype of `b`. On other devices both are widened first.
     """
     kind = wide(b.dtype)
     if not b.is_cuda or b.dtype == kind:

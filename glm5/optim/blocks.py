@@ -1,4 +1,4 @@
-"""Row blocks: which parts of a matrix Muon orthogonalises on their own, as views that need no copy (§2.1)."""
+"""Row blocks: the parts of a matrix that Muon orthogonalises separately, as views without a copy (§2.1)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Shape = tuple[int, int]
 def block_heights(parameter: Tensor, name: str, split: bool) -> tuple[int, ...]:
     """Heights of the row blocks of a matrix [R, C] or of every matrix of a stack [E, R, C]; they add up to R.
 
-    Raises ConfigError for a matrix that declares none (a wrapper that makes new parameters loses the declaration, and
-    the matrix would train without any sign of it) and for a declaration that does not fit.
+    Raises ConfigError if a matrix declares no blocks, or blocks that do not fit. A wrapper that makes new parameters
+    loses the declaration, and training would go on without any sign of it.
     """
     rows = parameter.shape[-2]
     if not split:
@@ -30,10 +30,10 @@ def block_heights(parameter: Tensor, name: str, split: bool) -> tuple[int, ...]:
 
 
 def block_views(tensor: Tensor, heights: tuple[int, ...]) -> list[Tensor]:
-    """Every row block of a matrix [R, C] or a stack [E, R, C] as few views [n, r, C] as possible.
+    """All row blocks of a matrix [R, C] or a stack [E, R, C], as few views [n, r, C] as possible.
 
-    Heights repeat (per-head K and V rows of kv_b_proj alternate), so each height of the shortest repeating pattern is
-    one strided stack; writing to a view changes the tensor.
+    Heights repeat (the per-head K and V rows of kv_b_proj alternate): each height in the shortest repeating pattern is
+    one strided stack. Writing to a view changes the tensor.
     """
     period = shortest_period(heights)
     stack = tensor.view(-1, *tensor.shape[-2:])
@@ -43,7 +43,7 @@ def block_views(tensor: Tensor, heights: tuple[int, ...]) -> list[Tensor]:
     views, start = [], 0
     for height in heights[:period]:
         part = blocks[:, :, start : start + height]
-        # Stacks whose blocks alternate have no common stride, so each matrix is a view of its own.
+        # Alternating blocks of a stack have no common stride, so each matrix is its own view.
         views += part.unbind(0)
         start += height
     return views
@@ -58,6 +58,6 @@ def shortest_period(heights: tuple[int, ...]) -> int:
 
 
 def newton_schulz_cost(shape: Shape) -> int:
-    """Multiplications of one Newton-Schulz iteration on a block; what owners are balanced by."""
+    """Multiplications of one Newton-Schulz iteration on a block; used to balance the owners."""
     short, long = min(shape), max(shape)
     return 2 * short * short * long + short**3

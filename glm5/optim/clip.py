@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over plain and sharded gradients, also where meshes differ."""
+"""Gradient norm and clipping over plain and sharded gradients, also with different meshes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from glm5.optim.distributed import local, sum_over_ranks
 
 @torch.no_grad()
 def global_norm(parameters: nn.Module | Iterable[Tensor]) -> Tensor:
-    """L2 norm of all gradients, every element counted once over all ranks: a scalar that is equal on all of them.
+    """L2 norm of all gradients, each element counted once over all ranks: a scalar, equal on all ranks.
 
-    Each element of a DTensor must exist once over the default process group, but for placements that say Replicate;
-    plain gradients are taken for equal on all ranks. With DTensors every rank must call.
+    Each element of a DTensor must exist once in the default process group, except with a Replicate placement. Plain
+    gradients are assumed equal on all ranks. With DTensors every rank must call.
     """
     params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     gradients = [local(p.grad) for p in params if p.grad is not None and local(p.grad).numel()]
@@ -34,9 +34,9 @@ def global_norm(parameters: nn.Module | Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: nn.Module | Iterable[Tensor], limit: float) -> Tensor:
-    """Scale all gradients so that their `global_norm` is at most `limit`; returns the norm before.
+    """Scale all gradients to a `global_norm` of at most `limit`; returns the norm before.
 
-    Where the norm is not finite, the gradients stay as they are, so that the caller can name the culprit.
+    If the norm is not finite, the gradients are unchanged, and the caller can name the culprit.
     """
     params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     norm = global_norm(params)

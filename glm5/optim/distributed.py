@@ -1,8 +1,8 @@
-"""Muon over sharded parameters: each rank fetches the blocks it owns, never the model.
+"""Muon over sharded parameters: each rank fetches the blocks that it owns, never the whole model.
 
-A parameter may be a DTensor whose rows (matrices) or whole matrices (expert stacks) are sharded over one mesh dimension
-and replicated over the others; replicas do equal work. A block that lies on one rank stays there. One that a shard
-border cuts gets an owner, balanced by cost: its rows travel there in one all-to-all, and come back in another.
+A parameter may be a DTensor. Its rows (matrices) or whole matrices (expert stacks) are sharded over one mesh dimension
+and replicated over the others; replicas do equal work. A block on one rank stays there. A block on several ranks gets
+an owner, balanced by cost: one all-to-all sends its rows to the owner, and another one sends them back.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from glm5.optim.newton_schulz import chunk_length, chunks, iterate
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """By what it has, because importing DTensor takes a second that single-process runs need not pay."""
+    """Whether it is a DTensor, by its attributes: importing DTensor would cost every single-process run a second."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor; a plain tensor as it is."""
+    """This rank's part of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def copies(tensor: Any) -> int:
-    """How many ranks of its mesh hold each element of a DTensor."""
+    """Number of ranks in the mesh that have each element of a DTensor."""
     found = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements):
         if placement.is_partial():
@@ -44,11 +44,10 @@ def copies(tensor: Any) -> int:
 
 
 def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """For pairs (tensor, number of this rank's part of it): the numbers summed over all ranks, each element once.
+    """Sum over all ranks, for pairs (tensor, number from this rank's part of it); each element counts once.
 
-    The ranks of the default group hold different elements of a DTensor, except where its placement says Replicate;
-    plain tensors are the same on all ranks and count once. All ranks must call with the same tensors, if any is a
-    DTensor.
+    Ranks of the default group have different elements of a DTensor, except with a Replicate placement. Plain tensors
+    are the same on all ranks and count once. If any tensor is a DTensor, all ranks must call with the same tensors.
     """
     own = torch.stack([number / copies(t) if is_dtensor(t) else number for t, number in parts])
     sharded = torch.tensor([is_dtensor(t) for t, _ in parts], device=own.device)
@@ -61,7 +60,7 @@ def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Whole:
-    """The row blocks that lie on this rank entirely: their rows in the local tensor and their heights."""
+    """Row blocks that are entirely on this rank: their rows in the local tensor, and their heights."""
 
     rows: slice
     heights: tuple[int, ...]
@@ -69,7 +68,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class CutBlock:
-    """A block that shard borders cut. `holders`: (rank, first, last + 1) with rows counted inside the block."""
+    """A block that is split over ranks. `holders`: (rank, first, last + 1), rows counted inside the block."""
 
     parameter: int
     start: int
@@ -80,7 +79,7 @@ class CutBlock:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Where every block of a list of parameters is orthogonalised; equal on all ranks but for `whole`."""
+    """Assignment of every block of a list of parameters to a rank; equal on all ranks except for `whole`."""
 
     whole: list[Whole]
     offsets: list[int]
@@ -93,7 +92,7 @@ class ShardPlan:
 
 
 def shard_plan(params: Sequence[tuple[str, Tensor]], split: bool) -> ShardPlan:
-    """Assign the blocks of named parameters, given in the same order on all ranks."""
+    """Assign the blocks of named parameters; all ranks must pass them in the same order."""
     plan = ShardPlan([], [], {})
     loads: dict[dist.ProcessGroup, list[int]] = {}
     for index, (name, parameter) in enumerate(params):
@@ -104,7 +103,7 @@ def shard_plan(params: Sequence[tuple[str, Tensor]], split: bool) -> ShardPlan:
             plan.whole.append(Whole(slice(None), heights if held else ()))
             plan.offsets.append(0)
             continue
-        height = -(-parameter.shape[0] // group.size())  # torch.chunk's rule: full chunks first, the rest may be empty
+        height = -(-parameter.shape[0] // group.size())  # as torch.chunk: full chunks first, the rest may be empty
         low = min(group.rank() * height, parameter.shape[0])
         if local(parameter).shape[0] != min(height, parameter.shape[0] - low):
             raise ConfigError(f"{name}: rank {group.rank()} holds {local(parameter).shape[0]} rows, not chunk's share.")
@@ -117,7 +116,7 @@ def shard_plan(params: Sequence[tuple[str, Tensor]], split: bool) -> ShardPlan:
 
 
 def _row_group(name: str, parameter: Any) -> dist.ProcessGroup | None:
-    """The ranks over which the rows of a matrix are sharded; None where whole matrices lie on every rank."""
+    """The ranks over which the rows of a matrix are sharded; None if every rank has whole matrices."""
     mesh, placements = parameter.device_mesh, parameter.placements
     sharded = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]
     if all(placements[i].is_shard(0) for i in sharded):
@@ -134,7 +133,7 @@ def _row_group(name: str, parameter: Any) -> dist.ProcessGroup | None:
 def _assign(
     plan: ShardPlan, index: int, parameter: Tensor, heights: tuple[int, ...], height: int, group: Any, load: list[int]
 ) -> None:
-    """Add one matrix: blocks inside this rank's rows to `whole`, cut ones (still without owner) to `cuts`."""
+    """Add one matrix: blocks inside this rank's rows to `whole`, split ones (still without owner) to `cuts`."""
     whole: list[tuple[int, int]] = []
     for stop, rows in zip(accumulate(heights), heights):
         start, shape = stop - rows, (rows, parameter.shape[1])
@@ -155,8 +154,8 @@ def _assign(
 
 
 def _owned(cuts: list[CutBlock], load: list[int]) -> list[CutBlock]:
-    """Give every block an owner, the dearest first: a rank that holds part of it, unless another is idler by more than
-    the block's cost."""
+    """Give every block an owner, the most expensive block first: a rank that has part of it, unless another rank has
+    less load by more than the block's cost."""
     owners = [0] * len(cuts)
     for i in sorted(range(len(cuts)), key=lambda i: -newton_schulz_cost(cuts[i].shape)):
         cost = newton_schulz_cost(cuts[i].shape)
@@ -169,7 +168,7 @@ def _owned(cuts: list[CutBlock], load: list[int]) -> list[CutBlock]:
 
 @dataclass(frozen=True)
 class _Fragment:
-    """Rows [first, last) of a cut block that travel between the rank that holds them and the owner."""
+    """Rows [first, last) of a split block that travel between their rank and the owner."""
 
     cut: CutBlock
     first: int
@@ -181,8 +180,8 @@ class _Fragment:
 
 
 class Exchange:
-    """One step's round trip of the cut blocks of one process group. The first leg runs while the caller does other
-    work; `bytes_sent` counts what left this rank on both."""
+    """One step's round trip of the split blocks of one process group. The first transfer overlaps with other work;
+    `bytes_sent` counts what this rank sent in both directions."""
 
     def __init__(self, cuts: list[CutBlock], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
@@ -201,7 +200,7 @@ class Exchange:
         self.away, self.here = ([f for fs in sides for f in fs] for sides in (away, here))
 
     def send(self, fill: Callable[[CutBlock, int, int, Tensor], None], device: torch.device) -> None:
-        """Start sending this rank's rows of other owners' blocks; `fill` writes them and advances their momentum."""
+        """Start sending this rank's rows of other owners' blocks; `fill` writes them and updates their momentum."""
         self.fill, self.device, self.bytes_sent = fill, device, 0
         self.outgoing, self.incoming = self._buffer(self.away_sizes), self._buffer(self.here_sizes)
         for fragment, view in _views(self.away, self.outgoing):
@@ -209,7 +208,7 @@ class Exchange:
         self.work = self._all_to_all(self.incoming, self.outgoing, self.here_sizes, self.away_sizes)
 
     def finish(self, apply: Callable[[CutBlock, int, int, Tensor], None]) -> None:
-        """Orthogonalise the owned blocks, send their rows home and `apply` what belongs to this rank."""
+        """Orthogonalise the owned blocks, send their rows back, and `apply` this rank's rows."""
         self.work.wait()
         arrived: dict[int, list[tuple[_Fragment, Tensor]]] = defaultdict(list)
         for fragment, view in _views(self.here, self.incoming):
@@ -232,7 +231,7 @@ class Exchange:
         arrived: dict[int, list[tuple[_Fragment, Tensor]]],
         apply: Callable[[CutBlock, int, int, Tensor], None],
     ) -> None:
-        """Put blocks together from what arrived and what this rank holds, and write the result to the same places."""
+        """Assemble blocks from received and local rows, and write the result to the same places."""
         blocks = torch.empty(len(cuts), *shape, dtype=self.dtype, device=self.device)
         for cut, block in zip(cuts, blocks):
             for fragment, view in arrived[id(cut)]:
@@ -256,6 +255,6 @@ class Exchange:
 
 
 def _views(fragments: list[_Fragment], buffer: Tensor) -> list[tuple[_Fragment, Tensor]]:
-    """Every fragment with its rows [last - first, c] in a flat buffer that holds them one after the other."""
+    """Every fragment with its rows [last - first, c] in a flat buffer of consecutive fragments."""
     parts = buffer.split([f.size for f in fragments]) if fragments else ()
     return [(f, part.view(-1, f.cut.shape[1])) for f, part in zip(fragments, parts)]

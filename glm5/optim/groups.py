@@ -1,4 +1,4 @@
-"""Which parameter is trained by what: Muon for matrices, AdamW for embedding, output head, norms and biases (§2.1)."""
+"""Parameter groups: Muon for matrices, AdamW for embedding, output head, norms and biases (§2.1)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ADAMW_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 def muon_groups(
     model: nn.Module, *, split: bool = True, trainable: Callable[[str], bool] = lambda name: True
 ) -> list[dict[str, Any]]:
-    """Parameter groups for `Muon`. `split=False` is the ablation arm: whole matrices instead of row blocks.
+    """Parameter groups for `Muon`. `split=False` is the ablation: whole matrices instead of row blocks.
 
-    Every matrix must declare row blocks that fit it (`glm5.model.layers.declare_split`), and a matrix of which its
-    module says how many blocks it has (`split_blocks`) must declare as many: a matrix that silently misses its split
-    trains without any sign of it. Anything else is a ConfigError. `trainable` chooses parameters by name; the others
-    are frozen (requires_grad False).
+    Every matrix must declare row blocks that fit it (`glm5.model.layers.declare_split`). If its module states a number
+    of blocks (`split_blocks`), it must declare that many. Otherwise ConfigError is raised, because a matrix without its
+    split would train without any sign of it. `trainable` selects parameters by name; the others are frozen
+    (requires_grad False).
     """
     required = required_blocks(model)
     muon: list[tuple[str, nn.Parameter]] = []
@@ -48,7 +48,7 @@ def muon_groups(
 
 
 def required_blocks(model: nn.Module) -> dict[int, int]:
-    """Number of row blocks by id of parameter, from the modules that state it: `split_blocks = {name: number}`."""
+    """Number of row blocks by id of parameter, from modules with `split_blocks = {name: number}`."""
     required: dict[int, int] = {}
     for module in model.modules():
         for name, number in getattr(module, "split_blocks", {}).items():

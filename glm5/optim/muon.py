@@ -1,4 +1,4 @@
-"""Muon with Muon Split: momentum, orthogonalised per declared row block, so heads move at their own scale (§2.1)."""
+"""Muon with Muon Split: momentum, orthogonalised per row block; each head then updates at its own scale (§2.1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 class Piece(NamedTuple):
-    """Equal blocks [n, r, c] of one parameter that lie on this rank: views of its momentum, gradient and weight."""
+    """Equal blocks [n, r, c] of one parameter on this rank: views of its momentum, gradient and weight."""
 
     parameter: Tensor
     momentum: Tensor
@@ -36,12 +36,12 @@ class Muon(torch.optim.Optimizer):
     buf = momentum * buf + g; u = g + momentum * buf; W <- W (1 - lr wd) - lr * 0.2 * sqrt(max(r, c)) * NS(u) per row
     block of r x c, which matches AdamW's update RMS of about 0.2. Norms and biases are not decayed.
 
-    Parameters may be DTensors (rows or whole experts sharded, see `glm5.optim.distributed`); state is sharded as they
-    are. Which parameters have a gradient must then be the same on all ranks. `ns_dtype` is what Newton-Schulz computes
-    in and what travels between ranks.
+    Parameters may be DTensors (rows or whole experts sharded, see `glm5.optim.distributed`); their state is sharded the
+    same way, and all ranks must have gradients for the same parameters. `ns_dtype` is the dtype of Newton-Schulz and of
+    transfers between ranks.
 
-    `bytes_communicated` is what this rank sent in the last step. Set `watch_updates` before a step to have its updates
-    measured: `update_table()` then shows them, and the switch is off again.
+    `bytes_communicated`: bytes that this rank sent in the last step. To measure the updates of a step, set
+    `watch_updates` before it; the step resets it, and `update_table()` returns the result.
     """
 
     # torch hides these from its compiler, and loads the compiler to do so: two seconds in every process that trains.
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         if closure is not None:
             raise ValueError("Muon takes no closure.")
         self.bytes_communicated = 0
@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
             self.watch_updates = False
 
     def update_table(self) -> list[GroupRow]:
-        """What every kind of parameter is trained by, with the effective update RMS of the last watched step."""
+        """The optimizer of every kind of parameter, with the effective update RMS of the last watched step."""
         return describe(self)
 
     def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -118,14 +118,14 @@ class Muon(torch.optim.Optimizer):
         momentum = group["momentum"]
         for exchange in exchanges:
             exchange.send(fill, shards[0].weight.device)
-        for (rows, columns, device), pieces in by_shape.items():  # while the cut blocks travel
+        for (rows, columns, device), pieces in by_shape.items():  # during the transfer of the split blocks
             self._local((rows, columns), device, pieces, group)
         for exchange in exchanges:
             exchange.finish(apply)
             self.bytes_communicated += exchange.bytes_sent
 
     def _plan(self, params: list[Tensor], group: dict[str, Any]) -> tuple[ShardPlan, list[Exchange]]:
-        """Where the blocks of these parameters lie; worked out once, because neither shapes nor shards change."""
+        """Assignment of these parameters' blocks; computed once, because shapes and shards do not change."""
         key = (int(group.get("split", True)), *map(id, params))
         if key not in self._plans:
             names = {id(p): name for p, name in zip(group["params"], group.get("names", ()))}
@@ -135,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         return self._plans[key]
 
     def _local(self, shape: Shape, device: torch.device, pieces: list[Piece], group: dict[str, Any]) -> None:
-        """All blocks of one shape that lie on this rank, batch by batch, so that no copy of all updates exists."""
+        """Update all blocks of one shape on this rank, batch by batch to bound memory."""
         limit = chunk_length(*shape, device)
         work = torch.empty(min(limit, sum(len(p.weight) for p in pieces)), *shape, dtype=self.ns_dtype, device=device)
         for batch in chunks(((len(piece.weight), piece) for piece in pieces), limit):
@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
                 self._apply(piece.parameter, piece.weight[start:stop], part, shape, group)
 
     def _apply(self, parameter: Tensor, weight: Tensor, update: Tensor, shape: Shape, group: dict[str, Any]) -> None:
-        """Decay the weight and move it by an orthogonalised update of the same shape, part of a block of `shape`."""
+        """Decay the weight and apply an orthogonalised update of the same shape, part of a block of `shape`."""
         scale = 0.2 * max(shape) ** 0.5
         weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
         if self.watch_updates:
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         self.update_squares[key] = self.update_squares[key] + square if key in self.update_squares else square
 
     def _gather_squares(self) -> None:
-        """Complete the watched sums over ranks, in an order that does not depend on what this rank holds."""
+        """Sum the watched squares over ranks, in an order that is the same on every rank."""
         keys = [
             ((id(p), shape), p)
             for group in self.param_groups
@@ -182,7 +182,7 @@ class Muon(torch.optim.Optimizer):
             chosen = [p for p in params if (p.ndim >= 2) == decayed]
             held = [p for p in chosen if local(p).numel()]
             for p in chosen:
-                if local(p).numel() == 0:  # a rank that holds no row of it still counts the step
+                if local(p).numel() == 0:  # a rank without rows of p still counts the step
                     self.state[p]["step"] += 1
             if held:
                 adamw(
@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
                 self._watch(p, (0, 0), self._adamw_update(p, group))
 
     def _adamw_update(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The update over lr that AdamW just applied to this rank's part of p, from the state it left."""
+        """The last AdamW update of this rank's part of p, divided by lr, from the optimizer state."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         count = float(state["step"])
         scale = (local(state["v"]) / (1 - beta2**count)).sqrt_().add_(group["eps"])

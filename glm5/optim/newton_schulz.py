@@ -18,13 +18,13 @@ def newton_schulz(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each [r, c] in a stack [n, r, c] (singular values ~0.7..1.2).
 
     Five quintic iterations X <- a X + (b G + c G^2) X on the Frobenius-normalised matrix. G is the Gram matrix of the
-    shorter side; a tall block multiplies from the right, so that nothing is transposed in memory.
+    shorter side; a tall block multiplies from the right, which avoids a transpose in memory.
     """
     return iterate(blocks.to(dtype)).to(blocks.dtype)
 
 
 def iterate(x: Tensor) -> Tensor:
-    """`newton_schulz` in the dtype of x [n, r, c]; x stays as it is."""
+    """`newton_schulz` in the dtype of x [n, r, c]; x is not changed."""
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x.flatten(1), dim=1).add_(1e-7)
     x = x * norm.reciprocal_()[:, None, None]
@@ -44,8 +44,8 @@ def iterate(x: Tensor) -> Tensor:
 
 
 def chunk_length(rows: int, columns: int, device: torch.device) -> int:
-    """Blocks per batch: on a CPU what keeps the iteration in the second-level cache, elsewhere what fills the device
-    without doubling the memory of a large model."""
+    """Blocks per batch: on a CPU the iteration should fit in the second-level cache; elsewhere a batch should fill the
+    device without doubling the memory of a large model."""
     elements = 1 << 19 if device.type == "cpu" else 1 << 26
     return max(1, elements // (rows * columns))
 

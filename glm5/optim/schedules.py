@@ -1,4 +1,4 @@
-"""Learning rate, batch size, and numbers that change with the tokens seen, as functions of the step (App. A)."""
+"""Schedules of learning rate, batch size and other numbers, by step or by tokens seen (App. A)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHAPES = ("cosine", "linear", "constant")
 def learning_rate(
     step: int, *, steps: int, peak: float, final: float = 0.0, warmup: int = 0, shape: str = "cosine"
 ) -> float:
-    """Rate of optimizer step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step.
+    """Learning rate of step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step.
 
-    A constant rate stays at `peak` and has no use for `final`. Raises ConfigError for an unknown shape.
+    A constant rate stays at `peak` and ignores `final`. Raises ConfigError if the shape is unknown.
     """
     if shape not in SHAPES:
         raise ConfigError(f'unknown schedule "{shape}"{nearest(shape, SHAPES)}; use cosine, linear or constant.')
@@ -40,26 +40,26 @@ def scheduled_rate(config: OptimConfig, step: int) -> float:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of the next optimizer step and drop the gradients of the last one."""
+    """Set the learning rate of the next optimizer step and clear the gradients of the last one."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
 
 
 def by_tokens(value: float | Sequence[Sequence[float]], tokens: int) -> float:
-    """What a number, or a schedule of pairs (tokens, value) in order, is after so many `tokens` of a stage."""
+    """The value after `tokens` tokens of a stage: a constant, or a schedule of ordered pairs (tokens, value)."""
     if isinstance(value, int | float):
         return value
     return next(number for start, number in reversed(value) if start <= tokens)
 
 
 def rows_at(step: int, *, first: int, last: int, ramp: int, multiple: int = 1) -> int:
-    """Rows in the batch of step `step` (0-based), when the batch grows linearly with the rows already seen, from
-    `first` to `last` over the first `ramp` rows, rounded down to a multiple (the paper's base model: 16M to 64M tokens
-    over the first 500B).
+    """Rows in the batch of step `step` (0-based). The batch grows linearly with the rows already seen, from `first` to
+    `last` over the first `ramp` rows, rounded down to a multiple (the paper's base model: 16M to 64M tokens over the
+    first 500B).
 
-    A batch that grows by a fixed share of what is seen grows by the same factor every step, so no history is needed.
-    Raises ConfigError unless 0 < first <= last and ramp >= 0, both sizes multiples of `multiple`.
+    Such a batch grows by the same factor every step, so no history is needed. Raises ConfigError unless
+    0 < first <= last and ramp >= 0, both sizes multiples of `multiple`.
     """
     if not 0 < first <= last or ramp < 0 or multiple < 1 or first % multiple or last % multiple:
         raise ConfigError(f"a batch cannot grow from {first} to {last} rows over {ramp} in multiples of {multiple}.")
@@ -68,12 +68,12 @@ def rows_at(step: int, *, first: int, last: int, ramp: int, multiple: int = 1) -
     growth = step * math.log1p((last - first) / ramp)
     if growth >= math.log(last / first):
         return last
-    # The tiny addend keeps an exact product such as 8 * 1.5 from rounding below itself.
+    # The tiny addend keeps an exact product such as 8 * 1.5 from being rounded down.
     return math.floor(first * math.exp(growth) / multiple + 1e-9) * multiple
 
 
 def rows_before(step: int, *, first: int, last: int, ramp: int) -> int:
-    """Rows in all steps before `step` of a batch that grows as in `rows_at`."""
+    """Rows in all steps before `step`, if the batch grows as in `rows_at`."""
     total = 0
     for earlier in range(step):
         rows = rows_at(earlier, first=first, last=last, ramp=ramp)

@@ -1,4 +1,4 @@
-"""One table that shows what trains every parameter and how far a step moves it (printed at step 1 of a run)."""
+"""A table of every parameter's optimizer and the size of its update (printed at step 1 of a run)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class GroupRow:
     """Parameters of one rule, one kind of name (layer numbers collapsed to *) and one block shape.
 
-    `rule` is "muon split", "muon" or "adamw"; `block` is (0, 0) for AdamW, which knows no blocks. `update_rms` is the
-    root mean square of the last watched step's update over the learning rate, weight decay left out; None before it.
-    Muon aims at 0.2, AdamW's usual value, which AdamW has only after its averages warmed up: its first step is 1.0
-    wherever a gradient is not zero.
+    `rule` is "muon split", "muon" or "adamw"; `block` is (0, 0) for AdamW, which has no blocks. `update_rms` is the
+    root mean square of the last watched step's update divided by the learning rate, without weight decay; None before
+    that step. Muon aims at 0.2, the usual value of AdamW after its averages have warmed up. AdamW's first step is 1.0
+    for every nonzero gradient.
     """
 
     rule: str
@@ -37,7 +37,7 @@ class GroupRow:
 
 
 def block_shapes(parameter: Tensor, name: str, group: dict[str, Any]) -> dict[Shape, int]:
-    """Number of blocks of every shape in a parameter; {(0, 0): 1} under AdamW."""
+    """Number of blocks per shape in a parameter; {(0, 0): 1} for AdamW."""
     if group.get("kind", "adamw") != "muon":
         return {(0, 0): 1}
     found: dict[Shape, int] = {}
@@ -49,7 +49,7 @@ def block_shapes(parameter: Tensor, name: str, group: dict[str, Any]) -> dict[Sh
 
 
 def describe(optimizer: Muon) -> list[GroupRow]:
-    """The rows of an optimizer's parameters, in their order; all parameters are counted, sharded ones in full."""
+    """The rows for an optimizer, in parameter order; all parameters are counted, sharded ones in full."""
     rows: dict[tuple[str, str, Shape, float, float], dict[str, Any]] = {}
     for group in optimizer.param_groups:
         names = group.get("names") or [f"parameter {i}" for i in range(len(group["params"]))]
@@ -87,7 +87,7 @@ def table(rows: Sequence[GroupRow]) -> str:
     heading = ["rule", "parameters of", "block", "elements", "matrices", "blocks", "update rms", "decay", "lr"]
     lines = [heading, *([*_cells(row)] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
-    words = 3  # columns of text stand left, numbers right
+    words = 3  # columns of text are left-aligned, numbers right-aligned
     padded = [[c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))] for line in lines]
     return "\n".join("  ".join(line).rstrip() for line in padded)
 

@@ -1,1 +1,1 @@
-"""Several processes for one model: meshes, sharding, expert parallelism."""
+"""One model on several processes: meshes, sharding, expert parallelism."""

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a layer live on several ranks, and tokens travel to them and back (§2.4)."""
+"""Expert parallelism: the experts of a layer are on several ranks, and tokens are sent to them and back (§2.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute, un
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows [M, D] to their ranks: `leave[r]` rows go to rank r, `arrive[r]` come from it. Gradients travel back."""
+    """All-to-all of rows [M, D]: `leave[r]` rows go to rank r, `arrive[r]` come from it. Gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -38,17 +38,17 @@ def _exchange(rows: Tensor, leave: list[int], arrive: list[int], group: dist.Pro
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """The `dispatch` of a layer whose routed experts are divided evenly over the ranks of `group`, in their order.
+    """The `dispatch` of a layer with its routed experts divided evenly over the ranks of `group`, in rank order.
 
-    Each rank sends a token once per chosen expert, computes what it received for its own experts, and sends the results
-    back, where they are weighted and added. Numbers of tokens travel first; a rank that receives none computes nothing,
-    but takes part in every exchange, forward and backward.
+    Each rank sends a token once per chosen expert. It computes the received tokens with its own experts and sends the
+    results back, to be weighted and summed. Token counts are exchanged first. A rank that receives no tokens computes
+    nothing, but takes part in every exchange, forward and backward.
     """
 
     group: dist.ProcessGroup
 
     def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """x [M, D], weights and experts [M, K] (numbers of all experts) -> [M, D]."""
+        """x [M, D], weights and experts [M, K] (global expert ids) -> [M, D]."""
         ranks, own, top_k = self.group.size(), module.gate_up_proj.shape[0], experts.shape[1]
         slot_of, source, counts = _by_expert(experts, ranks * own)
         incoming = torch.empty_like(counts)
@@ -65,7 +65,7 @@ class ExpertExchange:
 
 
 def _by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts [M, K] -> (place of each choice when all M * K are sorted by expert, the token at each place, choices per
+    """experts [M, K] -> (position of each choice if all M * K are sorted by expert, token at each position, choices per
     expert)."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -80,9 +80,9 @@ def expert_modules(model: nn.Module) -> list[Experts]:
 
 
 def divide_experts(model: GLM5ForCausalLM, group: dist.ProcessGroup) -> None:
-    """Keep only this rank's experts of every layer, and send tokens where they belong from now on.
+    """Keep only this rank's experts of every layer, and dispatch tokens to their ranks from now on.
 
-    Parameters remember what they are a part of: `expert_part` = (first expert, number of all experts).
+    Each expert parameter gets `expert_part` = (first expert, number of all experts).
     """
     ranks, rank, exchange = group.size(), group.rank(), ExpertExchange(group)
     total = model.config.n_routed_experts
@@ -99,7 +99,7 @@ def divide_experts(model: GLM5ForCausalLM, group: dist.ProcessGroup) -> None:
 
 
 def whole_stack(part: Tensor, group: dist.ProcessGroup, restore: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-    """All experts of a layer from every rank's part [E / ranks, ...]."""
+    """All experts of a layer, gathered from every rank's part [E / ranks, ...]."""
     own = restore(part).contiguous()
     out = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(out, own, group=group)

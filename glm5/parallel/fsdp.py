@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks with FSDP2, gathered block by block while they are needed, and put together again."""
+"""FSDP2: parameters are sharded over ranks, gathered block by block for use, and unsharded again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from glm5.parallel.expert import expert_modules, whole_stack
 from glm5.parallel.ranks import ShardSlice
 
 RUN = "run_unsharded"
-"""Method of a sharded model that calls a function inside of the model's own forward, as FSDP sees it."""
+"""Method of a sharded model that calls a function inside the model's own forward, as FSDP sees it."""
 
 
 def shard_model(
@@ -28,19 +28,19 @@ def shard_model(
     dtype: torch.dtype,
     trainable: Callable[[str], bool],
 ) -> None:
-    """Shard every parameter's rows over `everyone`; expert stacks over `same_experts`, the ranks with equal experts,
-    where experts are divided (None: they are not).
+    """Shard every parameter's rows over `everyone`. If experts are divided, shard expert stacks over `same_experts`,
+    the ranks with the same experts (None: not divided).
 
-    Every block is gathered on its own and freed after use. Embedding, final norm and output head stay gathered from a
-    forward to the end of its backward, since the loss uses them outside of their own modules. Gradients are summed in
-    fp32, not averaged: losses are already divided by the counts of the whole step.
+    Every block is gathered separately and freed after use. Embedding, final norm and output head stay gathered until
+    the end of backward, because the loss uses them outside their own modules. Gradients are summed in fp32, not
+    averaged: losses are already divided by the counts of the whole step.
     """
     declared = {name: dict(p.__dict__) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable(name))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Where the embedding is frozen (indexer warm-up), gradients reach no block's output, whose arrival would have FSDP
-    # gather the block again: it has to stay gathered.
+    # If the embedding is frozen (indexer warm-up), no gradient reaches the output of a block, which is FSDP's signal to
+    # gather the block again. The block must then stay gathered.
     free = trainable("model.embed_tokens.weight")
     for experts in expert_modules(model) if same_experts is not None else ():
         fully_shard(experts, mesh=same_experts, mp_policy=policy, reshard_after_forward=free)
@@ -49,12 +49,12 @@ def shard_model(
         block.register_forward_pre_hook(_seal, prepend=True)
         block.register_forward_pre_hook(_unseal)
     if model.mtp is not None:
-        # FSDP hooks the output's gradient, which it does not trust on a view.
+        # FSDP hooks the gradient of the output; with a view the hook is unreliable.
         model.mtp.register_forward_hook(lambda module, args, out: out.clone(), prepend=True)
     fully_shard(model, mesh=everyone, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     setattr(model, RUN, MethodType(_run, model))
     register_fsdp_forward_method(model, RUN)
     for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def shard_model(
 
 
 class _Sealed:
-    """Carries a context past FSDP, which copies dataclasses together with the lists inside that layers report to."""
+    """Hides a context from FSDP, which would copy dataclasses and the lists in them that layers write to."""
 
     def __init__(self, ctx: ForwardContext) -> None:
         self.ctx = ctx
@@ -82,12 +82,12 @@ def _run(model: GLM5ForCausalLM, function: Callable[[GLM5ForCausalLM], Any]) -> 
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Modules that are units of FSDP, the model itself first."""
+    """Modules that are FSDP units, the model itself first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def local_slice(tensor: Tensor) -> ShardSlice:
-    """Where this rank's part of a parameter lies in the whole; plain tensors are whole."""
+    """This rank's slice of a parameter; a plain tensor is its own whole slice."""
     if not isinstance(tensor, DTensor):
         sizes = tuple(tensor.shape)
         return ShardSlice(sizes, (0,) * len(sizes), sizes)

@@ -1,4 +1,4 @@
-"""The process group that torchrun starts, as the `Ranks` of a training loop: data parallel x expert parallel."""
+"""The torchrun process group as the `Ranks` of a training loop: data parallel x expert parallel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class TorchRanks(Ranks):
-    """Ranks numbered as dp x ep: neighbours share out the experts of a layer, rank r holds part r % ep of them.
+    """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep.
 
-    Other parameters are sharded over all ranks. Three groups keep their own time: tensors within a step, small objects,
-    and waits while rank 0 works alone. Between stages every rank holds the plain model (see `unshard`), so that what
-    changes models there is the same code in one process and in many.
+    Other parameters are sharded over all ranks. Three process groups have separate timeouts: for tensors within a step,
+    for small objects, and for waiting while rank 0 works alone. Between stages every rank has the plain model (see
+    `unshard`): code that changes models there is the same for one process and for many.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -60,7 +60,7 @@ class TorchRanks(Ranks):
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         result: T = getattr(model, RUN)(lambda sharded: function(sharded, *args))
-        if not torch.is_grad_enabled():  # no backward will come and free what is gathered
+        if not torch.is_grad_enabled():  # without a backward, FSDP does not free the gathered parameters
             model.reshard()  # type: ignore[operator]
         return result
 

@@ -1,4 +1,4 @@
-"""What a training loop asks of its process group; the base class is the answer of a single process."""
+"""The process group interface of a training loop; the base class is for a single process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """The part of a tensor that one rank holds: `offsets` and `sizes` within the whole tensor's `shape`."""
+    """One rank's part of a tensor: `offsets` and `sizes` within the whole tensor's `shape`."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -32,7 +32,7 @@ class ShardSlice:
 
 
 class Ranks:
-    """One process on its own. A step's rows are shared out over `world` ranks; rank 0 writes what is written once."""
+    """A single process. The rows of a step are divided over `world` ranks; rank 0 writes shared files."""
 
     rank = 0
     world = 1
@@ -46,12 +46,12 @@ class Ranks:
         return self.rank == 0
 
     def share(self, rows: int) -> tuple[int, int]:
-        """First and last (exclusive) row of a step that this rank computes; behind the last row lies padding."""
+        """First and last (exclusive) row of a step for this rank; rows past the end of the batch are padding."""
         each = -(-rows // self.world)
         return self.rank * each, (self.rank + 1) * each
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        """Spread the model's parameters over the ranks, in place; forward then computes in `dtype`."""
+        """Shard the model's parameters over the ranks, in place; forward then computes in `dtype`."""
         return model.to(self.device)
 
     def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
@@ -59,16 +59,16 @@ class Ranks:
         return model.cpu()
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
-        """`function(model, *args)`, inside of which a sharded model's weights can be used like a plain one's. What is
-        differentiated later must be part of the result."""
+        """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. If something
+        is differentiated later, it must be part of the result."""
         return function(model, *args)
 
     def shard_slice(self, tensor: Tensor) -> ShardSlice:
-        """Which part of a parameter or buffer of a sharded model this rank holds."""
+        """This rank's slice of a parameter or buffer of a sharded model."""
         return ShardSlice(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in their order."""
+        """The values of all ranks, in rank order."""
         return [value]
 
     def any(self, flag: bool) -> bool:
@@ -80,8 +80,8 @@ class Ranks:
         return tensor
 
     def together(self, act: Callable[[], T], *, patient: bool = False) -> T:
-        """What `act` returns on this rank. Where it fails on one, all ranks raise, so that none waits for a rank that
-        left. `patient` allows one rank to take as long as it likes."""
+        """The result of `act` on this rank. If it fails on one rank, all ranks raise, and none waits for a rank that
+        has left. With `patient`, ranks wait up to `Layout.patience_seconds` for the slowest."""
         error: Exception | None = None
         try:
             result = act()
@@ -98,11 +98,11 @@ class Ranks:
         return result
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, the only one to call it; the others wait, however long it takes."""
+        """The result of `act` on rank 0, the only rank that calls it; the others wait (see `together`, patient)."""
         return self.gather(self.together(lambda: act() if self.main else None, patient=True))[0]  # type: ignore[return-value]
 
     def wait(self) -> None:
-        """Return when all ranks have come here, however long rank 0 works alone."""
+        """Return after all ranks have called; they wait up to `Layout.patience_seconds`, while rank 0 works alone."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -117,13 +117,13 @@ class Ranks:
 
 
 def world_size() -> int:
-    """Number of processes of the job that this process belongs to, as torchrun tells it."""
+    """Number of processes in this process's job, from torchrun's environment."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
 
 
 def check_layout(layout: Layout, world: int, experts: int | None = None) -> None:
-    """ConfigError where `world` processes, or the experts of a layer, cannot be divided as the layout says."""
+    """Raises ConfigError if `world` processes, or the experts of a layer, cannot be divided as in the layout."""
     if world % layout.ep:
         raise ConfigError(
             f"parallel.ep = {layout.ep} does not divide the {world} process{'es' if world > 1 else ''} of this job; "
@@ -136,7 +136,7 @@ def check_layout(layout: Layout, world: int, experts: int | None = None) -> None
 
 
 def ranks_from_environment(layout: Layout | None = None) -> Ranks:
-    """Join the job that torchrun started; a process of its own is a world of one. Close it at the end."""
+    """Join the job that torchrun started; without torchrun, a world of one process. The caller must close it."""
     layout = layout or Layout()
     check_layout(layout, world_size())
     if world_size() == 1:

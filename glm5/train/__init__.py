@@ -1,1 +1,1 @@
-"""Training: one loop; stages differ by their data and their loss."""
+"""Training: one loop for all stages, which differ in their data and their loss."""

@@ -1,7 +1,7 @@
 """Training state on disk: model, optimizer and step, written by all ranks, published atomically; no pickle.
 
-`state/step-00000050/` holds one file per rank and an index (see `shard_files`). The newest two are kept, so damage to
-one costs some steps and not the stage. Any number of ranks in any layout can read a state.
+`state/step-00000050/` contains one file per rank and an index (see `shard_files`). The newest two states are kept: if
+one is damaged, some steps are lost and not the stage. Any number of ranks in any layout can read a state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from glm5.train.shard_files import StoredTensor, check_files, index_of, parse_in
 
 INDEX = "state.json"
 KEPT = 2
-"""States of one stage that are kept."""
+"""Number of states kept per stage."""
 
 _FORMAT = 1
 _INDEX_LIMIT = 1 << 30
@@ -49,8 +49,8 @@ def save_state(
     """Write everything that the next step depends on to `path/step-NNNNNNNN`; all ranks call. `step` is the number of
     finished steps; `extra` must be JSON.
 
-    Beside the new state the newest earlier one stays. Nothing changes on disk where a rank fails, and all ranks raise
-    CheckpointError then, as they do when another process is saving to `path`.
+    The newest earlier state is kept too. If a rank fails, or if another process is saving to `path`, nothing changes on
+    disk and all ranks raise CheckpointError.
     """
     ranks = ranks or Ranks()
     target = path / f"step-{step:08}"
@@ -58,7 +58,7 @@ def save_state(
 
         def begin() -> Path:
             open_folder.enter_context(_alone(path))
-            # The name is ours, also where a damaged state of this step has lost its manifest.
+            # The name is ours, even if a damaged state of this step has lost its manifest.
             return open_folder.enter_context(publish_dir(target, foreign=True))
 
         folder = ranks.on_main(begin)
@@ -73,7 +73,7 @@ def save_state(
 
         def finish() -> None:
             index = {"format": _FORMAT, "step": step, "extra": extra or {}, "tensors": index_of(written)}
-            parse_index(index["tensors"], folder / INDEX)  # what could not be read back is not published
+            parse_index(index["tensors"], folder / INDEX)  # publish only what can be read back
             (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
             open_folder.close()
             _remove_others(path, step)
@@ -85,10 +85,10 @@ def load_state(
     path: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, *, ranks: Ranks | None = None
 ) -> tuple[int, dict[str, Any]] | None:
     """Restore model and optimizer in place from the newest valid state; all ranks call. Returns (finished steps,
-    extra), or None when there is nothing to resume from.
+    extra), or None if there is no state.
 
-    A damaged state is passed over with a warning where an earlier one is sound; CheckpointError where none is, and for
-    the state of another model.
+    A damaged state is skipped with a warning if an earlier one is valid. Raises CheckpointError if no state is valid,
+    or if the state belongs to another model.
     """
     ranks = ranks or Ranks()
     folder = ranks.on_main(lambda: _newest_valid(path))
@@ -97,7 +97,7 @@ def load_state(
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from saving to `path` meanwhile, and clear away what a crash left of earlier saves."""
+    """Lock `path` against saves by other processes, and clean up saves that crashed."""
     busy = f"Another process is saving to {path}; two runs cannot share it. Stop one, or give this run another name."
     with exclusive(path, busy):
         for left in [*path.glob(".step-*.writing"), *path.glob(".step-*.old")]:
@@ -106,13 +106,13 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _states(path: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every state, the newest first."""
+    """(step, folder) of every state, newest first."""
     found = [(int(match[1]), p) for p in path.iterdir() if (match := _STEP.fullmatch(p.name))]
     return sorted(found, reverse=True)
 
 
 def _remove_others(path: Path, step: int) -> None:
-    """Keep the state of `step` and those just before it. Later ones were passed over as damaged."""
+    """Keep the state of `step` and the ones just before it. Later ones are damaged: loading skipped them."""
     states = _states(path)
     kept = [folder for number, folder in states if number <= step][:KEPT]
     for _, folder in states:
@@ -151,7 +151,7 @@ def _verify(folder: Path, path: Path) -> None:
 
 
 def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTensor]]:
-    """Step, extra and tensors of a state."""
+    """Step, extra and tensors of a state. Raises CheckpointError if the index is damaged."""
     raw = read_json(folder / INDEX, _INDEX_LIMIT, "the index of a state")
     step, extra = raw.get("step"), raw.get("extra")
     if raw.get("format") != _FORMAT or type(step) is not int or not isinstance(extra, dict):
@@ -171,7 +171,7 @@ def _pieces(
 
 
 def _tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:
-    """Parameters and buffers themselves, which know more than the copies in `state_dict`."""
+    """Parameters and buffers themselves: the copies in `state_dict` lose their attributes."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     return {name: own[name] for name in model.state_dict()}
 
@@ -196,7 +196,7 @@ def _restore(
 def _optimizer_targets(
     folder: Path, stored: dict[str, StoredTensor], optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> tuple[list[tuple[Tensor, dict[str, Tensor]]], list[tuple[str, Tensor, ShardSlice]]]:
-    """Fresh state of every parameter that has one on disk, and where to read it into."""
+    """Fresh optimizer state for every parameter that has one on disk, and the targets to read it into."""
     keys: dict[str, list[str]] = {}
     for full in stored:
         if full.startswith("optim/"):

@@ -1,4 +1,4 @@
-"""DSA adaptation: from dense MLA to sparse attention in two stages, and how close the result comes (§2.1.1)."""
+"""DSA adaptation in two stages, from dense MLA to sparse attention, and measures of its quality (§2.1.1)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from glm5.train.step_metrics import StepMetrics
 SHARES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Numbers of keys at which attention mass is measured, in multiples of index_topk."""
 FEW_TOKENS = 16_384
-"""Tokens of a forward pass that measures."""
+"""Tokens per forward pass in measurements."""
 
 
 def add_indexer(
     model: GLM5ForCausalLM, seed: int, index_topk: int, *, heads: int | None = None, dim: int | None = None
 ) -> GLM5ForCausalLM:
-    """A DSA model with the weights of a dense one and freshly initialised indexers of `heads` heads of width `dim`
-    (None: what the configuration says). ConfigError where the model is no dense MLA model."""
+    """A DSA model with the weights of a dense one and new indexers: `heads` heads of width `dim` (None: as configured).
+    Raises ConfigError if the model is not a dense MLA model."""
     config = model.config
     if config.attention_type != "mla" or config.attention_pattern:
         raise ConfigError("Only MLA in every layer can become sparse (DSA); this model has another attention.")
@@ -47,19 +47,19 @@ def add_indexer(
 
 
 def untrained_indexers(model: GLM5ForCausalLM) -> bool:
-    """Whether the norms of all indexers stand exactly where they begin, which no training leaves them at."""
+    """Whether the norms of all indexers still have their initial values; training always changes them."""
     norms = [module.k_norm for module in model.modules() if isinstance(module, Indexer)]
     return bool(norms) and all(bool((n.weight == 1).all()) and bool((n.bias == 0).all()) for n in norms)
 
 
 def indexer_only(name: str) -> bool:
-    """What learns in the warm-up, by parameter name."""
+    """Whether a parameter is trained in the warm-up, by its name."""
     return INDEXER in name
 
 
 def adaptation_loss(stage: DsaStage, topk: int) -> LossOf:
-    """`dsa_warmup`: the indexers' KL under dense attention, nothing else. `dsa_sparse`: attention over the selected
-    keys; the backbone learns from the losses of mid-training alone, the indexers from their KL alone (their inputs are
+    """`dsa_warmup`: only the indexers' KL, under dense attention. `dsa_sparse`: attention over the selected keys; the
+    backbone learns only from the losses of mid-training, the indexers only from their KL (their inputs are
     detached)."""
     warmup = stage.kind == "dsa_warmup"
 
@@ -85,7 +85,7 @@ def run_stage(
     io: StageIO,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """One of the two stages over any data; the model must have indexers."""
+    """Run one of the two stages over any data; the model must have indexers."""
     warmup = stage.kind == "dsa_warmup"
     return train(
         model,
@@ -106,7 +106,7 @@ def run_twin(
     io: StageIO,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """The dense twin of a sparse stage: the same rows, rates and losses of the backbone, attention stays dense."""
+    """The dense baseline of a sparse stage: same rows, learning rates and backbone losses, but dense attention."""
 
     def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return backbone_loss(model, batch, ctx, stage)
@@ -123,7 +123,7 @@ def run(
     seed: int,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """A stage of a recipe, over the rows that every stage with such data gets."""
+    """A stage of a recipe, over the same rows as every other stage with this data."""
     return run_stage(model, stage, batches(shards, tokenizer, stage, seed), io, evaluate)
 
 
@@ -132,14 +132,14 @@ def run(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows of equal length, each one document of its own: ids [n, length]. `documents` = how many files they come from;
-    0 where no file is that long and rows are cut from all of them in a line."""
+    """Rows of equal length, each its own document: ids [n, length]. `documents` is the number of files they come from,
+    or 0 if no file is long enough and rows are cut from all files, concatenated."""
 
     ids: Tensor
     documents: int
 
     def batches(self, model: GLM5ForCausalLM) -> Iterator[Batch]:
-        """A few rows at a time, where the model is."""
+        """A few rows at a time, on the model's device."""
         size = max(1, FEW_TOKENS // self.ids.shape[1])
         for ids in self.ids.split(size):
             batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
@@ -148,7 +148,7 @@ class HeldOut:
 
 def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
     """Up to `tokens` tokens in rows of `length`, round robin over the documents that are long enough: first the first
-    window of each, then the second. DataError where all documents together do not fill one row."""
+    window of each, then the second. Raises DataError if all documents together do not fill one row."""
     lengths = [len(shard.document(i)) for i in range(len(shard))]
     if max(lengths, default=0) >= length:
         windows = sorted((at, i) for i, n in enumerate(lengths) for at in range(0, n - length + 1, length))
@@ -164,7 +164,7 @@ def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
 
 @torch.no_grad()
 def position_losses(model: GLM5ForCausalLM, rows: HeldOut) -> Tensor:
-    """Loss in nats of every target: [n, length - 1], entry t being that of token t + 1 after t + 1 tokens."""
+    """Loss in nats of every target: [n, length - 1]; entry t is that of token t + 1, predicted from t + 1 tokens."""
     found = []
     for batch in rows.batches(model):
         hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
@@ -176,7 +176,7 @@ def position_losses(model: GLM5ForCausalLM, rows: HeldOut) -> Tensor:
 
 @dataclass
 class MassCurve(IndexerLoss):
-    """Measures, besides recall, the attention mass on the `ks` best scores and on the `ks` most attended keys."""
+    """Measures recall, and the attention mass on the `ks` best scores and on the `ks` most attended keys."""
 
     ks: tuple[int, ...] = field(default=())
 
@@ -185,7 +185,7 @@ class MassCurve(IndexerLoss):
         super().measure(layer, scores, target, valid, crowded)
         scores, target, valid = scores[crowded], target[crowded], valid[crowded]
         for kind, by in (("indexer", scores), ("oracle", target)):
-            # A stable sort has the tie rule of `topk_mask`: higher score first, then lower position.
+            # A stable sort breaks ties as `topk_mask` does: higher score first, then lower position.
             order = by.nan_to_num(-torch.inf).masked_fill(~valid, -torch.inf).sort(dim=-1, descending=True, stable=True)
             kept = target.masked_fill(~valid, 0.0).gather(-1, order.indices).cumsum(-1) / target.sum(-1, keepdim=True)
             for k in self.ks:
@@ -195,9 +195,9 @@ class MassCurve(IndexerLoss):
 
 @torch.no_grad()
 def attention_mass(model: GLM5ForCausalLM, rows: HeldOut) -> dict[str, float]:
-    """Under dense attention, over the queries that have more than index_topk keys: `indexer_recall` and
-    `indexer_recall/L{layer}` = share of attention mass on the indexer's index_topk keys, `indexer/{k}` and `oracle/{k}`
-    = mass on the k best by index score and by attention itself (mean over layers, the MTP layer included), and
+    """Quality of the indexer under dense attention, over the queries with more than index_topk keys. `indexer_recall`
+    and `indexer_recall/L{layer}`: share of attention mass on the indexer's index_topk keys. `indexer/{k}` and
+    `oracle/{k}`: mass on the k best keys by index score and by attention itself (mean over layers with MTP's). Also
     `indexer_kl`."""
     topk = model.config.index_topk or 0
     ks = tuple(sorted({max(1, round(topk * share)) for share in SHARES} - {0}))

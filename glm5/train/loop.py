@@ -1,4 +1,4 @@
-"""The training loop that every gradient stage before RL shares."""
+"""The training loop of all gradient stages before RL."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ __all__ = ["MAX_SKIPPED", "TIMES", "StageIO", "Trainer", "build_optimizer", "cli
 MAX_SKIPPED = 10
 
 TIMES = ("step_seconds", "optimizer_seconds", "tokens_per_second", "stage_seconds")
-"""The numbers of a step that differ between two runs of one recipe."""
+"""Step metrics that differ between two runs of one recipe."""
 
 _log = get_logger(__name__)
 
 Trainable = Callable[[str], bool]
 Evaluate = Callable[[GLM5ForCausalLM, int], Mapping[str, float]]
-"""Model and number of finished steps -> numbers for the metrics."""
+"""(model, number of finished steps) -> metrics."""
 
 LossOf = Callable[[GLM5ForCausalLM, Batch, ForwardContext], tuple[Tensor, StepMetrics]]
 
 
 @dataclass(frozen=True)
 class StageIO:
-    """Where a stage reads and writes: its name, its folder, the run's metrics, a callback for progress, its ranks."""
+    """Inputs and outputs of a stage: its name, folder, the run's metrics, a progress callback and its ranks."""
 
     name: str
     folder: Path
@@ -64,7 +64,7 @@ class StageIO:
 def build_optimizer(model: nn.Module, config: OptimConfig, trainable: Trainable = lambda name: True) -> Muon:
     """Muon (with Muon Split) and AdamW over the trainable parameters; a config of kind "adamw" uses AdamW for all."""
     groups = muon_groups(model, split=config.muon_split, trainable=trainable)
-    # What an earlier stage left on parameters that are frozen now would count in the gradient norm for ever.
+    # Gradients of an earlier stage on parameters that are frozen now would count in every gradient norm.
     model.zero_grad(set_to_none=True)
     if config.kind == "adamw":
         for group in groups:
@@ -84,16 +84,16 @@ def train(
     bias_rate: float | Sequence[Sequence[float]] = 0.0,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """Run the stage's optimizer steps over `batch_at(step)`, resuming from the stage's own state if there is one.
+    """Run the stage's optimizer steps over `batch_at(step)`; resume from the stage's own state if there is one.
 
-    `batch_at` returns a step's whole batch; every rank takes its rows. After every update the router biases move by
-    `bias_rate` (a number, or pairs of tokens and number) against the load they saw (loss-free balance). A step with a
-    non-finite loss or gradient is skipped and counted; too many end the stage with DataError, and so does a non-finite
-    weight. Parameters that are not `trainable` are frozen meanwhile. `evaluate` scores held-out text every
-    `optim.evaluate_every` steps. Returns the numbers of the last step that was not skipped.
+    `batch_at` returns the whole batch of a step; every rank takes its rows. After every update the router biases move
+    by `bias_rate` (a number, or pairs of tokens and number) against the measured load (loss-free balance). A step with
+    a non-finite loss or gradient is skipped and counted. Raises DataError if there are too many of them, or if a weight
+    is not finite. Parameters that are not `trainable` are frozen in this stage. `evaluate` scores held-out text every
+    `optim.evaluate_every` steps. Returns the metrics of the last step that was not skipped.
 
-    SIGTERM and Ctrl-C on any rank raise KeyboardInterrupt on all of them after the step, once its state is saved. A
-    step, an evaluation or a save that takes longer than `optim.stall_seconds` ends the process (see `Watchdog`).
+    If any rank gets SIGTERM or Ctrl-C, all ranks save their state after the step and raise KeyboardInterrupt. A step,
+    an evaluation or a save that takes longer than `optim.stall_seconds` ends the process (see `Watchdog`).
     """
     config, ranks = stage.optim, io.ranks
     trainer = Trainer(model, stage, io, loss_of, trainable, bias_rate)
@@ -149,7 +149,7 @@ class Trainer:
 
     @property
     def state(self) -> Path:
-        """Folder of the resumable state."""
+        """Folder of the saved states."""
         return self.io.folder / "state"
 
     def resume(self) -> int:
@@ -161,8 +161,8 @@ class Trainer:
         return done
 
     def save(self, step: int) -> None:
-        """Write everything that the steps after `step` depend on, and what reports count. Broken weights are not worth
-        keeping, so DataError where there are some."""
+        """Write everything that the steps after `step` and the reports depend on. Raises DataError if a weight is not
+        finite: such a state is not worth keeping."""
         self.check_weights(step)
         extra = {
             "skipped": self.skipped,
@@ -173,7 +173,7 @@ class Trainer:
         save_state(self.state, self.model, self.optimizer, step, extra, ranks=self.ranks)
 
     def check_weights(self, step: int) -> None:
-        """DataError on all ranks where a weight is not finite after `step` steps: skipping steps does not help it."""
+        """Raises DataError on all ranks if a weight is not finite after `step` steps: skipping steps does not help."""
         name = bad_weight(self.model) or (bad_weight(self.low_precision.model) if self.low_precision else None)
         if (name := first_name(self.ranks, name)) is not None:
             raise DataError(
@@ -182,7 +182,7 @@ class Trainer:
             )
 
     def step(self, step: int, batch: Batch) -> dict[str, float]:
-        """One optimizer step; returns its numbers, which are the same on all ranks but for times."""
+        """One optimizer step; returns its metrics, which are equal on all ranks except for times."""
         began = time.perf_counter()
         config = self.config
         rate = scheduled_rate(config, step)
@@ -216,14 +216,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, score: Evaluate, step: int) -> Mapping[str, float]:
-        """Scores of held-out text, which belong to the numbers of the last step."""
+        """Scores of held-out text; they are added to the metrics of the last step."""
         scores = self.ranks.run(score, self.model, step)
         self.last = self.last | dict(scores)
         return scores
 
     def _clip(self) -> dict[str, float]:
-        """Bound the gradients of the backbone and those of the indexers each by itself: in one common norm, the
-        indexers' loss would scale the backbone's update (§2.1.1 isolates the two)."""
+        """Clip the gradients of backbone and indexers separately: in one common norm, the indexers' loss would scale
+        the backbone's update (§2.1.1 isolates the two)."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         parts = {
             "grad_norm": [p for name, p in named if INDEXER not in name],
@@ -232,13 +232,13 @@ class Trainer:
         return {name: float(clip_gradients(part, self.config.clip)) for name, part in parts.items() if part}
 
     def _elapsed(self) -> float:
-        """Seconds that this stage has taken so far, in all processes that worked on it."""
+        """Seconds spent on this stage so far, over all processes that resumed it."""
         return self.seconds + time.perf_counter() - self._began
 
     def _accumulate(
         self, parts: Sequence[Batch], monitored: bool
     ) -> tuple[list[float], StepMetrics, dict[int, Tensor]]:
-        """Forward and backward over this rank's micro-batches: their losses, numbers, expert loads (all ranks')."""
+        """Forward and backward over this rank's micro-batches: losses, metrics and expert loads (of all ranks)."""
         losses, metrics = [], StepMetrics()
         loads: dict[int, Tensor] = {}
         if self.low_precision is not None:
@@ -267,11 +267,11 @@ class Trainer:
 
     @property
     def _computing(self) -> GLM5ForCausalLM:
-        """The model that forward and backward run on."""
+        """The model used for forward and backward."""
         return self.model if self.low_precision is None else self.low_precision.model
 
     def _parts(self, batch: Batch, counts: StepCounts) -> list[Batch]:
-        """This rank's micro-batches, each of which knows the counts of the whole step."""
+        """This rank's micro-batches, each with the counts of the whole step."""
         start, stop = self.ranks.share(batch.ids.shape[0])
         size = self.stage.micro_rows or stop - start
         device = next(self.model.parameters()).device
@@ -279,8 +279,8 @@ class Trainer:
         return [replace(part, step=counts).to(device) for part in parts]
 
     def _culprit(self, step: int, parts: Sequence[Batch], losses: Sequence[float], in_forward: bool) -> tuple[str, str]:
-        """Name of what made the step non-finite, and the same in words, found by computing it again. All ranks take
-        part, since a sharded model computes on all or on none. DataError where a weight is broken."""
+        """(name, description) of what made the step non-finite, found by computing the step again. All ranks must call,
+        because a sharded model computes on all ranks or on none. Raises DataError if a weight is not finite."""
         self.check_weights(step)
         if in_forward:
             part = next((p for p, loss in zip(parts, losses) if not math.isfinite(loss)), parts[0])
@@ -292,7 +292,7 @@ class Trainer:
         return (name, f"the gradient of {name}") if name else ("gradient", "a gradient, but not when computed again")
 
     def _skip(self, step: int, name: str, culprit: str) -> dict[str, float]:
-        """Count the step; its numbers carry the culprit's name."""
+        """Count the skipped step; the returned metric has the culprit's name. Raises DataError after too many."""
         self.skipped += 1
         if self.skipped > MAX_SKIPPED:
             raise DataError(
@@ -304,7 +304,7 @@ class Trainer:
         return {f"non_finite/{name}": 1.0}
 
     def _show_updates(self) -> None:
-        """What trains every kind of parameter and how far the first update moved it: to the log and to a file."""
+        """Log and save, for every kind of parameter, its optimizer and the size of the first update."""
         rows = self.optimizer.update_table()
         if self.ranks.main:
             _log.info("%s: updates of the first step\n%s", self.io.name, table(rows))
@@ -313,7 +313,7 @@ class Trainer:
 
 
 def _load_numbers(loads: Mapping[int, Tensor], monitored: bool) -> dict[str, float]:
-    """Worst load over the mean; on monitored steps also the largest and the smallest of every layer."""
+    """Largest load over the mean; on monitored steps also the largest and the smallest per layer."""
     shares = {layer: load / load.mean().clamp_min(1e-9) for layer, load in loads.items()}
     numbers = {"load_max": max((float(share.max()) for share in shares.values()), default=0.0)}
     for layer, share in shares.items() if monitored else ():

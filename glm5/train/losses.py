@@ -25,8 +25,8 @@ def target_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the wanted targets only, in row-major order: two tensors [number wanted].
 
-    hidden [M, D] flat, targets and wanted [B, T]. Rows are padded to `ROW_TILE`, so each value has the bits that the
-    engine reports for the same token.
+    hidden [M, D] flat, targets and wanted [B, T]. Rows are padded to `ROW_TILE`: each value is bit-identical to what
+    the engine reports for the same token.
     """
     index = wanted.flatten().nonzero().squeeze(1)
     count = index.numel()
@@ -40,10 +40,10 @@ def target_logprobs(
 def language_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, *, mtp_weight: float = 0.0, mtp_depths: int = 0
 ) -> tuple[Tensor, StepMetrics]:
-    """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum of the MTP depths' (one parameter set).
+    """Mean next-token cross-entropy in nats plus `mtp_weight` / depths * sum over MTP depths (one parameter set).
 
-    Means are over the whole optimizer step (`Batch.counts`), so that micro-batches and ranks add up. On monitored steps
-    (`ctx.max_logits` is kept) the share of targets that greedy prediction hits is counted for every depth too.
+    Means are over the whole optimizer step (`Batch.counts`), so micro-batches and ranks add up. On monitored steps
+    (`ctx.max_logits` is set), greedy accuracy is also measured for every depth.
     """
     hidden = model.model(batch.ids, ctx)
     counts = batch.counts().targets
@@ -69,8 +69,8 @@ def language_loss(
 def backbone_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, stage: CorpusStage
 ) -> tuple[Tensor, StepMetrics]:
-    """What every stage over a corpus teaches all weights but the indexers': next token and MTP, and an even load of the
-    experts where the context keeps `router_stats`. MTP's weight is that of the stage at the batch's place in it."""
+    """Loss of all weights except the indexers', in every stage over a corpus: next token, MTP, and balanced expert load
+    if the context has `router_stats`. The MTP weight follows the stage's schedule."""
     weight = by_tokens(stage.mtp_weight, batch.before)
     loss, metrics = language_loss(model, batch, ctx, mtp_weight=weight, mtp_depths=stage.mtp_depths)
     if stage.balance_weight and ctx.router_stats:
@@ -88,7 +88,7 @@ def _count_hits(
     wanted: Tensor,
     ctx: ForwardContext,
 ) -> None:
-    """Greedy predictions that are right, on monitored steps: one more projection, in chunks."""
+    """On monitored steps, count correct greedy predictions: one more projection, in chunks."""
     if ctx.max_logits is None:
         return
     index = wanted.flatten().nonzero().squeeze(1)
@@ -101,10 +101,9 @@ def _count_hits(
 
 @dataclass
 class IndexerLoss:
-    """Observer that sums the indexer's KL over layers and measures how much attention mass its top k would keep.
+    """Observer that sums the indexer's KL over layers and measures the attention mass that its top k would keep.
 
-    The loss is the mean over the step's real tokens and over layers (the scale is a choice: the paper sums over
-    queries).
+    The loss is the mean over the step's real tokens and over layers (our choice of scale: the paper sums over queries).
     """
 
     batch: Batch
@@ -113,7 +112,7 @@ class IndexerLoss:
     losses: list[Tensor] = field(default_factory=list)
 
     def dense(self, layer: int, keys: AllKeys) -> None:
-        """See `Observer`. Measures the recall of `topk` too, over the real queries that have more keys than that."""
+        """See `Observer`. Also measures the recall of `topk`, over the real queries that have more than `topk` keys."""
         real = self.batch.documents >= 0
 
         def look(part: slice, scores: Tensor, target: Tensor, valid: Tensor) -> None:
@@ -124,7 +123,7 @@ class IndexerLoss:
         self.losses.append(keys.kl(self._weight(), look))
 
     def selected(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor) -> None:
-        """See `Observer`. Attention over the selected keys says nothing about the others: no recall."""
+        """See `Observer`. No recall: attention over the selected keys does not cover the others."""
         self.losses.append(selected_kl(scores, target, valid, self._weight()))
 
     def noop(self) -> NoopObserver:
@@ -132,14 +131,14 @@ class IndexerLoss:
         return NoopObserver()
 
     def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
-        """Record which share of the attention mass the best `topk` scores keep: a mean over crowded queries."""
+        """Record the share of attention mass on the best `topk` scores: a mean over `crowded` queries."""
         share = kept_mass(scores, target, valid, self.topk)
         for name in ("indexer_recall", f"indexer_recall/L{layer}"):
             self.metrics.mean(name, share[crowded].sum(), crowded.sum())
 
     def total(self) -> Tensor:
-        """Mean over layers. Recorded as `indexer_kl`, with `indexer_recall`, the share of the attention mass inside the
-        indexer's top k (dense stages). Raises ValueError when no layer reported."""
+        """Mean over layers. Recorded as `indexer_kl`, with `indexer_recall`, the share of attention mass in the
+        indexer's top k (dense stages). Raises ValueError if no layer reported."""
         if not self.losses:
             raise ValueError("no indexer was observed; does the model use DSA?")
         total = torch.stack(self.losses).mean()
@@ -152,7 +151,7 @@ class IndexerLoss:
 
 
 class NoopObserver:
-    """An observer that ignores what it is told."""
+    """An observer that ignores all calls."""
 
     def dense(self, layer: int, keys: AllKeys) -> None:
         pass
@@ -165,6 +164,6 @@ class NoopObserver:
 
 
 def kept_mass(scores: Tensor, target: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Share of each query's attention mass that lies on its k best scores: [B, T, S] each -> [B, T]."""
+    """Share of each query's attention mass on its k best scores: [B, T, S] each -> [B, T]."""
     kept = target.masked_fill(~topk_mask(scores, valid, k), 0.0).sum(-1)
     return kept / target.sum(-1).clamp_min(1e-20)

@@ -1,4 +1,4 @@
-"""What made a step non-finite, by name: a weight, a module's output or a gradient."""
+"""Finds what made a step non-finite, by name: a weight, a module's output or a gradient."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from glm5.parallel.ranks import Ranks
 
 
 def bad_weight(model: nn.Module) -> str | None:
-    """Name of the model's first parameter or buffer that holds a nan or an infinity; None when all are finite. Where
-    parameters are sharded, this rank's parts count."""
+    """Name of the model's first parameter or buffer that contains NaN or infinity; None if all are finite. If
+    parameters are sharded, only this rank's parts are checked."""
     return _first_bad(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
 def bad_gradient(model: nn.Module) -> str | None:
-    """Name of the model's first parameter whose gradient holds a nan or an infinity."""
+    """Name of the model's first parameter with NaN or infinity in its gradient; None if all are finite."""
     return _first_bad((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
 
 
 @torch.no_grad()
 def bad_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Run `forward` again without gradients; name of the first module whose output holds a nan or an infinity.
+    """Run `forward` again without gradients; name of the first module with NaN or infinity in its output.
 
-    A module that was already given one is marked so: then the fault lies in the code between it and the module before,
-    such as the attention before `o_proj`.
+    If the input of that module is already non-finite, the name is marked. The fault is then in the code between it and
+    the previous module, for example in the attention before `o_proj`.
     """
     found: list[str] = []
 
@@ -50,13 +50,13 @@ def bad_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
 
 
 def first_name(ranks: Ranks, name: str | None) -> str | None:
-    """The first rank's name that is one. All ranks must call."""
+    """The first non-None name, by rank. All ranks must call."""
     return next((found for found in ranks.gather(name) if found is not None), None)
 
 
 def _first_bad(named: Iterable[tuple[str, Tensor]]) -> str | None:
     pairs = [(name, local(tensor)) for name, tensor in named if tensor.is_floating_point()]
-    # One transfer from the device for all of them.
+    # One transfer from the device for all tensors.
     finite = torch.stack([tensor.isfinite().all() for _, tensor in pairs]).tolist() if pairs else []
     return next((name for (name, _), good in zip(pairs, finite, strict=True) if not good), None)
 

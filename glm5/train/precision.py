@@ -1,4 +1,4 @@
-"""Mixed precision in one process: fp32 weights that the optimizer owns, and a bf16 copy that computes."""
+"""Mixed precision in one process: fp32 master weights for the optimizer, and a bf16 copy that computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from glm5.model.glm5 import GLM5ForCausalLM
 
 
 class LowPrecisionCopy:
-    """A model in `dtype` that follows another one's weights and hands its gradients over to it.
+    """A copy of a model in `dtype` that follows the owner's weights and hands its gradients over to it.
 
-    Each gradient is added to the owner's in fp32 and freed as soon as backward has finished it, so that micro-batches
-    add up in fp32 and no second set of gradients exists.
+    Each gradient is added to the owner's in fp32 and freed as soon as backward has finished it. Micro-batches therefore
+    add up in fp32, and there is no second set of gradients.
     """
 
     def __init__(self, owner: GLM5ForCausalLM, dtype: torch.dtype) -> None:
@@ -28,7 +28,7 @@ class LowPrecisionCopy:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take over the owner's weights and router biases."""
+        """Copy the owner's weights and router biases."""
         own = self.owner.state_dict()
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(own[name])

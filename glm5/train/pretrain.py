@@ -23,7 +23,7 @@ from glm5.train.step_metrics import StepMetrics
 
 @dataclass(frozen=True)
 class StageRows:
-    """Step -> whole batch of a stage: the next rows of the loader, as many as the stage's ramp says."""
+    """Step -> whole batch of a stage: the loader's next rows, in the number given by the stage's ramp."""
 
     loader: RowLoader
     stage: CorpusStage
@@ -41,7 +41,7 @@ class StageRows:
 def batches(
     shards: Shard | Mapping[str, Shard], tokenizer: Tokenizer, stage: CorpusStage, seed: int
 ) -> Callable[[int], Batch]:
-    """Step -> whole batch of a stage, a function of the seed, the stage's name and the step alone."""
+    """Step -> whole batch of a stage; depends only on the seed, the stage's name and the step."""
     named = {"corpus": shards} if isinstance(shards, Shard) else shards
     loader = make_loader(
         stage.corpus, named, tokenizer, rows=stage.rows, row_length=stage.row_length, seed=seed, name=stage.name
@@ -58,7 +58,7 @@ def run(
     seed: int,
     evaluate: Evaluate | None = None,
 ) -> dict[str, float]:
-    """Train all parameters. The router bias moves after every step by the sign of each expert's load."""
+    """Train all parameters. After every step the router bias moves against each expert's excess load."""
 
     def loss_of(model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, StepMetrics]:
         return backbone_loss(model, batch, ctx, stage)

@@ -1,4 +1,4 @@
-"""Balance of the experts: the loss-free bias update, the sequence-level loss, and the loads that both count (§2.1)."""
+"""Balance of the experts: loss-free bias update, sequence-level loss, and the expert loads for both (§2.1)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from glm5.model.glm5 import GLM5ForCausalLM
 
 
 def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor:
-    """Sequence-level balance: sum over experts of f_e P_e per row, mean over the step's rows and over layers (§3 of
-    GLM-4.5).
+    """Sequence-level balance (GLM-4.5, §3): sum over experts of f_e P_e per row, mean over the step's rows and layers.
 
-    f_e = E / (K T) * times e was chosen, P_e = mean normalised score of e. Padding tokens do not count.
+    f_e = E / (K T) * number of tokens that chose e, P_e = mean normalised score of e. Padding tokens do not count.
     """
     real = (batch.documents >= 0).flatten()
     rows, length = batch.documents.shape
@@ -33,7 +32,7 @@ def balance_loss(stats: list[RouterStats], batch: Batch, experts: int) -> Tensor
 
 @torch.no_grad()
 def expert_loads(stats: list[RouterStats], documents: Tensor, experts: int) -> dict[int, Tensor]:
-    """Tokens per expert [E] of every MoE layer; padding does not count. The MTP layer's depths add up."""
+    """Tokens per expert [E] of every MoE layer, without padding. The depths of the MTP layer are summed."""
     real = (documents >= 0).flatten()
     loads: dict[int, Tensor] = {}
     for layer in stats:

@@ -35,11 +35,11 @@ from glm5.train.losses import language_loss
 from glm5.train.step_metrics import StepMetrics
 
 FAMILIES = "families"
-"""Name of the demonstrations in a table of shares."""
+"""Name of the demonstrations among the sources."""
 ALL = "all"
-"""Name of the one source where no shares are set."""
+"""Name of the single source if no shares are set."""
 WAITING = 32
-"""How many conversations may wait for room in a later step. More fill rows better, and come more out of order."""
+"""Largest number of conversations that wait for a later step. With more, rows fill better but order is lost."""
 
 _log = get_logger(__name__)
 
@@ -59,7 +59,7 @@ def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
 
 
 def write_demonstrations(stage: SftStage, folder: Path, seed: int) -> Path | None:
-    """The file of the families' demonstrations, written unless it is there; None for a stage without families."""
+    """The file of the families' demonstrations, written if it does not exist; None for a stage without families."""
     path = folder / "conversations.jsonl"
     if not stage.families:
         return None
@@ -71,10 +71,10 @@ def write_demonstrations(stage: SftStage, folder: Path, seed: int) -> Path | Non
 def load_rows(
     source: Path | str, stage: SftStage, tokenizer: Tokenizer, bad: BadLines
 ) -> tuple[list[SftRow], RowCounts]:
-    """All rows of a file, or of a folder's files, and the account of them.
+    """All rows of a file or of a folder's files, and their counts.
 
     Raises:
-        DataError: a line cannot be used or a conversation is too long, under the policies that say so; no row is left.
+        DataError: if a line is unusable or a conversation too long, and the policy is "error"; if no row is left.
     """
     rows, counts, skipped = [], RowCounts(), bad.count
     sorts = RULES[tokenizer.template_version].sorts_results
@@ -110,7 +110,7 @@ def load_rows(
 
 
 def _shorten(row: SftRow, stage: SftStage, tokenizer: Tokenizer, counts: RowCounts, where: str) -> SftRow | None:
-    """What is left of a row that is too long, counted; DataError where the stage wants none."""
+    """A row that is too long, cut or dropped (None), and counted. Raises DataError if the stage's policy is "error"."""
     if stage.too_long == "error":
         raise DataError(
             f"{where}: {len(row.ids)} tokens do not fit into a row of {stage.row_length}; raise row_length, or set "
@@ -123,7 +123,7 @@ def _shorten(row: SftRow, stage: SftStage, tokenizer: Tokenizer, counts: RowCoun
 
 
 class _Source:
-    """Endless rows of one source: every one once per epoch, in an order drawn anew."""
+    """Endless rows of one source: every row once per epoch, in a new random order."""
 
     def __init__(self, rows: Sequence[SftRow], seed: Callable[[int], int]) -> None:
         self.rows, self._seed = rows, seed
@@ -142,11 +142,11 @@ class _Source:
 
 
 class SftBatches:
-    """Step -> batch of the stage's `rows` rows, a function of seed, stage name and step.
+    """Step -> batch of the stage's `rows` rows; depends only on seed, stage name and step.
 
-    Conversations come in an order that is shuffled once per epoch; each goes whole into the row with the least room for
-    it, and one that finds none comes first in the next step. Of several sources, the one that is furthest behind its
-    share of the tokens is next. `text` gives the rows of plain text.
+    Conversations are shuffled once per epoch. Each is placed whole into the fitting row with the least room; if none
+    fits, it comes first in the next step. With several sources, the next conversation comes from the source with the
+    fewest tokens relative to its share. `text` supplies rows of plain text.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class SftBatches:
         return Batch(joined[0], joined[1], joined[2])
 
     def numbers(self, steps: int) -> dict[str, float]:
-        """What the first `steps` steps hold: share of places in conversation rows that are filled, epochs by source."""
+        """Statistics of the first `steps` steps: filled share of the conversation rows, and epochs per source."""
         self._planned(steps - 1)
         rows = [row for plan in self._plan[:steps] for row in plan]
         used = sum(len(row.ids) for placed in rows for row in placed)
@@ -204,11 +204,11 @@ class SftBatches:
         return self._plan[step] if step >= 0 else []
 
     def _fill(self, count: int) -> list[list[SftRow]]:
-        """The conversations of one step's rows: those that wait, then new ones until enough wait or nothing fits."""
+        """The conversations of one step's rows: waiting ones first, then new ones until enough wait or nothing fits."""
         rows: list[list[SftRow]] = [[] for _ in range(count)]
         room = [self.stage.row_length] * count
         came, self._waiting = self._waiting, []
-        twice = False  # nothing waits for longer than an epoch
+        twice = False  # no conversation waits for longer than an epoch
         while any(room) and len(self._waiting) < WAITING and not twice:
             row = came.pop(0) if came else self._draw()
             fitting = [(space, r) for r, space in enumerate(room) if space >= len(row.ids)]
@@ -234,10 +234,10 @@ def run(
     seed: int,
     shards: Mapping[str, Shard] | None = None,
 ) -> dict[str, float]:
-    """Fine-tune everything but the indexers, which stay frozen after DSA adaptation.
+    """Fine-tune everything except the indexers, which stay frozen after DSA adaptation.
 
-    The loss is the mean over all trained tokens of a step. `shards` are those that `text_share` needs. What was read,
-    left out and how well it filled the rows is among the numbers, as data/NAME.
+    The loss is the mean over all trained tokens of a step. `shards` are needed if `text_share` is set. The metrics
+    data/NAME count what was read and left out, and how well it filled the rows.
     """
     batches, counts = prepare(stage, tokenizer, io.folder, seed, shards)
     io.ranks.on_main(lambda: _same_data(io, batches, counts))
@@ -264,7 +264,7 @@ def run(
 
 
 def _same_data(io: StageIO, batches: SftBatches, counts: RowCounts) -> None:
-    """Write what the rows are to `rows.json`; DataError where a resumed stage began with others."""
+    """Write counts and digest of the rows to `rows.json`. Raises DataError if a resumed stage began with other rows."""
     digest = hashlib.sha256()
     for source in batches.sources.values():
         for row in source.rows:
@@ -281,9 +281,9 @@ def _same_data(io: StageIO, batches: SftBatches, counts: RowCounts) -> None:
 def prepare(
     stage: SftStage, tokenizer: Tokenizer, folder: Path, seed: int, shards: Mapping[str, Shard] | None = None
 ) -> tuple[SftBatches, RowCounts]:
-    """The stage's batches, and the account of what they are made of.
+    """The stage's batches, and the counts of their data.
 
-    Raises ConfigError for a stage without data, or with a `text_share` and no shards.
+    Raises ConfigError if the stage has no data, or has a `text_share` but no shards.
     """
     names = [stage.data] if isinstance(stage.data, str) else list(stage.data or ())
     shares = stage.data if isinstance(stage.data, dict) else None

@@ -1,8 +1,8 @@
-"""Sharded tensors on disk: which slice of which tensor is in which file, and reading any other slice back.
+"""Sharded tensors on disk: which slice of which tensor is in which file, and how to read any other slice.
 
-Every rank writes what it holds; a reader takes the rows that overlap with what it needs, so that
-writing and reading jobs may differ in size and layout. What an index claims is compared with the files and with the
-reader's own tensors before anything is allocated.
+Every rank writes its own parts. A reader reads only the rows that overlap with its own slices, so writing and reading
+jobs may differ in size and layout. An index is checked against the files and the reader's own tensors before anything
+is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a stored tensor, and the file that holds it under the tensor's name."""
+    """A slice of a stored tensor, and the file that contains it under the tensor's name."""
 
     file: str
     region: ShardSlice
@@ -44,12 +44,12 @@ class StoredTensor:
 
 
 Pieces = Mapping[str, tuple[Tensor, ShardSlice]]
-"""What a rank holds, by name: its part of the tensor, and where that lies in the whole."""
+"""A rank's parts by name: (part of the tensor, its slice of the whole)."""
 
 
 def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, ShardSlice]]:
-    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, slice) of what was written. Empty
-    parts are left out, and so are whole tensors on all ranks but the first."""
+    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, slice) of each. Empty parts are left
+    out; whole tensors are written by rank 0 only."""
     kept = {n: (t, b) for n, (t, b) in pieces.items() if not b.empty and (rank == 0 or b.sizes != b.shape)}
     save_file({name: tensor for name, (tensor, _) in kept.items()}, str(folder / file_name(rank)), {"format": "pt"})
     return {name: (_dtype_name(tensor), region) for name, (tensor, region) in kept.items()}
@@ -60,7 +60,7 @@ def file_name(rank: int) -> str:
 
 
 def index_of(written: Sequence[Mapping[str, tuple[str, ShardSlice]]]) -> dict[str, Any]:
-    """JSON of all ranks' parts, in the order of ranks."""
+    """JSON of all ranks' parts, in rank order."""
     tensors: dict[str, Any] = {}
     for rank, names in enumerate(written):
         for name, (dtype, region) in names.items():
@@ -72,8 +72,8 @@ def index_of(written: Sequence[Mapping[str, tuple[str, ShardSlice]]]) -> dict[st
 
 
 def parse_index(raw: Any, where: Path) -> dict[str, StoredTensor]:
-    """Undo `index_of`. CheckpointError where it is malformed, names other files than a rank's, or holds parts that
-    overlap or leave a gap."""
+    """Inverse of `index_of`. Raises CheckpointError if the index is malformed, names a file that is not a rank's, or
+    has parts that overlap or leave a gap."""
     found: dict[str, StoredTensor] = {}
     try:
         for name, entry in raw.items():
@@ -100,7 +100,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _check_cover(name: str, stored: StoredTensor) -> None:
-    """Parts lie inside, do not overlap, and add up to the whole."""
+    """Raises ValueError if a part is not inside the whole, if parts overlap, or if they do not add up to it."""
     regions = [part.region for part in stored.parts]
     for region in regions:
         inside = len(region.offsets) == len(region.sizes) == len(stored.shape) and all(
@@ -120,7 +120,7 @@ def _check_cover(name: str, stored: StoredTensor) -> None:
 
 
 def _overlap(a: ShardSlice, b: ShardSlice) -> tuple[slice, ...] | None:
-    """Where two slices of one tensor overlap, in the whole tensor's coordinates."""
+    """Overlap of two slices of one tensor, in the whole tensor's coordinates; None if they do not overlap."""
     slices = tuple(
         slice(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
@@ -128,7 +128,7 @@ def _overlap(a: ShardSlice, b: ShardSlice) -> tuple[slice, ...] | None:
 
 
 def check_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """CheckpointError where the files' headers do not bear out what the index says of them."""
+    """Raises CheckpointError if the headers of the files do not match the index."""
     files = _Files(folder)
     for name, stored in tensors.items():
         for part in stored.parts:
@@ -136,7 +136,7 @@ def check_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 class _Files:
-    """The headers of a state's files, each read once, and the files themselves, each opened once."""
+    """Files of a state and their headers; each file is opened once, each header read once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -145,7 +145,7 @@ class _Files:
         self._open = ExitStack()
 
     def stored(self, name: str, tensor: StoredTensor, part: Part) -> Stored:
-        """Where a part lies in its file. CheckpointError where the file holds something else."""
+        """Location of a part in its file. Raises CheckpointError if the file contains something else."""
         if part.file not in self._headers:
             self._headers[part.file] = read_header(self.folder / part.file)
         found = self._headers[part.file].get(name)
@@ -170,7 +170,7 @@ class _Files:
 def read_pieces(
     folder: Path, tensors: Mapping[str, StoredTensor], targets: Iterable[tuple[str, Tensor, ShardSlice]]
 ) -> None:
-    """Fill every target (name, this rank's part, its slice) with what the files hold; only rows it needs are read."""
+    """Fill every target (name, this rank's part, its slice) from the files; reads only the rows it needs."""
     with closing(_Files(folder)) as files:
         for name, target, region in targets:
             for part in tensors[name].parts if not region.empty else ():
@@ -181,7 +181,7 @@ def read_pieces(
 
 
 def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Tensor) -> None:
-    """Read a region of a stored part; straight into the target where the region is a run of whole rows."""
+    """Read a region of a stored part; directly into the target if the region is a run of whole rows."""
     if not where:
         target.copy_(read_tensor(handle, stored))
         return

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, gathered over micro-batches and ranks."""
+"""Metrics of one optimizer step, collected over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StepMetrics:
-    """Three kinds of numbers: parts of a sum, means with their weights, and maxima."""
+    """Three kinds of metrics: parts of a sum, means with weights, and maxima."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float | Tensor] = {}
@@ -16,29 +16,29 @@ class StepMetrics:
         self._peaks: dict[str, float | Tensor] = {}
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """A part of a number that adds up over the step, such as a loss that is divided by the step's targets."""
+        """Add a part of a sum over the step, for example a loss that is divided by the step's targets."""
         self._sums[name] = self._sums.get(name, 0.0) + _detached(value)
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
-        """A part of a mean; nothing is reported where all weights are 0."""
+        """Add a part of a mean; it is not reported if all weights are 0."""
         before, weights = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before + _detached(total), weights + _detached(weight))
 
     def peak(self, name: str, value: float | Tensor) -> None:
-        """One of several values whose maximum is reported."""
+        """Add one of several values; their maximum is reported."""
         new, old = _detached(value), self._peaks.get(name)
-        # A nan stays, whichever comes first.
+        # NaN stays, in any order.
         self._peaks[name] = new if old is None or new > old or new != new else old
 
     def plain(self) -> StepMetrics:
-        """The same with Python numbers only, ready to travel between processes."""
+        """The same metrics as Python numbers, to send to other processes."""
         self._sums = {name: float(value) for name, value in self._sums.items()}
         self._means = {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()}
         self._peaks = {name: float(value) for name, value in self._peaks.items()}
         return self
 
     def merge(self, others: Iterable[StepMetrics]) -> StepMetrics:
-        """Take in the numbers of other parts of the step."""
+        """Add the metrics of other parts of the step."""
         for other in others:
             for name, value in other._sums.items():
                 self.add(name, value)
@@ -49,7 +49,7 @@ class StepMetrics:
         return self
 
     def numbers(self) -> dict[str, float]:
-        """Flat numbers for the metrics."""
+        """The final values by name."""
         self.plain()
         means = {name: float(total) / float(weight) for name, (total, weight) in self._means.items() if weight}
         return (

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish: the step is finished and its state saved before the process ends."""
+"""Graceful stop on SIGTERM and Ctrl-C: the step is finished and its state saved before the process ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 ECHO_SECONDS = 1.0
-"""A second Ctrl-C this soon is the same one: a launcher passes on what the terminal sent to its workers already."""
+"""A second Ctrl-C within this time is the same one: a launcher repeats what its workers got from the terminal."""
 
 
 class StopSignals:
-    """Context manager; `asked` says that someone wants the process to end. A second Ctrl-C ends it at once.
+    """Context manager; `asked` is set if the process should stop. A second Ctrl-C ends it at once.
 
-    Outside the main thread, where Python takes no handlers, and for signals that the process ignores, nothing changes.
+    It does nothing outside the main thread (Python allows no handlers there) and for signals that the process ignores.
     """
 
     def __init__(self, label: str, speaks: bool = True) -> None:
@@ -38,7 +38,7 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self.asked and kind is None:  # it came after the last look at `asked`
+        if self.asked and kind is None:  # the signal came after the last check of `asked`
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -49,7 +49,7 @@ class StopSignals:
             return
         self.asked, self._since = True, now
         if self._speaks:
-            # Not through a logger or a file object: the signal may have interrupted one of them while it was writing.
+            # Not through a logger or a file object: the signal may have interrupted one of them during a write.
             text = f"[{self._label}] stopping: the step is finished and saved first; Ctrl-C (again) stops at once\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())

@@ -1,4 +1,4 @@
-"""Ends a process that got stuck, and leaves behind what each of its threads was doing."""
+"""Ends a process that hangs, and saves the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TextIO
 
 GRACE_SECONDS = 5.0
 LONGEST_SECONDS = 1e8
-"""Timers take no larger numbers; it is three years."""
+"""The largest timeout that timers accept: three years."""
 
 
 class Watchdog:
-    """Context manager around a stage. Every phase (a step, an evaluation, a save) may take `seconds`; 0 is for ever.
+    """Context manager around a stage. Every phase (a step, an evaluation, a save) may take `seconds`; 0 is no limit.
 
-    Past them a thread says on stderr which phase it was, appends the stacks of all threads to `path` and ends the
-    process with code 1. If the interpreter itself is stuck, so that no thread runs, faulthandler's own timer writes the
-    stacks and ends the process a few seconds later. `path` exists only while a stage runs or after it got stuck.
+    After that, a thread prints the phase to stderr, appends the stacks of all threads to `path` and ends the process
+    with code 1. If the interpreter itself hangs and no thread runs, faulthandler's own timer does the same a few
+    seconds later, without the phase. `path` exists only while a stage runs or after it hung.
     """
 
     def __init__(self, path: Path, seconds: float, label: str) -> None:
@@ -34,7 +34,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._seconds:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened now: a process that is stuck may be out of file handles too.
+            # Opened now: a process that hangs may have no file handles left.
             self._file = self._path.open("a", encoding="utf-8")
             self.begin("the beginning")
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -42,7 +42,7 @@ class Watchdog:
         return self
 
     def begin(self, phase: str) -> None:
-        """The phase before is over and another one begins."""
+        """End the current phase and begin another one."""
         if self._file is None:
             return
         self._phase, self._deadline = phase, time.monotonic() + self._seconds
@@ -61,7 +61,7 @@ class Watchdog:
             self._path.unlink()
 
     def _watch(self) -> None:
-        # The deadline moves while this waits, so it wakes once per `seconds` and not once per step.
+        # The deadline moves during the wait, so this wakes once per `seconds` and not once per step.
         while not self._ended.wait(max(0.0, self._deadline - time.monotonic())):
             if time.monotonic() >= self._deadline:
                 self._end()

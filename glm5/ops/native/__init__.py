@@ -1,8 +1,8 @@
-"""Compiled CPU kernels: built from the C++ in this folder on first use, kept in the cache of the user, optional.
+"""Compiled CPU kernels: built from the C++ in this folder on first use, cached per user, optional.
 
-Operations ask `kernels(x)` and fall back to their torch reference when it answers None: no compiler, another device,
-float64, or `GLM5_NATIVE=0`. The kernels hold to the same rule as the references (a row's result does not depend on its
-batch), but they round differently, so learner and engine of an exact run must agree on having them or not.
+Operations call `kernels(x)` and use their torch reference if it returns None: no compiler, another device, float64, or
+`GLM5_NATIVE=0`. The kernels follow the same rule as the references (a row's result does not depend on its batch), but
+round differently. In an exact run, learner and engine must both use them or both not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPILE_SECONDS = 120
 
 
 class _Address(ctypes.c_void_p):
-    """Parameter type of a kernel: tensors go in as their addresses, None as no address."""
+    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Kernels:
-    """The functions for one element type. Callers check shapes and contiguity."""
+    """The kernels for one element type. Callers check shapes and contiguity."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in _SIGNATURES.items():
@@ -78,7 +78,7 @@ class Kernels:
 
 
 def kernels(x: Tensor) -> Kernels | None:
-    """Compiled kernels for the element type and device of `x`, or None."""
+    """Compiled kernels for the dtype and device of `x`, or None."""
     return _by_dtype().get(x.dtype) if x.is_cpu else None
 
 
@@ -107,7 +107,7 @@ def _by_dtype() -> dict[torch.dtype, Kernels]:
 
 
 def _build(compiler: str, version: str) -> Path:
-    """Path of the shared library for this source, compiler and processor, compiled if it is not there yet."""
+    """Path of the shared library for this source, compiler and processor; compiled if it does not exist."""
     sources = [file.read_text() for file in sorted(SOURCE.parent.glob("*.h")) + [SOURCE]]
     identity = "\n".join((*sources, " ".join(FLAGS), version, _processor()))
     target = _cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
@@ -121,7 +121,7 @@ def _build(compiler: str, version: str) -> Path:
 
 
 def _cache_dir() -> Path:
-    """A folder that only this user can write to: what lies in it is loaded as code."""
+    """A folder that only this user can write to: its files are loaded as code. Raises PermissionError if it is not."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm5"
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     info = root.stat()
@@ -131,7 +131,7 @@ def _cache_dir() -> Path:
 
 
 def _processor() -> str:
-    """What decides the meaning of -march=native, so that a shared home directory serves unlike machines."""
+    """The processor that -march=native compiles for: a shared home directory may serve different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
