@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
 
 from glm5 import __version__
 from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
@@ -108,12 +109,24 @@ class Service:
         top_logprobs: int = 0,
     ) -> Stream:
         """Hand prompts to the engine, each with the samples that are asked for; `names` are those to abort them by."""
-        parts = []
-        for i, (body, prompt) in enumerate(jobs):
-            room, grammar = self.room(prompt, body.limit(), field_name), body.grammar(prompt)
-            params = body.params(self.defaults, self.tokenizer, room, top_logprobs, grammar)
-            parts.append(Part(prompt.ids, params, names[i], body.cache_salt or ""))
+        parts = await asyncio.to_thread(self._parts, jobs, names, field_name, top_logprobs)
         return await self.thread.submit_all(parts, deadline=self.limits.request_seconds)
+
+    def _parts(self, jobs: Sequence[Job], names: Sequence[str], field_name: str, top_logprobs: int) -> list[Part]:
+        """Prompts that share a body share its grammar and its parameters, both of which may be megabytes."""
+        made: dict[int, SamplingParams] = {}
+        parts = []
+        for (body, prompt), name in zip(jobs, names, strict=True):
+            room = self.room(prompt, body.limit(), field_name)
+            if id(body) not in made:
+                grammar = body.grammar(prompt)
+                if grammar is not None and len(grammar.value) > MAX_TEXT:
+                    text = f"The grammar has {len(grammar.value):,} characters; at most {MAX_TEXT:,} are allowed."
+                    raise ApiError(400, text, param="tools" if grammar.kind == "tools" else "response_format")
+                made[id(body)] = body.params(self.defaults, self.tokenizer, room, top_logprobs, grammar)
+            params = replace(made[id(body)], max_tokens=room)
+            parts.append(Part(prompt.ids, params, name, body.cache_salt or ""))
+        return parts
 
     async def score(
         self,

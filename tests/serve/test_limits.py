@@ -14,9 +14,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.records import SamplingParams
 from glm5.serve.app import create_app
+from glm5.serve.compiling import Compiler
 from glm5.serve.limits import Limits
 from glm5.serve.metrics import Histogram, Metrics
+from glm5.serve.schema import Sampling
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -63,6 +66,58 @@ def test_scores_of_prompts_are_not_repeated_without_end(scripted: Make) -> None:
         answer = client.post(path, json=body)
         assert answer.status_code == 400 and "2,688,000 log-probabilities" in answer.json()["error"]["message"]
     assert not engine.prompts
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[1]] * 50, "max_tokens": 1, "guided_json": {"enum": ["a"]}}),
+        ("/v1/completions", {"prompt": [[1]] * 50, "max_tokens": 1, "allowed_token_ids": [7, 7, 9]}),
+        ("/generate", {"input_ids": [[1]] * 50, "sampling_params": {"max_new_tokens": 1, "json_schema": "{}"}}),
+    ],
+)
+def test_prompts_share_their_parameters(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """They were made again for every prompt, while all others waited: minutes for a body of 8 MB."""
+    client, engine = scripted("abc")
+    loops: list[bool] = []
+    made = Sampling.params
+
+    def counted(self: Sampling, *args: Any) -> SamplingParams:
+        loops.append(asyncio._get_running_loop() is not None)
+        return made(self, *args)
+
+    monkeypatch.setattr(Sampling, "params", counted)
+    assert client.post(path, json=body).status_code == 200
+    assert loops == [False]
+    assert len(engine.params) == 50
+    assert len({(id(one.grammar), id(one.allowed_token_ids)) for one in engine.params}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5] * 10_000}, "allowed_token_ids"),
+        ("/v1/completions", {"prompt": "x", "guided_json": {"enum": ["x" * 1000] * 300}}, "response_format"),
+        ("/v1/completions", {"prompt": "x", "guided_regex": "x" * 300_000}, "response_format"),
+        ("/generate", {"text": "x", "sampling_params": {"json_schema": " " * 300_000}}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "schema": {"enum": ["x" * 300_000]}}},
+         "response_format"),
+        (CHAT, {"messages": HI, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 300}}}]}, "tools"),
+    ],
+)  # fmt: skip
+def test_forms_and_ids_that_are_too_long_are_not_prepared(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr(Compiler, "compile", None)
+    monkeypatch.setattr(Tokenizer, "bounded", lambda self, limit: self)  # tools are in the prompt, too
+    client, engine = scripted("abc")
+    engine.max_length = 10**6
+    client.app.state.service.max_length = 10**6  # type: ignore[attr-defined]
+    error = client.post(path, json=body).json()["error"]
+    assert error["param"] == param and " has " in error["message"] and not engine.prompts
 
 
 def test_requests_beyond_the_limit(scripted: Make) -> None:
