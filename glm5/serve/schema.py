@@ -34,6 +34,9 @@ Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 """Ends at the first entry that is none: a list of a million rows would otherwise give a million errors."""
 MAX_ROWS = 4096
 """Prompts of one request, before anything is done with them; see `check_samples`."""
+MAX_ITEMS = 1 << 15
+"""Items of an input, or blocks of a message."""
+Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Rows = Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_ROWS)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ROWS)]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ROWS)]
