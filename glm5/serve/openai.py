@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
+from glm5.records import Completion
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.limits import check_samples
 from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -49,11 +50,11 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         check_samples(len(body.prompts()) * body.n, service.limits)
         prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
-        form = TextForm(service, body, prompts)
+        form = await asyncio.to_thread(TextForm, service, body, prompts)
+        if body.echo and body.logprobs is not None and not await unless_gone(request, form.score()):
+            return Response(status_code=CLIENT_GONE)
         if body.max_tokens == 0:
-            return await _score(request, body, form)
-        if body.echo and body.logprobs is not None:
-            await form.score()
+            return await asyncio.to_thread(_echo, form)
         jobs = [(body, prompt) for prompt in prompts]
         names = [form.head["id"]] * len(jobs)
         stream = await service.begin(jobs, names, top_logprobs=body.logprobs or 0)
@@ -152,7 +153,11 @@ class TextForm:
             [prompt.ids for prompt in self.prompts],
             samples=[self._samples] * len(self.prompts),
             top_logprobs=self._top or 0,
+            names=[self.head["id"]] * len(self.prompts),
         )
+        await asyncio.to_thread(self._take, rows)
+
+    def _take(self, rows: Sequence[Completion]) -> None:
         for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
             values, tops = [math.nan, *row.logprobs], [{}, *(row.top_logprobs or [{} for _ in row.logprobs])]
             offset = 0
@@ -220,10 +225,8 @@ def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, An
     return {"prompt_token_ids": rows[0] if len(rows) == 1 else rows}
 
 
-async def _score(request: Request, body: CompletionRequest, form: TextForm) -> Response:
+def _echo(form: TextForm) -> Response:
     """Nothing but the echoed prompts."""
-    if body.logprobs is not None and not await unless_gone(request, form.score()):
-        return Response(status_code=CLIENT_GONE)
     choices = [{"index": i, **form.text(i, "", ()), "finish_reason": "length"} for i in range(len(form.prompts))]
     count = sum(len(prompt.ids) for prompt in form.prompts)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
