@@ -15,14 +15,9 @@ from fastapi.testclient import TestClient
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import SamplingParams
-from glm5.serve.anthropic_schema import Turn
-from glm5.serve.anthropic_schema import _messages as messages_of
 from glm5.serve.app import create_app
-from glm5.serve.compiling import Compiler
 from glm5.serve.limits import Limits
 from glm5.serve.metrics import Histogram, Metrics
-from glm5.serve.responses_schema import ResponsesRequest
-from glm5.serve.schema import Sampling
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -68,109 +63,6 @@ def test_scores_of_prompts_are_not_repeated_without_end(scripted: Make) -> None:
     for path, body in (("/v1/completions", text), ("/generate", native | {"top_logprobs_num": 20})):
         answer = client.post(path, json=body)
         assert answer.status_code == 400 and "2,688,000 log-probabilities" in answer.json()["error"]["message"]
-    assert not engine.prompts
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [[1]] * 50, "max_tokens": 1, "guided_json": {"enum": ["a"]}}),
-        ("/v1/completions", {"prompt": [[1]] * 50, "max_tokens": 1, "allowed_token_ids": [7, 7, 9]}),
-        ("/generate", {"input_ids": [[1]] * 50, "sampling_params": {"max_new_tokens": 1, "json_schema": "{}"}}),
-    ],
-)
-def test_prompts_share_their_parameters(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
-) -> None:
-    """They were made again for every prompt, while all others waited: minutes for a body of 8 MB."""
-    client, engine = scripted("abc")
-    loops: list[bool] = []
-    made = Sampling.params
-
-    def counted(self: Sampling, *args: Any) -> SamplingParams:
-        loops.append(asyncio._get_running_loop() is not None)
-        return made(self, *args)
-
-    monkeypatch.setattr(Sampling, "params", counted)
-    assert client.post(path, json=body).status_code == 200
-    assert loops == [False]
-    assert len(engine.params) == 50
-    assert len({(id(one.grammar), id(one.allowed_token_ids)) for one in engine.params}) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5] * 10_000}, "allowed_token_ids"),
-        ("/v1/completions", {"prompt": "x", "guided_json": {"enum": ["x" * 1000] * 300}}, "response_format"),
-        ("/v1/completions", {"prompt": "x", "guided_regex": "x" * 300_000}, "response_format"),
-        ("/generate", {"text": "x", "sampling_params": {"json_schema": " " * 300_000}}, "response_format"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_schema", "schema": {"enum": ["x" * 300_000]}}},
-         "response_format"),
-        (CHAT, {"messages": HI, "tool_choice": "required", "tools": [
-            {"type": "function", "function": {"name": "f", "parameters": {"enum": ["x" * 1000] * 300}}}]}, "tools"),
-    ],
-)  # fmt: skip
-def test_forms_and_ids_that_are_too_long_are_not_prepared(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
-) -> None:
-    monkeypatch.setattr(Compiler, "compile", None)
-    monkeypatch.setattr(Tokenizer, "bounded", lambda self, limit: self)  # tools are in the prompt, too
-    client, engine = scripted("abc")
-    engine.max_length = 10**6
-    client.app.state.service.max_length = 10**6  # type: ignore[attr-defined]
-    error = client.post(path, json=body).json()["error"]
-    assert error["param"] == param and " has " in error["message"] and not engine.prompts
-
-
-class Piece(str):
-    """A text that may be joined, but not be added to another: that would copy what is there again and again."""
-
-    def __add__(self, other: str) -> str:
-        raise AssertionError("texts are added up")
-
-    __radd__ = __add__
-
-
-def test_the_parts_of_an_answer_are_joined_once() -> None:
-    thought, text = {"type": "reasoning", "content": Piece("ab")}, {"type": "text", "text": Piece("cd")}
-    items: list[dict[str, Any]] = [thought, thought, {"role": "user", "content": "x"}, thought]
-    chat = ResponsesRequest.model_construct(input=items).chat()
-    assert [one.get("reasoning_content") for one in chat.messages] == ["abab", None, "ab"]
-    thinking = {"type": "thinking", "thinking": Piece("ab")}
-    turns = [
-        Turn.model_construct(role="user", content=[text, text]),
-        Turn.model_construct(role="assistant", content=[thinking, text, thinking, text]),
-    ]
-    user, assistant = (messages_of(turn, "") for turn in turns)
-    assert user == [{"role": "user", "content": "cdcd"}]
-    assert (assistant[0]["content"], assistant[0]["reasoning_content"]) == ("cdcd", "abab")
-
-
-def test_items_become_messages_beside_the_event_loop(scripted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, _ = scripted("</think>abc<|user|>")
-    chat, loops = ResponsesRequest.chat, []
-
-    def seen(self: ResponsesRequest) -> Any:
-        loops.append(asyncio._get_running_loop())
-        return chat(self)
-
-    monkeypatch.setattr(ResponsesRequest, "chat", seen)
-    assert client.post("/v1/responses", json={"input": "hi"}).status_code == 200 and loops == [None]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/responses", {"input": [{"type": "reasoning", "content": ""}] * 40_000}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 40_000}],
-                          "max_tokens": 1}),
-    ],
-)  # fmt: skip
-def test_items_and_blocks_are_counted(scripted: Make, path: str, body: dict[str, Any]) -> None:
-    client, engine = scripted("abc")
-    answer = client.post(path, json=body)
-    assert answer.status_code == 400 and "at most 32768 items" in answer.json()["error"]["message"]
     assert not engine.prompts
 
 
