@@ -204,6 +204,7 @@ class Plain:
         self._params = params
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
+        self._early = params.min_tokens or 0  # no stop string begins in so many tokens
         keep = params.no_stop_trim
         self._watch = StopWatch(
             tokenizer, params.stops(), silent=stop_ids, min_tokens=params.min_tokens or 0, keep=keep
@@ -222,7 +223,9 @@ class Plain:
             if self._decoder is None:
                 self.pieces.append(self._watch.feed(token))
             else:
-                self.pieces.append(self._matcher.feed("" if last else self._decoder.feed((token,))))
+                text = "" if last else self._decoder.feed((token,))
+                self.pieces.append(text if self._early > 0 else self._matcher.feed(text))
+                self._early -= 1
         if delta.finish_reason is not None:
             if self._decoder is None:
                 self.pieces.append(self._watch.finish())
