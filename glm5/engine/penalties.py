@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,8 +55,7 @@ class SamplerState:
         self.tail = b""
         self.forbidden: Tensor | None = None
         if params.allowed_token_ids is not None:
-            self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
-            self.forbidden[list(params.allowed_token_ids)] = False
+            self.forbidden = _all_but(tuple(params.allowed_token_ids), vocab_size)
         self.counts: Tensor | None = None
         self.seen: Tensor | None = None
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
@@ -98,6 +98,16 @@ class SamplerState:
         )
 
 
+@lru_cache(maxsize=4)  # some MB each
+def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
+    """[V], true for all ids but `allowed`; samples share it, and nobody writes into it."""
+    if not 0 <= min(allowed) <= max(allowed) < vocab_size:
+        raise EngineError(f"allowed_token_ids must lie in the model's vocabulary, 0 to {vocab_size - 1}.")
+    forbidden = torch.ones(vocab_size, dtype=torch.bool)
+    forbidden[torch.tensor(allowed)] = False
+    return forbidden
+
+
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise EngineError for values without a meaning."""
     p = params
@@ -122,8 +132,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     if p.allowed_token_ids is not None:
         if not p.allowed_token_ids:
             raise EngineError("allowed_token_ids is empty, so that no token could come; leave it out to allow all.")
-        if not 0 <= min(p.allowed_token_ids) <= max(p.allowed_token_ids) < vocab_size:
-            raise EngineError(f"allowed_token_ids must lie in the model's vocabulary, 0 to {vocab_size - 1}.")
+        _all_but(tuple(p.allowed_token_ids), vocab_size)
         if p.grammar is not None:
             raise EngineError("allowed_token_ids excludes a grammar, a schema, a forced call and a limit of thinking.")
     if not all(p.bad_words):

@@ -19,7 +19,7 @@ from glm5.serve.dialects import TEXT_ONLY
 from glm5.serve.errors import ApiError
 from glm5.serve.fields import Fields, implemented, no
 from glm5.serve.prompts import Mode, Prompt, limit_thinking, must_call, must_match, render
-from glm5.serve.schema import Count, Effort, Sampling, Stops, TemplateKwargs, Tools
+from glm5.serve.schema import Count, Effort, Items, Sampling, Stops, TemplateKwargs, Tools
 
 HOSTED = frozenset(
     """metadata service_tier cache_control diagnostics inference_geo speed user_profile_id workspace_id betas
@@ -130,7 +130,7 @@ class Turn(Fields):
     INSIDE = {"content": ContentBlock}
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Items
 
 
 class Prompting(Fields):
@@ -147,7 +147,7 @@ class Prompting(Fields):
 
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, fail_fast=True)
-    system: str | list[dict[str, Any]] = ""
+    system: str | Items = ""
     tools: Tools = []
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
@@ -235,11 +235,12 @@ def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
             text = f"Error: {text}" if _failed(block, f"{where}[{i}]") else text
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         else:
-            text = _text([block], where, i)
-            if messages and messages[-1]["role"] == "user":
-                messages[-1]["content"] += text
-            else:
-                messages.append({"role": "user", "content": text})
+            if not messages or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(_text([block], where, i))
+    for message in messages:
+        if message["role"] == "user":
+            message["content"] = "".join(message["content"])
     return messages or [{"role": "user", "content": ""}]
 
 
@@ -252,20 +253,23 @@ def _failed(block: Block, where: str) -> bool:
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
-    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "thinking":
             thought = block.get("thinking")
             if not isinstance(thought, str):
                 raise DataError(f"{where}[{i}].thinking must be a string.")
-            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            thoughts.append(thought)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input", {})}
-            message["tool_calls"].append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            message["content"] += _text([block], where, i)
-    return [message]
+            texts.append(_text([block], where, i))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
+    return [message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})]
 
 
 def _text(content: Any, where: str, first: int = 0) -> str:

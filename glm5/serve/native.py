@@ -24,7 +24,7 @@ from glm5.engine import weights
 from glm5.engine.stops import StopMatcher, StopWatch
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.records import SamplingParams
+from glm5.records import Completion, SamplingParams
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.limits import check_samples
 from glm5.serve.native_schema import (
@@ -39,8 +39,9 @@ from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import finite
 from glm5.serve.schema import Body
 from glm5.serve.service import Service
-from glm5.serve.sse import DONE, EventResponse, event, unless_gone
+from glm5.serve.sse import DONE, EventResponse, event, framed, unless_gone
 from glm5.serve.stream import Delta, Stream
+from glm5.serve.writing import json_answer, json_pieces
 
 log = get_logger("serve")
 
@@ -49,6 +50,8 @@ REPEATS = 32
 """Events that hold all of their sample so far may together be so many times as long as the last one..."""
 FREE = 1 << 14
 """...and so many tokens more: the first 180 tokens or so come one by one."""
+LONG = 1024
+"""Tokens of an event that is written beside the event loop."""
 
 
 def router(service: Service) -> APIRouter:
@@ -201,6 +204,7 @@ class Plain:
         self._params = params
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
+        self._early = params.min_tokens or 0  # no stop string begins in so many tokens
         keep = params.no_stop_trim
         self._watch = StopWatch(
             tokenizer, params.stops(), silent=stop_ids, min_tokens=params.min_tokens or 0, keep=keep
@@ -219,7 +223,9 @@ class Plain:
             if self._decoder is None:
                 self.pieces.append(self._watch.feed(token))
             else:
-                self.pieces.append(self._matcher.feed("" if last else self._decoder.feed((token,))))
+                text = "" if last else self._decoder.feed((token,))
+                self.pieces.append(text if self._early > 0 else self._matcher.feed(text))
+                self._early -= 1
         if delta.finish_reason is not None:
             if self._decoder is None:
                 self.pieces.append(self._watch.finish())
@@ -263,13 +269,14 @@ class Generation:
             empty = [Plain(self.service.tokenizer, params, frozenset()) for params in self.params]
             for plain in empty:
                 plain.finish = {"type": "length", "length": 0}
-            return self._whole(None, empty)
+            return await asyncio.to_thread(self._whole, None, empty)
         if any(params.max_new_tokens == 0 for params in self.params):
             raise ApiError(
                 400, "max_new_tokens: 0 goes for all prompts of a batch or for none.", param="sampling_params"
             )
         jobs = list(zip(self.params, self.prompts, strict=True))
-        stream = await self.service.begin(jobs, self.names, top_logprobs=self.body.top_logprobs_num)
+        tops = self.body.top_logprobs_num if self.body.return_logprob else None
+        stream = await self.service.begin(jobs, self.names, top_logprobs=tops)
         stop_ids = [request.stop_ids for request in stream.requests]
         samples = [
             Plain(self.service.tokenizer, self.params[o], ids) for o, ids in zip(self.owners, stop_ids, strict=True)
@@ -278,7 +285,7 @@ class Generation:
             return EventResponse(self._events(stream, samples), stream)
         if not await unless_gone(request, self._collect(stream, samples)):
             return Response(status_code=CLIENT_GONE)
-        return self._whole(stream, samples)
+        return await asyncio.to_thread(self._whole, stream, samples)
 
     async def _collect(self, stream: Stream, plain: Sequence[Plain]) -> None:
         try:
@@ -289,13 +296,16 @@ class Generation:
 
     async def _score(self) -> None:
         """Log-probabilities of the prompts from `logprob_start_len` on; the first token has none."""
-        start, count = self.body.logprob_start_len, self.body.top_logprobs_num
         rows = await self.service.score(
             [prompt.ids for prompt in self.prompts],
             samples=[params.samples() for params in self.params],
-            top_logprobs=count,
+            top_logprobs=self.body.top_logprobs_num,
             names=self.names,
         )
+        await asyncio.to_thread(self._take, rows)
+
+    def _take(self, rows: Sequence[Completion]) -> None:
+        start = self.body.logprob_start_len
         for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
             values = [None, *map(finite, row.logprobs)]
             self.inputs[i] = [[value, token, None] for value, token in zip(values, prompt.ids, strict=True)][start:]
@@ -303,7 +313,7 @@ class Generation:
 
     def _whole(self, stream: Stream | None, plain: Sequence[Plain]) -> Response:
         answers = [self._entry(stream, i, one) for i, one in enumerate(plain)]
-        return JSONResponse(answers if self.listed else answers[0])
+        return json_answer(answers if self.listed else answers[0])
 
     async def _events(self, stream: Stream, plain: Sequence[Plain]) -> AsyncGenerator[str, None]:
         """Each event holds all of its sample so far, or what is new in it; a server that falls behind sends fewer."""
@@ -319,10 +329,12 @@ class Generation:
                 if delta.finish_reason is None and late:
                     continue
                 spent += cost
-                entry = self._entry(stream, delta.index, one)
+                long = len(one.ids) - one.told[1] + (0 if one.told[1] else len(self.inputs[self.owners[delta.index]]))
+                write = partial(self._event, stream, delta.index, one)
+                text = await asyncio.to_thread(write) if long > LONG else write()
                 if incremental:
                     one.told = len(one.pieces), len(one.ids)
-                yield event({**entry, "index": delta.index} if self.listed else entry)
+                yield text
         except Glm5Error as error:
             yield event(ApiError.of(error).body())
         except Exception:
@@ -330,8 +342,12 @@ class Generation:
             yield event(ApiError(500, INTERNAL).body())
         yield DONE
 
+    def _event(self, stream: Stream, index: int, plain: Plain) -> str:
+        entry = self._entry(stream, index, plain)
+        return framed("".join(json_pieces({**entry, "index": index} if self.listed else entry)))
+
     def _entry(self, stream: Stream | None, index: int, plain: Plain) -> dict[str, Any]:
-        """A sample, without what an incremental stream has told of it."""
+        """A sample, without what an incremental stream has told of it. Holds iterators (see `json_answer`)."""
         owner, (pieces, start) = self.owners[index], plain.told
         versions = plain.versions[start:]
         meta: dict[str, Any] = {
@@ -345,14 +361,12 @@ class Generation:
             "e2e_latency": time.monotonic() - self.began,
         }
         if self.body.return_logprob:
-            meta["input_token_logprobs"] = [] if start else self.inputs[owner]
-            meta["output_token_logprobs"] = [
-                [finite(value), token, None]
-                for value, token in zip(plain.logprobs[start:], plain.ids[start:], strict=True)
-            ]
+            meta["input_token_logprobs"] = [] if start else iter(self.inputs[owner])
+            pairs = zip(plain.logprobs[start:], plain.ids[start:], strict=True)
+            meta["output_token_logprobs"] = ([finite(value), token, None] for value, token in pairs)
             if self.body.top_logprobs_num:
-                meta["input_top_logprobs"] = [] if start else self.input_tops[owner]
-                meta["output_top_logprobs"] = [_told(top) for top in plain.tops[start:]]
+                meta["input_top_logprobs"] = [] if start else iter(self.input_tops[owner])
+                meta["output_top_logprobs"] = map(_told, plain.tops[start:])
         return {"text": "".join(plain.pieces[pieces:]), "output_ids": plain.ids[start:], "meta_info": meta}
 
 

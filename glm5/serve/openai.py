@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
+from glm5.records import Completion
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.limits import check_samples
 from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -24,6 +25,7 @@ from glm5.serve.schema import OpenAISampling
 from glm5.serve.service import Service, collect, follow, openai_usage
 from glm5.serve.sse import DONE, EventResponse, event, unless_gone
 from glm5.serve.stream import Stream
+from glm5.serve.writing import json_answer
 
 log = get_logger("serve")
 
@@ -39,7 +41,7 @@ def router(service: Service) -> APIRouter:
         prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
         form = ChatForm(service, body, prompt)
         jobs = [(body, prompt)]
-        stream = await service.begin(jobs, [form.head["id"]], field_name="messages", top_logprobs=body.top_logprobs)
+        stream = await service.begin(jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
         options = {"logprobs": body.logprobs, "parallel_calls": body.parallel_tool_calls}
         return await _answer(request, body, stream, service.replies(jobs, stream, **options), form)
 
@@ -49,14 +51,14 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         check_samples(len(body.prompts()) * body.n, service.limits)
         prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
-        form = TextForm(service, body, prompts)
+        form = await asyncio.to_thread(TextForm, service, body, prompts)
+        if body.echo and body.logprobs is not None and not await unless_gone(request, form.score()):
+            return Response(status_code=CLIENT_GONE)
         if body.max_tokens == 0:
-            return await _score(request, body, form)
-        if body.echo and body.logprobs is not None:
-            await form.score()
+            return await asyncio.to_thread(_echo, form)
         jobs = [(body, prompt) for prompt in prompts]
         names = [form.head["id"]] * len(jobs)
-        stream = await service.begin(jobs, names, top_logprobs=body.logprobs or 0)
+        stream = await service.begin(jobs, names, top_logprobs=body.logprobs)
         replies = service.replies(jobs, stream, logprobs=body.logprobs is not None)
         return await _answer(request, body, stream, replies, form)
 
@@ -108,7 +110,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class ChatForm:
-    """How chat completions write their answers."""
+    """How chat completions write their answers. What is `whole` holds iterators (see `json_answer`)."""
 
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
@@ -116,20 +118,20 @@ class ChatForm:
         self.head = _head(service, "chatcmpl")
         self.prompts = [prompt]
         self._tokenizer = service.tokenizer
-        self._logprobs = body.logprobs
+        self.top = body.top_logprobs if body.logprobs else None
 
     def whole(self, reply: Reply) -> dict[str, Any]:
-        return {"message": reply.message(), "logprobs": self._scored(reply)}
+        fresh = reply.new_scored()
+        told = (entry for one in fresh for entry in chat_logprobs(self._tokenizer, [one]))
+        return {"message": reply.message(), "logprobs": {"content": told, "refusal": None} if fresh else None}
 
     def opening(self, reply: Reply) -> OpenAIDelta | None:
         return {"role": "assistant", "content": ""}
 
     def piece(self, reply: Reply, delta: OpenAIDelta) -> dict[str, Any]:
-        return {"delta": delta, "logprobs": self._scored(reply)}
-
-    def _scored(self, reply: Reply) -> dict[str, Any] | None:
         fresh = reply.new_scored()
-        return {"content": chat_logprobs(self._tokenizer, fresh), "refusal": None} if fresh else None
+        told = {"content": chat_logprobs(self._tokenizer, fresh), "refusal": None} if fresh else None
+        return {"delta": delta, "logprobs": told}
 
 
 class TextForm:
@@ -152,7 +154,11 @@ class TextForm:
             [prompt.ids for prompt in self.prompts],
             samples=[self._samples] * len(self.prompts),
             top_logprobs=self._top or 0,
+            names=[self.head["id"]] * len(self.prompts),
         )
+        await asyncio.to_thread(self._take, rows)
+
+    def _take(self, rows: Sequence[Completion]) -> None:
         for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
             values, tops = [math.nan, *row.logprobs], [{}, *(row.top_logprobs or [{} for _ in row.logprobs])]
             offset = 0
@@ -167,7 +173,9 @@ class TextForm:
         """A choice that belongs to prompt `owner`."""
         echoed = self._echoed[owner]
         shifted = [Scored(one.token, one.logprob, one.top, one.offset + len(echoed)) for one in scored]
-        return {"text": echoed + content, "logprobs": self._written([*self._prompt_scores[owner], *shifted])}
+        told = self._written([*self._prompt_scores[owner], *shifted])
+        long = told and {name: iter(row) if isinstance(row, list) else row for name, row in told.items()}
+        return {"text": echoed + content, "logprobs": long}
 
     def opening(self, reply: Reply) -> OpenAIDelta | None:
         echoed = self._echoed[reply.index // self._samples]
@@ -199,6 +207,10 @@ async def _answer(
         return EventResponse(_events(form, body, stream, replies), stream)
     if not await unless_gone(request, collect(stream, replies)):
         return Response(status_code=CLIENT_GONE)
+    return await asyncio.to_thread(_whole, body, stream, replies, form)
+
+
+def _whole(body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm) -> Response:
     choices = [
         {
             "index": reply.index,
@@ -209,8 +221,8 @@ async def _answer(
         }
         for reply in replies
     ]
-    answer = {**form.head, "object": form.whole_name, "choices": choices, "usage": openai_usage(stream, replies)}
-    return JSONResponse(answer | _prompt_ids(form, body))
+    whole = {**form.head, "object": form.whole_name, "choices": choices, "usage": openai_usage(stream, replies)}
+    return json_answer(whole | _prompt_ids(form, body))
 
 
 def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, Any]:
@@ -220,14 +232,12 @@ def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, An
     return {"prompt_token_ids": rows[0] if len(rows) == 1 else rows}
 
 
-async def _score(request: Request, body: CompletionRequest, form: TextForm) -> Response:
+def _echo(form: TextForm) -> Response:
     """Nothing but the echoed prompts."""
-    if body.logprobs is not None and not await unless_gone(request, form.score()):
-        return Response(status_code=CLIENT_GONE)
     choices = [{"index": i, **form.text(i, "", ()), "finish_reason": "length"} for i in range(len(form.prompts))]
     count = sum(len(prompt.ids) for prompt in form.prompts)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
-    return JSONResponse({**form.head, "object": form.whole_name, "choices": choices, "usage": usage})
+    return json_answer({**form.head, "object": form.whole_name, "choices": choices, "usage": usage})
 
 
 async def _events(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
@@ -31,7 +32,7 @@ def router(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         body = await service.read(request, ResponsesRequest)
         service.check_model(body.model)
-        chat = body.chat()
+        chat = await asyncio.to_thread(body.chat)
         prompt = await service.make(chat.render, service.tokenizer, count=len(chat.messages))
         answer = Answer(service, body)
         jobs = [(chat, prompt)]

@@ -14,7 +14,7 @@ from glm5.serve.dialects import COMMON, HOSTED, NO_STORE, SAMPLER_DETAILS, TEXT_
 from glm5.serve.errors import ApiError
 from glm5.serve.fields import Fields, no
 from glm5.serve.openai_schema import ChatRequest
-from glm5.serve.schema import Count, Effort, Sampling, TemplateKwargs, Tools
+from glm5.serve.schema import Count, Effort, Items, Sampling, TemplateKwargs, Tools
 
 FUNCTIONS_ONLY = "only tools of type function work"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -132,7 +132,7 @@ class ResponsesRequest(Sampling):
     INSIDE = {"input": InputItem, "tools": FunctionTool, "tool_choice": FunctionChoice}
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    input: str | Annotated[Items, Field(min_length=1)]
     instructions: str | None = None
     tools: Tools = []
     tool_choice: str | dict[str, Any] = "auto"
@@ -153,6 +153,9 @@ class ResponsesRequest(Sampling):
         else:
             for i, item in enumerate(self.input):
                 _add(messages, item, f"input[{i}]")
+        for message in messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
         form: dict[str, Any] = {"type": self.text.format.type}
         if self.text.format.definition is not None:
             form["schema"] = self.text.format.definition
@@ -179,7 +182,8 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an item to the conversation. The parts of one answer come as thoughts, text, calls, in this order."""
+    """Add an item to the conversation. The parts of one answer come as thoughts, text, calls, in this order; of the
+    thoughts it gets a list."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
@@ -189,7 +193,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
     elif kind == "reasoning":
         answer = _answer(messages, ("content", "tool_calls"))
         thoughts = item.get("content") or item.get("summary") or ""
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + _text(thoughts, f"{where}.content")
+        answer.setdefault("reasoning_content", []).append(_text(thoughts, f"{where}.content"))
     elif kind == "function_call":
         call = {"name": item.get("name"), "arguments": item.get("arguments")}
         calls = _answer(messages, ()).setdefault("tool_calls", [])

@@ -34,6 +34,9 @@ Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 """Ends at the first entry that is none: a list of a million rows would otherwise give a million errors."""
 MAX_ROWS = 4096
 """Prompts of one request, before anything is done with them; see `check_samples`."""
+MAX_ITEMS = 1 << 15
+"""Items of an input, or blocks of a message."""
+Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Rows = Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_ROWS)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ROWS)]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ROWS)]
@@ -132,7 +135,8 @@ class Sampling(Penalties):
         return None
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """The form that the answer to `prompt` must have."""
+        """The form that the answer to `prompt` must have. The prompts of a request that has several are plain text, and
+        their answers have one form."""
         return None
 
     def params(
@@ -148,6 +152,9 @@ class Sampling(Penalties):
         chosen: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         params = replace(defaults, **chosen)
         ends = () if self.ignore_eos else tokenizer.stop_token_ids
+        if (count := len(self.allowed_token_ids or ())) > tokenizer.vocab_size:
+            text = f"allowed_token_ids has {count:,} entries; the model has {tokenizer.vocab_size:,} ids."
+            raise ApiError(400, text, param="allowed_token_ids")
         allowed = None if self.allowed_token_ids is None else tuple(dict.fromkeys(self.allowed_token_ids))
         for token in allowed or ():
             _check_token(token, token, tokenizer, "allowed_token_ids")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
 
 from glm5 import __version__
 from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
@@ -28,6 +29,8 @@ MAX_SCORES = 1 << 20
 """Log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
 READ = 2
 """Of a prompt so many times the context is read: enough to say how long one is that is somewhat too long."""
+MAX_ANSWER_SCORES = 1 << 21
+"""Log-probabilities of the tokens of one answer: some 70 MB in the longest form, and five times as much memory."""
 Job = tuple[Sampling, Prompt]
 """How to sample, and from what."""
 
@@ -105,15 +108,30 @@ class Service:
         names: Sequence[str],
         *,
         field_name: str = "prompt",
-        top_logprobs: int = 0,
+        top_logprobs: int | None = None,
     ) -> Stream:
-        """Hand prompts to the engine, each with the samples that are asked for; `names` are those to abort them by."""
-        parts = []
-        for i, (body, prompt) in enumerate(jobs):
-            room, grammar = self.room(prompt, body.limit(), field_name), body.grammar(prompt)
-            params = body.params(self.defaults, self.tokenizer, room, top_logprobs, grammar)
-            parts.append(Part(prompt.ids, params, names[i], body.cache_salt or ""))
+        """Hand prompts to the engine, each with the samples that are asked for; `names` are those to abort them by.
+        `top_logprobs` is how many the answer tells for each token besides its own; None where it tells none at all."""
+        parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
         return await self.thread.submit_all(parts, deadline=self.limits.request_seconds)
+
+    def _parts(self, jobs: Sequence[Job], names: Sequence[str], top_logprobs: int | None, field: str) -> list[Part]:
+        """Prompts that share a body share its grammar and its parameters, both of which may be megabytes."""
+        made: dict[int, SamplingParams] = {}
+        parts = []
+        rooms = [self.room(prompt, body.limit(), field) for body, prompt in jobs]
+        if top_logprobs is not None:
+            rooms = _tellable(jobs, rooms, 1 + top_logprobs)
+        for (body, prompt), name, room in zip(jobs, names, rooms, strict=True):
+            if id(body) not in made:
+                grammar = body.grammar(prompt)
+                if grammar is not None and len(grammar.value) > MAX_TEXT:
+                    text = f"The grammar has {len(grammar.value):,} characters; at most {MAX_TEXT:,} are allowed."
+                    raise ApiError(400, text, param="tools" if grammar.kind == "tools" else "response_format")
+                made[id(body)] = body.params(self.defaults, self.tokenizer, room, top_logprobs or 0, grammar)
+            params = replace(made[id(body)], max_tokens=room)
+            parts.append(Part(prompt.ids, params, name, body.cache_salt or ""))
+        return parts
 
     async def score(
         self,
@@ -146,6 +164,19 @@ class Service:
             Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
             for i, (body, prompt) in enumerate(owners)
         ]
+
+
+def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
+    """The tokens that answers may have, if so many log-probabilities for `each` can be told. Where the client sets no
+    limit, this one holds. Raises ApiError for limits that are too high together."""
+    samples = sum(body.samples() for body, _ in jobs)
+    most = MAX_ANSWER_SCORES // (each * max(1, samples)) or 1
+    rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]
+    scores = each * sum(body.samples() * room for (body, _), room in zip(jobs, rooms, strict=True))
+    if scores > MAX_ANSWER_SCORES:
+        text = f"The answer may have {scores:,} log-probabilities; at most {MAX_ANSWER_SCORES:,} are told."
+        raise ApiError(400, f"{text} Ask for fewer tokens, samples or top log-probabilities.", param="logprobs")
+    return rooms
 
 
 async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from glm5.serve.writing import encode
 
 if TYPE_CHECKING:  # a process in front of engines does without torch
     from glm5.serve.stream import Stream
@@ -22,7 +23,11 @@ GRACE_SECONDS = 10.0
 
 def event(value: Mapping[str, Any], name: str | None = None) -> str:
     """One event; its JSON has no line ends."""
-    data = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return framed(encode(value), name)
+
+
+def framed(data: str, name: str | None = None) -> str:
+    """One event with JSON that is written already."""
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 

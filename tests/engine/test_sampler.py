@@ -416,3 +416,10 @@ def test_values_without_a_meaning_are_refused(small: Any, change: dict[str, Any]
     with pytest.raises(EngineError, match="penalty" if "penalty" in str(change) else next(iter(change))):
         engine.submit([1], replace(SamplingParams(), **change))
     assert not engine.busy
+
+
+def test_samples_with_the_same_allowed_ids_share_what_is_forbidden() -> None:
+    """Made anew, that took a tenth of a second for each sample where a request allowed most of a large vocabulary."""
+    first, second = (SamplingParams(allowed_token_ids=(3, 5), max_tokens=i) for i in (1, 2))
+    one, other = (SamplerState(params, 0, vocab_size=VOCAB).forbidden for params in (first, second))
+    assert one is other and one is not None and one.logical_not().nonzero().flatten().tolist() == [3, 5]

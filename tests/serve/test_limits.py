@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.records import SamplingParams
 from glm5.serve.app import create_app
 from glm5.serve.limits import Limits
 from glm5.serve.metrics import Histogram, Metrics
@@ -175,6 +176,48 @@ def test_a_client_that_leaves_ends_its_work_at_once(
             left.set()
             await asyncio.wait_for(request, 60)
             await until(lambda: not engine.running and thread.samples == 0)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("way", ["gone", "aborted"])
+def test_scores_of_an_echo_end_with_who_asked_for_them(
+    engine_of: Any, asgi: Any, tokenizer: Tokenizer, max_tokens: int, way: str
+) -> None:
+    engine = engine_of(tokenizer.encode("abc"))
+    scored = engine.submit_score
+
+    def never_done(row: list[int], params: SamplingParams) -> Any:
+        sample = scored(row, params)
+        sample.done = False
+        engine.all.append(sample)
+        return sample
+
+    engine.submit_score = never_done
+    app = create_app(engine, tokenizer, model_name="script")
+    body = {"prompt": "x", "echo": True, "logprobs": 0, "max_tokens": max_tokens}
+
+    async def work() -> None:
+        async with app.router.lifespan_context(app):
+            thread, left = app.state.service.thread, asyncio.Event()
+            thread.pause(True)
+
+            async def pieces() -> AsyncIterator[dict[str, Any]]:
+                yield {"type": "http.request", "body": json.dumps(body).encode()}
+                await left.wait()
+
+            sent: list[dict[str, Any]] = []
+            request = asyncio.ensure_future(asgi(app, "/v1/completions", pieces(), sent))
+            await until(lambda: len(engine.running) == 1)
+            if way == "gone":
+                left.set()
+            else:
+                (name,) = {name for stream in thread._streams for name in stream.names}
+                assert name.startswith("cmpl-") and thread.abort(name) == 1
+            await asyncio.wait_for(request, 20)
+            await until(lambda: not engine.running and thread.samples == 0)
+            assert sent[0]["status"] == (499 if way == "gone" else 400) and not engine.prompts
 
     asyncio.run(work())
 

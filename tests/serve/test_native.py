@@ -83,6 +83,8 @@ def test_scores_of_the_prompt(client: TestClient, model: GLM5ForCausalLM, tokeni
         ({"stop": "k>b"}, "a<thin", "k>b"),
         ({"stop": ["k>b", "zz"], "no_stop_trim": True}, "a<think>b", "k>b"),
         ({"stop": ["K]b"], "skip_special_tokens": False}, "a<think>[MAS", "K]b"),
+        ({"stop": ["a", "b"], "min_tokens": 1}, "a<think>", "b"),
+        ({"stop": ["a", "b"], "min_tokens": 1, "skip_special_tokens": False}, "a<think>[MASK]", "b"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -275,6 +275,7 @@ class WorkerPool:
                     break
                 worker.missed = worker.missed + 1 if health == "silent" else 0
                 if worker.missed >= self.patience.misses:
+                    worker.hung = True
                     return f"missed {worker.missed} heartbeats"
                 if health == "failed":
                     return "has a broken engine"

@@ -1,8 +1,9 @@
 """One request on its way to a worker and its answer on the way back.
 
-Until the first byte of an answer has left, a request whose worker is lost goes to another one. An answer in one piece
-is read to its end first, so that this holds for all of it; events leave as they come, whole ones only, and a stream
-whose worker is lost ends with the error event of its surface. What a worker answers, errors included, is the answer.
+Until the first byte of an answer has left, a request whose worker is lost goes to another one. If that worker was ended
+because it hung, it does not: the request may be why, and would take them all. An answer in one piece is read to its end
+first, so that this holds for all of it; events leave as they come, whole ones only, and a stream whose worker is lost
+ends with the error event of its surface. What a worker answers, errors included, is the answer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ class Relay(Response):
             try:
                 with worker.busy():
                     return await self._ask(worker, send)
-            except httpx.TransportError:
+            except httpx.TransportError as error:
+                if worker.hung and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    text = "The engine hung while it worked on this request, and was ended; no other one is asked."
+                    raise ApiError(503, text, code="engine_hung", retry_after=5) from None
                 lost.append(worker)
                 self._pool.suspect(worker)
                 await asyncio.sleep(PAUSE_SECONDS)

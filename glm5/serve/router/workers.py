@@ -62,6 +62,7 @@ class Worker:
         self.in_flight = 0
         self.missed = 0
         self.doomed = False  # to be killed and replaced
+        self.hung = False  # that is why it ends
         self.path = path
         self.stirred = asyncio.Event()  # look after it now
         self._idle = asyncio.Event()

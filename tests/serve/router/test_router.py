@@ -152,6 +152,36 @@ def test_a_request_that_ends_every_worker_is_given_up() -> None:
     assert sum(played.counts()) == ATTEMPTS and max(played.counts()) == 1
 
 
+@pytest.mark.parametrize(("error", "status"), [(httpx.ReadError, 503), (httpx.ConnectError, 200)])
+def test_a_request_that_hangs_its_worker_goes_to_no_other(error: type[httpx.TransportError], status: int) -> None:
+    """It would hang one after the other. A request that the hung worker never took may go on."""
+    killed = asyncio.Event()
+
+    class Hanging(Process):
+        async def wait(self) -> int:
+            await killed.wait()
+            return -9
+
+        def send_signal(self, number: int) -> None:
+            killed.set()
+
+    async def hangs(request: httpx.Request) -> httpx.Response:
+        await killed.wait()
+        raise error("broken")
+
+    played = two(hangs, says("fine"), beat=0.01, answer=0.01, misses=2, back_off=60.0)
+    place = played.pool.places[played.first()]
+    worker, portal = place.worker, played.client.portal
+    assert worker is not None and portal is not None
+    worker.process = Hanging()  # type: ignore[assignment]
+    portal.call(lambda: played.pool._spawn(played.pool._keep(place, worker)))
+    answer = played.client.post(CHAT, json=HI)
+    assert answer.status_code == status and place.worker is None
+    assert len(played.asked[1 - place.rank]) == (status == 200)
+    if status == 503:
+        assert answer.json()["error"]["code"] == "engine_hung" and int(answer.headers["retry-after"]) >= 1
+
+
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503, 504])
 def test_errors_of_a_worker_are_answers(status: int) -> None:
     played = two(says("no", status, **{"retry-after": "7"}), says("fine"))
