@@ -18,6 +18,7 @@ from glm5.config.recipe import (
     ReasoningStage,
     RewardModelConfig,
 )
+from glm5.errors import DataError
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
@@ -227,6 +228,25 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
                 longer = (len(said[i]) > len(said[j])) - (len(said[i]) < len(said[j]))
                 right[longer].append(scores[i] > scores[j])
     assert all(sum(verdicts) / len(verdicts) >= 0.75 for verdicts in right.values()), right
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "what"), [(1e30, 4, "loss or the gradient of step 2"), (1e38, 1, "score of a held-out pair")]
+)
+def test_a_reward_model_that_broke_is_not_used(
+    small: Any, tokenizer: Any, tmp_path: Any, lr: float, steps: int, what: str
+) -> None:
+    config = RewardModelConfig(optim=OptimConfig(steps=steps, lr=lr), pairs=4, held_out_pairs=4)
+    policy = small(vocab_size=tokenizer.vocab_size)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(DataError, match=what):
+        train_reward_model(policy, tokenizer, GeneralFamily(), config, metrics, "orm")
+
+
+def test_a_score_that_is_no_number_is_no_reward(small: Any, tokenizer: Any) -> None:
+    model = RewardModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
+    torch.nn.init.constant_(model.head.weight, float("nan"))
+    with pytest.raises(DataError, match="a score is not finite"):
+        model.score([("hi", "ho")])
 
 
 def test_the_reward_model_sees_whole_conversations(small: Any, tokenizer: Any) -> None:
