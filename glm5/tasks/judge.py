@@ -31,6 +31,8 @@ TIMEOUT = "timeout"
 # - Standard input, which is sealed, holds the sizes of all jobs and then their programs and arguments. A child closes
 #   it before it hears of its program. The kernel copies each part from there into the child's pipe (sendfile): the
 #   parent, whose memory every child inherits, reads the sizes only, and wipes every result.
+# - What a program prints, a child writes to a null device that it has opened itself, since children that share one
+#   could tell each other something by its flags.
 # - A child is handed the arguments of a case after it has answered the one before, so no later argument is in its
 #   memory or behind a descriptor of its. What it answered is out of its reach. Wanted values never come here.
 # - No child can start processes or threads that would outlive it, and with `file_mb=0` no file can be written.
@@ -61,6 +63,7 @@ def missing(name):
 def be_child(orders, results):
     for descriptor in (0, 1, 2):
         os.close(descriptor)
+        os.open(os.devnull, os.O_RDWR)  # as the same number, the lowest that is free
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     function = failed = None
     while size := int(read(orders, WIDTH) or 0):
