@@ -11,13 +11,14 @@ import functools
 import random
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import ToolSpec, draw, function_tool
+from glm5.tasks.contract import CALLS_S, ToolSpec, draw, function_tool
 from glm5.tasks.math_answer import Answer, check_answer
 from glm5.tasks.memo import Memo
 from glm5.tasks.python_problems import LEVELS, QUESTIONS, Question
@@ -179,12 +180,12 @@ class PythonToolEnv:
     def _observe(self, message: Message | None) -> tuple[list[str], bool]:
         if message is None:
             return ["error: bad call"], True
-        texts, bad, hung = [], False, False
+        texts, bad, hung, due = [], False, False, time.monotonic() + CALLS_S
         for number, call in enumerate(message.tool_calls):
             problem = "too many calls at once" if number >= MOST_CALLS else _misuse(call)
             bad |= problem is not None
-            if problem is None and hung:
-                problem = "no time left"  # several programs that hang would outlast the episode's own limit
+            if problem is None and (hung or time.monotonic() > due):
+                problem = "no time left"
             if problem is not None:
                 texts.append(f"error: {problem}")
                 continue
