@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -41,3 +43,10 @@ class FamilyConfig(Frozen):
     """In stages with rollouts: measure pass rates first, and leave out what is too easy or too hard."""
     teacher: str | None = None
     """In stages of kind "distill": who teaches these prompts, as in `teachers`, which it overrides."""
+
+
+def family_labels(families: Sequence[FamilyConfig]) -> list[str]:
+    """How metrics and results call the families of a list: by name, with a number where a name comes several times."""
+    names = [family.name for family in families]
+    often = Counter(names)
+    return [f"{name}.{names[:i].count(name) + 1}" if often[name] > 1 else name for i, name in enumerate(names)]

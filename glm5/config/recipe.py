@@ -398,7 +398,7 @@ def _check_families(stage: Stage) -> None:
     families: list[FamilyConfig] = getattr(stage, "families", [])
     if isinstance(stage, PolicyStage) and not families:
         raise ValueError(f"{stage.name} has no families, so there is nothing to roll out; list at least one")
-    if isinstance(stage, PolicyStage) and not any(family.weight for family in families):
+    if families and not any(family.weight for family in families):
         raise ValueError(f"{stage.name}: all weights of families are 0, so nothing is drawn; give one a weight")
     if isinstance(stage, GeneralStage) and all(family.name != "general" for family in families):
         raise ValueError(f'{stage.name} needs the family "general", which its reward model is trained on')

@@ -136,7 +136,8 @@ def make_loader(
     """The loader of the stage `name`, whose batches have `rows` rows. `shards` are the training splits by name.
 
     Raises:
-        ConfigError: weights or fim_shards name no shard, a shard has no weight, or the tokenizer has no FIM tokens.
+        ConfigError: weights or fim_shards name no shard, a shard has no weight or the name of other rows, or the
+            tokenizer has no FIM tokens.
         DataError: a shard is too small for what the options ask of it.
     """
     weights: Mapping[str, float] = options.weights or {source: len(shard.tokens) for source, shard in shards.items()}
@@ -166,6 +167,8 @@ def make_loader(
         for kind, share in shares.items():
             if share > 0:
                 key = source if kind == "text" else f"{source} {kind}"
+                if key in sources:
+                    raise ConfigError(f'Two sources of rows are called "{key}"; give "{source}" another name.')
                 sources[key] = _shard_loader(kind, options, source, shards[source], tokenizer, **size, seed=own_seed)
                 mixed[key] = share * Fraction(part, sum(parts.values()))
     return Mixture(sources, mixed, rows=rows)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from glm5.chat import Tokenizer
+from glm5.config.families import family_labels
 from glm5.config.recipe import EvalConfig, FamilyConfig
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
@@ -36,7 +37,8 @@ def evaluate(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, config: EvalConfig, shard: Shard | None, seed: int = 0
 ) -> dict[str, Any]:
     """All suites of a configuration as plain data (the layout of `results.json`). Problems are held out and distinct:
-    `n` counts them; if a family has fewer than `config.problems`, `asked` says how many were wanted.
+    `n` counts them; if a family has fewer than `config.problems`, `asked` says how many were wanted. Families that are
+    listed several times have a number behind their name (see `family_labels`).
 
     A skill has its greedy score, of which `solved` is each problem's outcome ("1" or "0", in their order), so that two
     stages can be compared problem by problem; with `config.samples` also "pass@k" (see `passk`) and of it `passed`, the
@@ -50,15 +52,15 @@ def evaluate(
         found["text"] = bits_per_byte(model, shard, end, max_bytes=config.text_bytes).plain()
     samples: list[dict[str, Any]] = []
     found["skills"] = {}
-    for family in config.families:
+    for label, family in zip(family_labels(config.families), config.families, strict=True):
         trajectories = play_skill(model, tokenizer, family, config)
-        found["skills"][family.name] = skill_score(trajectories)
+        found["skills"][label] = skill_score(trajectories)
         if len(trajectories) < config.problems:
-            found["skills"][family.name]["asked"] = config.problems
+            found["skills"][label]["asked"] = config.problems
         if config.samples:
-            drawn = play_skill(model, tokenizer, family, config, derive_seed(seed, "pass@k", family.name))
-            found["skills"][family.name] |= sampled_score(drawn, config)
-        samples += [_sample(t, family.name, tokenizer) for t in trajectories[:SAMPLES_SHOWN]]
+            drawn = play_skill(model, tokenizer, family, config, derive_seed(seed, "pass@k", label))
+            found["skills"][label] |= sampled_score(drawn, config)
+        samples += [_sample(t, label, tokenizer) for t in trajectories[:SAMPLES_SHOWN]]
     found["samples"] = samples
     found["needle"] = {
         str(length): needle_score(model, tokenizer, length, config.needle_problems, seed)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from glm5.chat import Tokenizer
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine
 from glm5.eval.text import bits_per_byte, xz_bits_per_byte
+from glm5.files import atomic_write
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 
 PROMPT_TOKENS = 32
+
+_log = get_logger(__name__)
 
 
 @dataclass
@@ -50,6 +55,16 @@ class Probe:
         engine = Engine(model, self.tokenizer, exact=False)
         (done,) = engine.generate([prompt], SamplingParams(max_tokens=64, temperature=0.8, seed=step))
         line = {"step": step, "prompt": self.tokenizer.decode(prompt), "text": self.tokenizer.decode(done.token_ids)}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [old for old in lines if json.loads(old)["step"] < step]  # a resumed stage repeats steps
-        path.write_text("\n".join([*kept, json.dumps(line)]) + "\n", encoding="utf-8")
+        kept = [old for old in _samples(path) if old["step"] < step]  # a resumed stage repeats steps
+        atomic_write(path, "".join(json.dumps(sample) + "\n" for sample in (*kept, line)))
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of a file, if it is there. A line that was cut off is left out, with a warning."""
+    found = []
+    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines() if path.exists() else (), 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            _log.warning("%s:%d is not a sample and is left out.", path, number)
+    return found

@@ -62,6 +62,7 @@ def _finalize(value: object) -> object:
 
 def _context(run: Run) -> dict[str, Any]:
     results = run.results
+    families = dict.fromkeys(skill.partition(".")[0] for skill in results.skills)
     return {
         "name": results.name,
         "finished": run.finished,
@@ -75,7 +76,7 @@ def _context(run: Run) -> dict[str, Any]:
         "recovered": sections.recovery_table(recovered(results)),
         "recovery": recovery_sentences(recovered(results)),
         "pass_at": pass_at(results),
-        "skills": [(name, SKILLS[name]) for name in results.skills if name in SKILLS],
+        "skills": [(name, SKILLS[name]) for name in families if name in SKILLS],
         "groups": training_groups(run),
         "policies": policy_sections(run),
         "rollouts": _rollouts(run),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from glm5.chat import Tokenizer
-from glm5.config.recipe import DistillStage, FamilyConfig, PolicyStage
+from glm5.config.families import family_labels
+from glm5.config.recipe import DistillStage, PolicyStage
 from glm5.errors import ConfigError, DataError, RolloutError
 from glm5.obs.logs import get_logger
 from glm5.records import Completer, SamplingParams
@@ -56,7 +55,7 @@ class PromptStream:
         first = seed % 1000 * SPAN
         shared = {key: DistinctProblems(f, SPLIT, first) for (key, _), f in zip(sources, self._families, strict=True)}
         self._problems = [shared[key] for key, _ in sources]
-        self._labels = _labels(stage.families)
+        self._labels = family_labels(stage.families)
         tries: dict[str, int] = {}
         for key, config in zip(self._keys, stage.families, strict=True):
             if config.difficulty and tries.setdefault(key, config.difficulty.tries) != config.difficulty.tries:
@@ -166,10 +165,3 @@ class PromptStream:
                 f"{self._labels[entry]}, so nothing is known about it."
             )
         return counts
-
-
-def _labels(families: Sequence[FamilyConfig]) -> list[str]:
-    """How metrics call the families of a stage: by name, with a number where a name comes several times."""
-    names = [family.name for family in families]
-    often = Counter(names)
-    return [f"{name}.{names[:i].count(name) + 1}" if often[name] > 1 else name for i, name in enumerate(names)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from glm5.chat import Tokenizer, render_chat
 from glm5.config.recipe import RewardModelConfig
 from glm5.data.packing import pack_batch
+from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -55,8 +57,10 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Scores of (prompt, answer) pairs."""
-        return self([self.ids(prompt, answer) for prompt, answer in pairs]).tolist()
+        """Scores of (prompt, answer) pairs. Raises DataError for one that is not finite."""
+        scores: list[float] = self([self.ids(prompt, answer) for prompt, answer in pairs]).tolist()
+        _check_finite("a score", *scores)
+        return scores
 
 
 def train_reward_model(
@@ -67,7 +71,10 @@ def train_reward_model(
     metrics: MetricsLog,
     stage: str,
 ) -> tuple[RewardModel, float]:
-    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy."""
+    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy.
+
+    Raises DataError for a loss, a gradient or a held-out score that is not finite.
+    """
     model = RewardModel(policy, tokenizer)
     optimizer = build_optimizer(model, config.optim, lambda name: INDEXER not in name and "lm_head" not in name)
     metrics.rewind(stage, 0)
@@ -78,13 +85,15 @@ def train_reward_model(
         rate = scheduled_rate(config.optim, step)
         begin_step(optimizer, rate)
         loss.backward()
-        clip_gradients(model, config.optim.clip)
+        norm = clip_gradients(model, config.optim.clip)
+        _check_finite(f"the loss or the gradient of step {step + 1}", float(loss.detach()), float(norm))
         optimizer.step()
         accuracy = float((better > worse).float().mean())
         metrics.write(stage, step + 1, {"loss": float(loss.detach()), "accuracy": accuracy, "lr": rate})
     with torch.no_grad():
         pairs = [family.preference_pair(i, split="heldout") for i in range(config.held_out_pairs)]
         better, worse = _pair_scores(model, pairs)
+    _check_finite("a score of a held-out pair", *better.tolist(), *worse.tolist())
     return model.eval(), float((better > worse).float().mean())
 
 
@@ -92,3 +101,8 @@ def _pair_scores(model: RewardModel, pairs: Sequence[tuple[str, str, str]]) -> t
     rows = [model.ids(prompt, text) for prompt, better, worse in pairs for text in (better, worse)]
     scores = model(rows)
     return scores[0::2], scores[1::2]
+
+
+def _check_finite(what: str, *values: float) -> None:
+    if not all(map(math.isfinite, values)):
+        raise DataError(f"Of the reward model {what} is not finite; lower reward_model.optim.lr.")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import Family, ToolSpec, draw, function_tool
+from glm5.tasks.contract import CALLS_S, Family, ToolSpec, draw, function_tool
 from glm5.tasks.judge import TIMEOUT, Case, Judge, default_judge
 
 LETTERS = "abcdefghkmnpqrstuvwxyz"
@@ -133,7 +134,7 @@ class BugfixEnv:
     """The episode: at most `max_turns` assistant messages, at most one malformed call forgiven.
 
     A program that hangs holds the sandbox up to its wall limit, for all episodes. So it is run once in an episode, and
-    no other call of its message is carried out: one reaction takes one such limit.
+    no other call of its message is carried out, nor any that comes later than CALLS_S.
     """
 
     def __init__(self, problem: BugfixProblem) -> None:
@@ -161,11 +162,11 @@ class BugfixEnv:
     def _observe(self, message: Message | None) -> tuple[list[str], bool]:
         if message is None:
             return ["error: bad call"], True
-        texts, bad, hung = [], False, False
+        texts, bad, hung, due = [], False, False, time.monotonic() + CALLS_S
         for number, call in enumerate(message.tool_calls):
             problem = "too many calls at once" if number >= MOST_CALLS else self._misuse(call)
             bad |= problem is not None
-            if hung and problem is None:
+            if problem is None and (hung or time.monotonic() > due):
                 problem = "no time left"
             if problem is None and call.name == "edit":
                 self._expression = call.arguments["code"].strip()

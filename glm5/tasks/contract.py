@@ -19,6 +19,9 @@ from glm5.records import Env, Message, Outcome, StepResult
 
 SPLITS = ("train", "rl", "heldout")
 MOST_DRAWS = 10_000
+CALLS_S = 4.0
+"""Seconds after which no further call of a message is carried out. Programs that sleep just short of the sandbox's
+limit would together outlast what an episode has for one message, and an agent's slowness is no environment error."""
 
 ToolSpec = Mapping[str, Any]
 

@@ -26,7 +26,7 @@ from glm5.chat import (
     render_tool_results,
     render_user_turn,
 )
-from glm5.errors import ConfigError, EnvironmentTimeout, GradingError, RolloutError
+from glm5.errors import ConfigError, EnvironmentTimeout, GradingError, RequestFailed, RolloutError
 from glm5.obs.logs import get_logger
 from glm5.records import (
     Completer,
@@ -301,7 +301,9 @@ def play(
 
     The tokenizer's stop ids are added to `params`, `max_tokens` is cut to the room that is left, and a seed gives every
     (episode, turn) a seed of its own. Environments react in threads, since they mostly wait for their sandbox, which
-    answers several of them in one run; one that takes longer than `env_seconds` for a reaction is given up.
+    answers several of them in one run; one that takes longer than `env_seconds` for a reaction is given up. A request
+    that the completer cannot compute ends its own episode, as an environment error; RequestFailed is raised where that
+    is every first request.
     """
     params = params or SamplingParams()
     if params.n != 1:
@@ -310,13 +312,34 @@ def play(
         while live := [(i, episode) for i, episode in enumerate(episodes) if episode.pending() is not None]:
             prompts = [episode.pending() or [] for _, episode in live]
             asked = [_params_of(params, i, episode) for i, episode in live]
-            completions = completer.generate(prompts, asked)
+            try:
+                completions = completer.generate(prompts, asked)
+            except RequestFailed:
+                completions = _complete_apart(completer, prompts, asked)
+                if not any(c.token_ids for c in completions) and not any(e.turns for e in episodes):
+                    raise
             if len(completions) != len(live):
                 raise RolloutError(f"the completer gave {len(completions)} completions for {len(live)} prompts.")
             answers = [threads.submit(e.accept, c) for (_, e), c in zip(live, completions, strict=True)]
             for (_, episode), answer in zip(live, answers, strict=True):
                 settle(episode, answer, threads)
     return [episode.trajectory() for episode in episodes]
+
+
+def _complete_apart(
+    completer: Completer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Completion]:
+    """Completions of a batch that could not be computed as a whole: in halves, down to those that fail alone."""
+    if len(prompts) == 1:
+        return [Completion(finish_reason="error")]
+    found: list[Completion] = []
+    middle = len(prompts) // 2
+    for part in (slice(middle), slice(middle, None)):
+        try:
+            found += completer.generate(prompts[part], params[part])
+        except RequestFailed:
+            found += _complete_apart(completer, prompts[part], params[part])
+    return found
 
 
 def _params_of(params: SamplingParams, index: int, episode: Episode) -> SamplingParams:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from glm5.errors import GradingError
+from glm5.tasks.memo import Memo
 from glm5.tasks.sandbox import NO_FILES, Limits, Sandbox, SandboxResult
 
-MEMO_SIZE = 16384
 BATCH = 64  # programs of the policy that one sandbox run evaluates at most
 MOST_BYTES = 4096  # of one program's values
 MOST_DEPTH = 64  # of nesting in one value, far below where Python's JSON gives up
@@ -31,6 +31,8 @@ TIMEOUT = "timeout"
 # - Standard input, which is sealed, holds the sizes of all jobs and then their programs and arguments. A child closes
 #   it before it hears of its program. The kernel copies each part from there into the child's pipe (sendfile): the
 #   parent, whose memory every child inherits, reads the sizes only, and wipes every result.
+# - What a program prints, a child writes to a null device that it has opened itself, since children that share one
+#   could tell each other something by its flags.
 # - A child is handed the arguments of a case after it has answered the one before, so no later argument is in its
 #   memory or behind a descriptor of its. What it answered is out of its reach. Wanted values never come here.
 # - No child can start processes or threads that would outlive it, and with `file_mb=0` no file can be written.
@@ -61,6 +63,7 @@ def missing(name):
 def be_child(orders, results):
     for descriptor in (0, 1, 2):
         os.close(descriptor)
+        os.open(os.devnull, os.O_RDWR)  # as the same number, the lowest that is free
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     function = failed = None
     while size := int(read(orders, WIDTH) or 0):
@@ -162,16 +165,18 @@ def _key(program: str, name: str, cases: Sequence[Case]) -> Key:
 class Judge:
     """Evaluates programs in a sandbox. One judge serves many environments; safe to share between threads.
 
-    A program's values are a pure function of (program, name, arguments), so they are remembered in a bounded table.
+    A program's values are a pure function of (program, name, arguments), so they are remembered in a bounded table, as
+    JSON: as objects small answers can take twenty times the room.
     (A program that reads the clock or draws random numbers gets its first result again: it gains nothing by retrying.)
     Running out of wall time says as much about the machine as about the program: it is not remembered.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
-        self._memo: OrderedDict[Key, Future[list[Any]]] = OrderedDict()
-        self._asked: dict[Key, Future[list[Any]]] = {}
-        self._lock = threading.Lock()  # guards the two tables
+        self._memo: Memo[Key, str] = Memo()
+        self._open: dict[Key, Future[list[Any]]] = {}  # what somebody waits for, of it
+        self._asked: dict[Key, Future[list[Any]]] = {}  # what no run has taken up yet
+        self._lock = threading.Lock()  # guards the three tables
         self._running = threading.Lock()  # one sandbox run at a time
         self.runs = 0
 
@@ -182,10 +187,11 @@ class Judge:
         """
         key = _key(program, name, cases)
         with self._lock:
-            if key not in self._memo:
-                self._memo[key] = self._asked[key] = Future()
-            found = self._memo[key]
-            self._memo.move_to_end(key)
+            if (kept := self._memo.get(key)) is not None:
+                return list(json.loads(kept))
+            if key not in self._open:
+                self._open[key] = self._asked[key] = Future()
+            found = self._open[key]
         if not found.done():
             with self._running:
                 with self._lock:  # a program that breaks the sandbox must not spoil the runs of others again and again
@@ -200,8 +206,9 @@ class Judge:
         """Evaluate many (program, name, cases) in one sandbox run."""
         keys = dict.fromkeys(_key(*job) for job in jobs)
         with self._lock:
-            missing: dict[Key, Future[list[Any]]] = {key: Future() for key in keys if key not in self._memo}
-            self._memo.update(missing)
+            wanted = [key for key in keys if key not in self._memo and key not in self._open]
+            missing: dict[Key, Future[list[Any]]] = {key: Future() for key in wanted}
+            self._open.update(missing)
         with self._running:
             self._run(missing)
 
@@ -224,17 +231,15 @@ class Judge:
         finally:
             with self._lock:
                 for key in left:
-                    self._memo.pop(key, None)
+                    self._open.pop(key, None)
 
     def _settle(self, key: Key, future: Future[list[Any]], values: list[Any], lasting: bool) -> None:
         future.set_result(values)
         with self._lock:
+            self._open.pop(key, None)
             if lasting:
-                self._memo[key] = future
-            else:
-                self._memo.pop(key, None)
-            while len(self._memo) > MEMO_SIZE:
-                self._memo.popitem(last=False)
+                kept = json.dumps(values)
+                self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
 
     def _evaluate(self, keys: Sequence[Key]) -> tuple[list[list[Any]], SandboxResult]:
         """The values of as many of the first keys as the run got through."""

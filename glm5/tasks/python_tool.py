@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import Family, ToolSpec, draw, function_tool
+from glm5.tasks.contract import CALLS_S, Family, ToolSpec, draw, function_tool
 from glm5.tasks.math_answer import Answer, check_answer
+from glm5.tasks.memo import Memo
 from glm5.tasks.python_problems import LEVELS, QUESTIONS, Question
 from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
 
@@ -26,11 +28,9 @@ TOOLS: tuple[ToolSpec, ...] = (function_tool("python", "code"),)
 MOST_CODE_BYTES = 8000
 MOST_CALLS = 4  # in one message
 MOST_MALFORMED = 2
+MOST_OUTPUT = 16_384  # characters that a tool's answer may have, whatever a recipe says
 AT_ONCE = threading.Semaphore(4)
 """Sandboxes that may run at a time, however many episodes there are."""
-
-
-MEMO_SIZE = 16384
 
 
 class Programs:
@@ -39,35 +39,49 @@ class Programs:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
-        self._memo: OrderedDict[str, Future[SandboxResult]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._memo: Memo[str, SandboxResult] = Memo()
+        self._running: dict[str, Future[SandboxResult]] = {}
+        self._lock = threading.Lock()  # guards the two tables
 
     def run(self, code: str) -> SandboxResult:
-        """Raises `GradingError` when the sandbox fails; the next call tries again."""
+        """What the program did, as far as it can be shown (see `_shown`). Raises `GradingError` when the sandbox fails;
+        the next call tries again."""
         with self._lock:
-            known = self._memo.get(code)
-            found = known or Future()
-            self._memo[code] = found
-            self._memo.move_to_end(code)
-            if len(self._memo) > MEMO_SIZE:
-                self._memo.popitem(last=False)
+            if (kept := self._memo.get(code)) is not None:
+                return kept
+            known = self._running.get(code)
+            found = self._running.setdefault(code, Future())
         if known is not None:
             return known.result()
         try:
             with AT_ONCE:
-                result = self._sandbox.run_python(code)
+                result = _shown(self._sandbox.run_python(code))
         except BaseException as error:
-            self._forget(code)
+            with self._lock:
+                del self._running[code]
             found.set_exception(error)
             raise
-        if result.killed_reason == "wall":  # says as much about the machine as about the program
-            self._forget(code)
+        with self._lock:
+            del self._running[code]
+            if result.killed_reason != "wall":  # which says as much about the machine as about the program
+                self._memo.put(code, result, sum(map(sys.getsizeof, (code, result.stdout, result.stderr))))
         found.set_result(result)
         return result
 
-    def _forget(self, code: str) -> None:
-        with self._lock:
-            self._memo.pop(code, None)
+
+def _shown(result: SandboxResult) -> SandboxResult:
+    """The result without what no `observation` shows: the middle of long texts, and errors before the last line."""
+    lines = result.stderr.strip().splitlines()
+    last = cut(lines[-1], MOST_OUTPUT) if lines else ""
+    return replace(result, stdout=cut(result.stdout, MOST_OUTPUT), stderr=last)
+
+
+def cut(text: str, most: int) -> str:
+    """At most `most` characters of a text, the middle left out. What was cut before, to no less, gives the same."""
+    if len(text) <= most:
+        return text
+    half = max(1, (most - len("[...]")) // 2)
+    return f"{text[:half]}[...]{text[-half:]}"
 
 
 @functools.cache
@@ -85,11 +99,7 @@ def observation(result: SandboxResult, most: int) -> str:
     elif result.exit_code:
         lines = result.stderr.strip().splitlines()
         text += f"[{lines[-1] if lines else f'exit code {result.exit_code}'}]"
-    text = text or "[no output]"
-    if len(text) > most:
-        half = max(1, (most - len("[...]")) // 2)
-        text = f"{text[:half]}[...]{text[-half:]}"
-    return text
+    return cut(text or "[no output]", most)
 
 
 @dataclass(frozen=True)
@@ -170,12 +180,12 @@ class PythonToolEnv:
     def _observe(self, message: Message | None) -> tuple[list[str], bool]:
         if message is None:
             return ["error: bad call"], True
-        texts, bad, hung = [], False, False
+        texts, bad, hung, due = [], False, False, time.monotonic() + CALLS_S
         for number, call in enumerate(message.tool_calls):
             problem = "too many calls at once" if number >= MOST_CALLS else _misuse(call)
             bad |= problem is not None
-            if problem is None and hung:
-                problem = "no time left"  # several programs that hang would outlast the episode's own limit
+            if problem is None and (hung or time.monotonic() > due):
+                problem = "no time left"
             if problem is not None:
                 texts.append(f"error: {problem}")
                 continue
@@ -235,10 +245,10 @@ class PythonToolFamily(Family):
         }
         if not all(self._questions.values()):
             raise ConfigError(f"python_tool topics {list(topics)}: each of the levels {list(levels)} needs one.")
-        if max_turns < 2 or most_output < 100:
+        if max_turns < 2 or not 100 <= most_output <= MOST_OUTPUT:
             raise ConfigError(
                 f"python_tool max_turns={max_turns}, most_output={most_output}: it takes at least 2 turns, a call and "
-                "an answer, and 100 characters."
+                f"an answer, and 100 to {MOST_OUTPUT} characters."
             )
         self.seed, self.levels, self.thinking = seed, tuple(levels), thinking
         self.max_turns, self.most_output = max_turns, most_output

@@ -288,7 +288,7 @@ def _collect(
                 return captured, "wall"
             if any(key.data == "switch" for key, _ in events):
                 raise GradingError(INTERRUPTED)
-            for key, _ in events:
+            for key, _ in sorted(events, key=lambda event: event[0].data != "status"):  # first: has it begun?
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.seeds import derive_seed
-from glm5.tasks import make_family
+from glm5.tasks import family_key, make_family
 from glm5.train.loop import StageIO, train
 from glm5.train.losses import language_loss
 from glm5.train.step_metrics import StepMetrics
@@ -45,12 +46,16 @@ _log = get_logger(__name__)
 
 
 def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
-    """Demonstrations of the stage's families in proportion to their weights, training split only."""
+    """Demonstrations of the stage's families in proportion to their weights, training split only. Equal entries divide
+    the problems of their family: each goes on where the one before it ended."""
     total = sum(family.weight for family in stage.families)
     found = []
+    begun: Counter[str] = Counter()
     for config in stage.families:
         family = make_family(config.name, **config.options)
-        for index in range(round(stage.conversations * config.weight / total)):
+        key = family_key(config.name, config.options, config.render_tools)
+        first, begun[key] = begun[key], begun[key] + round(stage.conversations * config.weight / total)
+        for index in range(first, begun[key]):
             problem = family.problem("train", index)
             messages = problem.demonstration(derive_seed(seed, "demonstration", config.name, index))
             tools = problem.tools if config.render_tools else ()

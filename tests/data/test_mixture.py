@@ -250,6 +250,19 @@ def test_wrong_options_are_refused(tokenizer: Any) -> None:
             DataOptions.model_validate(wrong)
 
 
+def test_no_corpus_takes_the_place_of_generated_rows(tokenizer: Any) -> None:
+    for names, share in (
+        (("web", "recall"), "recall_share"),
+        (("needles", "web"), "needle_share"),
+        (("web", "web interleaved"), "interleave_share"),
+        (("web negatives", "web"), "negatives_share"),
+    ):
+        shards = dict(zip(names, SHARDS.values(), strict=True))
+        assert len(make(tokenizer, shards).sources) == 2  # the name is free where no such rows are made
+        with pytest.raises(ConfigError, match=r'Two sources of rows are called "(recall|needles|web .*)"; give'):
+            make(tokenizer, shards, **{share: 0.2})
+
+
 def test_a_stage_of_recall_alone_has_sparse_targets(tokenizer: Any) -> None:
     found = make(tokenizer, recall_share=1.0)
     assert found.batch(0).sparse_targets and found.rows_per_epoch == 0 and found.epochs(9) == {}

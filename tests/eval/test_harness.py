@@ -16,6 +16,7 @@ from glm5.engine.measure_acceptance import generate_speculative
 from glm5.eval import harness
 from glm5.eval.harness import continuation_logprobs, evaluate, mtp_acceptance, needle_score, score
 from glm5.records import Completion, Outcome
+from glm5.seeds import derive_seed
 from glm5.stats import wilson
 from glm5.tasks import DistinctProblems, make_family, needle_text
 
@@ -191,6 +192,29 @@ def test_a_small_family_is_scored_on_what_it_has(
     found = evaluate(small(), tokenizer, config, None)["skills"]["arithmetic"]
     assert found["n"] == len(found["solved"]) == len(keys) < 55 and found["asked"] == 100
     assert f"arithmetic has only {len(keys)} distinct held-out problems" in caplog.text
+
+
+def test_a_family_that_is_listed_twice_keeps_both_scores(
+    small: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry that is listed once has the name and the draws that it would have alone."""
+    twice = [ARITHMETIC, ARITHMETIC.model_copy(update={"options": {"levels": [3], "thinking": False}})]
+    update: dict[str, Any] = {"families": [*twice, FamilyConfig(name="toolcall")], "needle_bytes": [], "problems": 2}
+    config = CONFIG.model_copy(update=update | {"samples": 1, "ks": [1]})
+    seeds: list[Any] = []
+    play_skill = harness.play_skill
+
+    def noted(*given: Any) -> Any:
+        seeds.extend(given[4:])
+        return play_skill(*given)
+
+    monkeypatch.setattr(harness, "play_skill", noted)
+    found = evaluate(small(), tokenizer, config, None, seed=3)
+    assert list(found["skills"]) == ["arithmetic.1", "arithmetic.2", "toolcall"]
+    assert all("pass@k" in entry and entry["n"] == 2 for entry in found["skills"].values())
+    assert [s["family"] for s in found["samples"]] == ["arithmetic.1"] * 2 + ["arithmetic.2"] * 2 + ["toolcall"] * 2
+    names = ("arithmetic.1", "arithmetic.2", "toolcall")
+    assert seeds == [derive_seed(3, "pass@k", name) for name in names]
 
 
 def test_evaluate_returns_the_documented_layout(small: Any, tokenizer: Any, shard: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from glm5.config.recipe import (
     ReasoningStage,
     RewardModelConfig,
 )
+from glm5.errors import DataError
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
@@ -115,10 +117,10 @@ def general_stage() -> GeneralStage:
     )  # fmt: skip
 
 
-def said(tokenizer: Any, prompt: str, answer: str, reward: float, group: int) -> Trajectory:
-    """What an episode without thinking leaves behind."""
+def said(tokenizer: Any, prompt: str, answer: str, reward: float, group: int, thinking: bool = False) -> Trajectory:
+    """What an episode leaves behind."""
     opening = render_chat(
-        [Message("user", prompt)], tokenizer=tokenizer, enable_thinking=False, clear_thinking=False
+        [Message("user", prompt)], tokenizer=tokenizer, enable_thinking=thinking, clear_thinking=False
     ).ids
     output = [*tokenizer.encode(answer), tokenizer.special["<|user|>"]]
     turn = Turn(tuple(opening), tuple(output), (-1.0,) * len(output), (0,) * len(output), "stop")
@@ -146,6 +148,31 @@ def test_rules_are_the_gate_of_the_learned_reward(tokenizer: Any, version: str) 
     failed = [said(spoken, "greet Ann", "x", 0.0, 0) for _ in range(2)]
     rows, numbers = algorithm.samples([failed])
     assert numbers == {"combined_reward": 0.0} and not any(a for row in rows for a in row.advantages)
+
+
+@pytest.mark.parametrize(("version", "thinking"), [("5.0", True), ("5.2", True), ("5.3", False)])
+def test_the_reward_model_hears_the_answer_and_not_the_thoughts(version: str, thinking: bool) -> None:
+    """In 5.3 every episode thinks, and the prompt has a line on effort."""
+    spoken = Tokenizer.byte_level(version)
+    model = Fixed(spoken)
+    one = said(spoken, "greet Ann", "be nice</think>hi Ann", 1.0, 0, thinking)
+    GeneralRL(general_stage(), model).samples([[one]])  # type: ignore[arg-type]
+    assert model.asked == [("greet Ann", "hi Ann")]
+
+
+def test_other_families_keep_their_own_reward(tokenizer: Any) -> None:
+    """The reward model has never seen a program or a sum; several turns of tool calls are no answer to a courtesy."""
+    model = Fixed(tokenizer)
+    sums = [
+        replace(said(tokenizer, "2+2", answer, reward, 1), domain="math") for answer, reward in (("4", 1.0), ("5", 0.0))
+    ]
+    tools = [trajectory(2, reward, turns=3, domain="agentic") for reward in (1.0, 0.25)]
+    talk = [said(tokenizer, "greet Ann", text, 1.0, 0) for text in ("hi Ann", "Hello Ann, dear.")]
+    rows, numbers = GeneralRL(general_stage(), model).samples([sums, talk, tools])  # type: ignore[arg-type]
+    assert model.asked == [("greet Ann", "hi Ann"), ("greet Ann", "Hello Ann, dear.")]
+    learned = [1 / (1 + math.exp(-(0.1 * len(text) - 1.0))) for _, text in model.asked]
+    assert numbers["combined_reward"] == pytest.approx((1.0 + 0.0 + 1.0 + 0.25 + sum(learned)) / 6)
+    assert [row.advantages[-1] for row in rows] == pytest.approx([1.0, -1.0, -1.0, 1.0, 1.0, -1.0], abs=1e-3)
 
 
 def test_extreme_scores_do_not_overflow(tokenizer: Any) -> None:
@@ -201,6 +228,25 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
                 longer = (len(said[i]) > len(said[j])) - (len(said[i]) < len(said[j]))
                 right[longer].append(scores[i] > scores[j])
     assert all(sum(verdicts) / len(verdicts) >= 0.75 for verdicts in right.values()), right
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "what"), [(1e30, 4, "loss or the gradient of step 2"), (1e38, 1, "score of a held-out pair")]
+)
+def test_a_reward_model_that_broke_is_not_used(
+    small: Any, tokenizer: Any, tmp_path: Any, lr: float, steps: int, what: str
+) -> None:
+    config = RewardModelConfig(optim=OptimConfig(steps=steps, lr=lr), pairs=4, held_out_pairs=4)
+    policy = small(vocab_size=tokenizer.vocab_size)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(DataError, match=what):
+        train_reward_model(policy, tokenizer, GeneralFamily(), config, metrics, "orm")
+
+
+def test_a_score_that_is_no_number_is_no_reward(small: Any, tokenizer: Any) -> None:
+    model = RewardModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
+    torch.nn.init.constant_(model.head.weight, float("nan"))
+    with pytest.raises(DataError, match="a score is not finite"):
+        model.score([("hi", "ho")])
 
 
 def test_the_reward_model_sees_whole_conversations(small: Any, tokenizer: Any) -> None:

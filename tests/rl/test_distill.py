@@ -261,6 +261,7 @@ def test_a_family_may_name_its_teacher() -> None:
         ([stage_data("s", "sft", [{"name": "math", "difficulty": {"problems": 3}}])], "s has no rollouts, so math"),
         ([stage_data("r", "reasoning", [])], "r has no families"),
         ([stage_data("r", "reasoning", [{"name": "math", "weight": 0}])], "r: all weights of families are 0"),
+        ([stage_data("s", "sft", [{"name": "math", "weight": 0}])], "s: all weights of families are 0"),
         ([stage_data("r", "reasoning", [{"name": "math", "weight": -1.0}])], "weight"),
         (
             [stage_data("g", "general", SUMS, reward_model={"optim": {"steps": 1, "lr": 1e-3}})],

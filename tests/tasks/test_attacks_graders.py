@@ -350,13 +350,37 @@ def test_waiting_costs_the_waiter_alone(name: str) -> None:
     assert judge.runs == 5  # together, the waiter alone, the rest without it; and twice more, as asked
 
 
+LOUD = """
+    import os, sys
+    print("loading")
+    def f(x):
+        for stream in (sys.stdout, sys.stderr):
+            print("d" * 9000, file=stream, flush=True)
+        print("b" * 100_000)
+        os.write(1, b"c" * 100_000)
+        sys.stdout.writelines(["line"] * 10_000)
+        return x
+"""
+
+
+@needs_sandbox
+def test_a_right_program_may_print_whatever_it_likes() -> None:
+    judge = Judge(Sandbox(LIMITS))
+    assert judge.grade(textwrap.dedent(LOUD), "f", [Case((n,), n) for n in range(3)]) == [None] * 3
+    hungry = "def f(x):\n    for _ in range(160): print('d' * (1 << 20))\n    return x"  # more than the memory it has
+    assert judge.grade(hungry, "f", [Case((1,), 1)]) == [None]
+    silent = "def f(x): return input()"
+    assert judge.values(silent, "f", [Case((1,), 1)]) == [["error", "EOFError"]]
+
+
 @needs_sandbox
 def test_neighbours_cannot_see_that_others_came_before() -> None:
     """Every child sees the same world, whatever ran before it: the same files, descriptors, threads and modules."""
     look = """
-        import gc, os, sys
+        import fcntl, gc, os, sys
         def f(x):
-            open_ones = []
+            open_ones = [fcntl.fcntl(descriptor, fcntl.F_GETFL) for descriptor in range(3)]
+            for descriptor in range(3): fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)
             for descriptor in range(64):
                 try: os.fstat(descriptor); open_ones.append(descriptor)
                 except OSError: pass

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
 import signal
 import socket
 import textwrap
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +217,22 @@ def test_flood_of_output_is_cut(box: Sandbox) -> None:
     flood = box.run_python("import sys\nfor _ in range(100): sys.stdout.write('x' * 2**20)")
     assert flood.killed_reason == "output" and flood.stdout == "x" * QUICK.output_kb * 1024
     assert not flood.timed_out
+
+
+def test_a_flood_before_anybody_listens_is_the_programs(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the start and the flood may be there together; the sandbox has not failed then."""
+    collect = sandbox_module._collect
+
+    def late(process: Any, status_fd: int, *rest: Any) -> Any:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            assert selector.select(30)
+        time.sleep(0.2)
+        return collect(process, status_fd, *rest)
+
+    monkeypatch.setattr(sandbox_module, "_collect", late)
+    result = box.run_python("print('x' * 60_000, flush=True)")
+    assert result.killed_reason == "output" and len(result.stdout) == 16 * 1024
 
 
 def test_parents_and_strangers_cannot_be_killed(box: Sandbox) -> None:

@@ -297,6 +297,16 @@ def test_demonstrations_follow_the_weights() -> None:
     assert found == sft.generated_conversations(sft_stage(families=families, conversations=50), seed=0)
 
 
+def test_equal_entries_divide_the_problems_of_their_family() -> None:
+    one = FamilyConfig(name="arithmetic", weight=3.0, options={"levels": [3]})
+    other, shown = one.model_copy(update={"weight": 1.0}), one.model_copy(update={"render_tools": False})
+    alone = sft.generated_conversations(sft_stage(families=[one], conversations=40), seed=0)
+    both = sft.generated_conversations(sft_stage(families=[one, other], conversations=40), seed=0)
+    assert both == alone  # what one entry of their weight gives
+    found = sft.generated_conversations(sft_stage(families=[one, shown], conversations=40), seed=0)
+    assert found[20:] == found[:20] == alone[:20]  # another form of the prompt is about the same problems
+
+
 # ------------------------------------------------------------------------------------------------------------ learning
 
 

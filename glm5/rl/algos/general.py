@@ -6,26 +6,31 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from glm5.chat import opens_thinking, parse_message
+from glm5.chat import parse_message
 from glm5.config.recipe import GeneralStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.reward_model import RewardModel
+from glm5.tasks.general import GeneralFamily
 
 
 class GeneralRL(ReasoningRL):
-    """reward = rules (0 or 1) * sigmoid(score of the reward model): a violated rule leaves nothing for style to win."""
+    """reward = rules (0 or 1) * sigmoid(score of the reward model): a violated rule leaves nothing for style to win.
+
+    The reward model has learned from pairs of the family `general` and judges its episodes only. Episodes of the
+    stage's other families keep the reward that their own graders gave.
+    """
 
     def __init__(self, stage: GeneralStage, reward_model: RewardModel) -> None:
         super().__init__(stage)
         self.reward_model = reward_model
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        passed = [t for group in groups for t in group if t.reward > 0]
+        passed = [t for group in groups for t in group if _judged(t)]
         scores = self.reward_model.score([self._pair(t) for t in passed]) if passed else []
         learned = (1.0 / (1.0 + math.exp(min(-score, 700.0))) for score in scores)
         rewarded = [
-            [dataclasses.replace(t, reward=next(learned) if t.reward > 0 else 0.0) for t in group] for group in groups
+            [dataclasses.replace(t, reward=next(learned)) if _judged(t) else t for t in group] for group in groups
         ]
         rows, numbers = super().samples(rewarded)
         combined = [t.reward for group in rewarded for t in group]
@@ -35,10 +40,16 @@ class GeneralRL(ReasoningRL):
         return rows, numbers
 
     def _pair(self, trajectory: Trajectory) -> tuple[str, str]:
-        """Prompt and answer as text: the reward model sees what a reader sees."""
-        tokenizer = self.reward_model.tokenizer
-        turn = trajectory.turns[0]
-        prompt = tokenizer.decode([t for t in turn.context_ids if t not in tokenizer.special.values()])
-        thinking = opens_thinking(tokenizer.template_version, False)
+        """The last user message and the last answer as text: the reward model sees what a reader sees."""
+        tokenizer, turn = self.reward_model.tokenizer, trajectory.turns[-1]
+        ids, special = turn.context_ids, tokenizer.special
+        start = len(ids) - ids[::-1].index(special["<|user|>"])
+        prompt = tokenizer.decode(ids[start : ids.index(special["<|assistant|>"], start)])
+        thinking = ids[-1] == special["<think>"]  # the prompt ends inside the think block of an episode that thinks
         message, _ = parse_message(tokenizer.decode(turn.output_ids), thinking=thinking)
         return prompt, message.content
+
+
+def _judged(trajectory: Trajectory) -> bool:
+    """Whether the reward model has a say: in an episode of its own family that kept the rules."""
+    return trajectory.domain == GeneralFamily.domain and trajectory.reward > 0
