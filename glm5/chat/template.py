@@ -69,7 +69,7 @@ RULES: Mapping[str, TemplateRules] = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids, and for each whether it is a target, that is, an output of the policy (same length)."""
+    """Token ids and a loss mask of the same length: True for tokens that the policy must produce."""
 
     ids: list[int]
     loss_mask: list[bool]
