@@ -201,11 +201,10 @@ def appends_only(version: str, *, enable_thinking: bool = True, clear_thinking: 
 
     Preserved thinking (`clear_thinking=False`, the default of 5.3) appends only: caches stay valid, and one SFT row
     holds the prompts of all its turns. Otherwise a new user message removes the reasoning of earlier turns. In 5.1 it
-    also rewrites `<think></think>` of earlier turns without reasoning to `</think>`, even with preserved thinking.
-
-    Two limits remain. 5.3 sorts tool results, so results of one run must come together or in the order of their calls.
-    And a generation prompt is a prefix only of a turn in its own mode: 5.0 and 5.1 render a turn without reasoning as
-    one not asked to think, and `enable_thinking=False` is for turns without reasoning.
+    also rewrites `<think></think>` of earlier turns without reasoning to `</think>`, even with preserved thinking. Two
+    limits remain. 5.3 sorts tool results: results of one run must come together or in the order of their calls. And a
+    generation prompt is a prefix only of a turn in its own mode: 5.0 and 5.1 render a turn without reasoning as one not
+    asked to think, and `enable_thinking=False` is for turns without reasoning.
     """
     rules = _known_rules(version)
     keep = rules.keeps_reasoning if clear_thinking is None else not clear_thinking
@@ -237,8 +236,7 @@ def _effort_line(row: _Row, rules: TemplateRules, thinking: bool, effort: str | 
 
 
 def _closes(previous: Message | None, calls: bool) -> bool:
-    """Whether the next marker is the correct end of a trained turn: `<|observation|>` after calls, otherwise
-    `<|user|>`."""
+    """Whether the next marker correctly ends a trained turn: `<|observation|>` after calls, otherwise `<|user|>`."""
     return (
         previous is not None and previous.role == "assistant" and previous.train and bool(previous.tool_calls) == calls
     )

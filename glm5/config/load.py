@@ -304,8 +304,7 @@ def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str:
 def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str], list[type[pydantic.BaseModel]]]:
     """Turn pydantic's location into the keys as the user wrote them, and the models that contain the last key.
 
-    A location also names the chosen member of a union. Only the types distinguish such a name from a key, so we follow
-    both.
+    A location also names the chosen member of a union. Only the types distinguish it from a key, so we follow both.
     """
     path: list[str] = []
     candidates: list[Any] = [schema]

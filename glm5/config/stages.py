@@ -54,8 +54,7 @@ class Preset:
     bias_rate: float = 0.0
     packing: str | None = None
     begins: bool = False
-    """Whether it is the start of training: the batch grows, and the other stages' defaults follow after SWITCH tokens.
-    """
+    """Whether it starts training: the batch grows, and the other stages' defaults follow after SWITCH tokens."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -302,8 +301,7 @@ def _config(recipe: Mapping[str, Any]) -> GLM5Config:
 
 
 def table(scaled: ScaledStage) -> str:
-    """Plain text: one line per number with the paper's value, ours, and the rule; * marks values missing in the paper.
-    """
+    """Plain text: one line per number with the paper's value, ours, and the rule; * marks values not in the paper."""
     head = ("key", "paper", "here", "rule")
     body = [
         (line.key, _show(line.paper) + ("" if line.disclosed else " *"), _show(line.scaled), line.rule)

@@ -1,5 +1,4 @@
-"""Build token shards from a corpus of any size: stream documents, tokenise them in several processes, write as they
-come.
+"""Token shards from a corpus of any size: documents are streamed and tokenised by several processes.
 
 Documents travel in batches of about a megabyte, a few batches per process at a time. Tokens go straight into flat
 files. With near-duplicate removal, all documents are first written to intermediate files with their sketches. They are

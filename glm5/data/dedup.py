@@ -36,8 +36,7 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]+")
 
 @dataclass(frozen=True)
 class Sketch:
-    """Data to compare for one document: its distinct shingles, sorted [n] uint64, and their MinHash [NUM_PERM] uint32.
-    """
+    """Data to compare per document: its distinct shingles, sorted [n] uint64, and their MinHash [NUM_PERM] uint32."""
 
     shingles: np.ndarray
     signature: np.ndarray
@@ -237,8 +236,7 @@ class Selection:
 def select(groups: np.ndarray, held_out: Sequence[bool] | np.ndarray) -> Selection:
     """Keep one document per group: the first held-out one if the group has any, otherwise the first.
 
-    So each kept document stays in the split of its own path, and no training document shares a group with a held-out
-    one.
+    So each kept document stays in the split of its path, and no training document shares a group with a held-out one.
     """
     held = np.asarray(held_out, dtype=bool)
     first_held = np.full(len(groups), -1, dtype=np.int64)

@@ -84,8 +84,7 @@ class _Git:
         }
 
     def call(self, *arguments: str) -> bytes:
-        """Standard output of one command. Raises DataError with git's first error line, if any, if the command fails.
-        """
+        """Standard output of a command. Raises DataError, with git's first error line if any, if the command fails."""
         done = subprocess.run(
             [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
         )

@@ -47,8 +47,7 @@ def chunks(tokens: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def interleave(pieces: list[np.ndarray], length: int) -> np.ndarray:
-    """All tokens of the pieces with their meta-chunks taking turns: each piece keeps its order and spans the whole row.
-    """
+    """All tokens of the pieces, their meta-chunks taking turns: each piece keeps its order and spans the row."""
     cut = [chunks(piece, length) for piece in pieces]
     places = [((j + 0.5) / len(parts), i, j) for i, parts in enumerate(cut) for j in range(len(parts))]
     return np.concatenate([cut[i][j] for _, i, j in sorted(places)])

@@ -68,8 +68,7 @@ class Batch:
         return replace(self, **moved)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Rows start .. stop - 1. Rows past the end of the batch are padding, so every rank gets a batch of one shape.
-        """
+        """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""
         missing = stop - max(start, min(stop, self.ids.shape[0]))
         parts = [t[start:stop] for t in (self.ids, self.documents, self.loss_mask)]
         if missing:

@@ -72,8 +72,7 @@ def read_folder(
 
 
 def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Everything below `root` except folders, with its path's parts. Uses a stack, not recursion: folders may nest
-    deeply."""
+    """Everything below `root` except folders, with its path's parts. No recursion: folders may nest deeply."""
     stack: list[tuple[str, ...]] = [()]
     while stack:
         parts = stack.pop()

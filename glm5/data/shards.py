@@ -154,8 +154,7 @@ def build_shards(
 
 
 def verify_shards(folder: Path, remedy: str = "Build the shards again with `glm5 data build`.") -> None:
-    """Check the hashes of a shard folder, if it has any. Raises DataError if they differ; the message ends with
-    `remedy`."""
+    """Check the hashes of a shard folder, if it has any. Raises DataError, ending with `remedy`, if they differ."""
     verify_manifest(folder, DataError, "shard folder", remedy)
 
 

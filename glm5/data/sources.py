@@ -77,8 +77,7 @@ def _documents(source: str, report: ReadReport, limit: int) -> Iterator[Document
 
 
 def _field(source: str) -> tuple[str, str]:
-    """File and field of `FILE#FIELD`. A # in an existing file's name or in another kind of source is not a separator.
-    """
+    """File and field of `FILE#FIELD`. A # in an existing file's name or another kind of source is no separator."""
     name, separator, field = source.rpartition("#")
     if separator and field and name.endswith((*_JSONL, *_PARQUET)) and not Path(source).exists():
         return name, field

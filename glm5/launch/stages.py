@@ -72,8 +72,7 @@ class RunState:
         return self.tokenizer
 
     def need_model(self) -> GLM5ForCausalLM:
-        """The current model. Before the first training stage it is made from the preset, its indexers not yet adapted.
-        """
+        """The current model. Before the first training stage it comes from the preset, its indexers not yet adapted."""
         if self.model is None:
             tokenizer = self.need_tokenizer()
             recipe = self.recipe
@@ -275,8 +274,7 @@ def check_teachers(state: RunState) -> None:
 
 
 def _teacher_folder(state: RunState, stage: DistillStage, name: str) -> Path:
-    """The checkpoint of a teacher. Equal ids must mean equal text; otherwise its probabilities would be for another
-    text."""
+    """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities are for another text."""
     if not is_path(name):
         return state.checkpoints[name]  # the recipe check allows only earlier stages
     folder = Path(name)

@@ -1,5 +1,4 @@
-"""The card of an experiment: what ran, how to repeat it, its results, what they show and do not show; and its figures.
-"""
+"""The card of an experiment: what ran, how to repeat it, its results, what they show and do not show, its figures."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Dense or sparse from one base: same mid-training rows, same demonstrations until both solve the task, same
-    problems."""
+    """Dense or sparse from one base: same mid-training rows, same problems, demonstrations until both can do it."""
     if work.arm == "base":
         return policy.outcome(work, policy.prepare(work, ("pretrain",)), [])
     if work.arm in ("dense-start", "sparse-start"):

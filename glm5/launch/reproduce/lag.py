@@ -13,8 +13,7 @@ LOSSES = {"double-sided": "double_sided", "ppo": "ppo", "none": "policy_gradient
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`lags` are the staleness of rollouts, in updates. The rate is high: weights that change slowly do not get stale.
-    """
+    """`lags` are the staleness of rollouts, in updates. The rate is high: slowly changing weights do not get stale."""
     return policy.sizes(quick, steps, lags=[0, 1] if quick else [0, 2, 8], lr=5e-4)
 
 

@@ -1,5 +1,4 @@
-"""Shared by the experiments on reinforcement learning: a policy that can solve half of a task, updates, held-out
-scores.
+"""Shared by the reinforcement-learning experiments: a policy that can solve half of a task, updates, held-out scores.
 
 The task is arithmetic with written-out working, unless an experiment names others. A start is pre-trained on text and
 fine-tuned on demonstrations; all arms of one seed continue the same start on the same problems.
@@ -349,8 +348,7 @@ def _passed(
 
 
 def distinct(source: Family, count: int, split: str = "heldout") -> list[int]:
-    """Indices of the first `count` problems of a split that differ in content. Raises DataError if there are too few.
-    """
+    """Indices of the first `count` distinct problems of a split, by content. Raises DataError if there are too few."""
     found = DistinctProblems(source, split).indices(count)
     if len(found) < count:
         raise DataError(f"{source.name} has {len(found)} {split} problems, fewer than {count}; give it more levels.")

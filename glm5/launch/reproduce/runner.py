@@ -27,8 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Report:
-    """How the runs ended. `failed` gives the reason per run; `left` were not started in time or depend on a failed run.
-    """
+    """How the runs ended. `failed`: the reason per run; `left`: not started in time, or waiting for a failed run."""
 
     done: list[Key] = field(default_factory=list)
     failed: dict[Key, str] = field(default_factory=dict)
@@ -42,8 +41,7 @@ def title(key: Key) -> str:
 def run_all(
     experiment: Experiment, folder: Path, seeds: Sequence[int], workers: int, say: Say, deadline: float | None = None
 ) -> Report:
-    """Do the unfinished runs. `workers=0` does them in this process. None starts after `deadline` (of
-    `time.monotonic`).
+    """Do the unfinished runs. `workers=0` does them in this process. None starts after `deadline` (`time.monotonic`).
 
     Ctrl-C ends the workers. The next call resumes from their saved state and never repeats finished runs.
     """

@@ -67,8 +67,7 @@ def above(scores: Sequence[float], chance: Sequence[float]) -> bool:
 
 
 def overall(answers: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict on the claim: supported if all main questions are, not supported if one is not, otherwise undecided.
-    """
+    """The verdict on the claim: supported if all main questions are, not supported if one is not, else undecided."""
     found = [entry["verdict"] for entry in answers if entry["main"]]
     if CONTRADICTED in found:
         return CONTRADICTED
