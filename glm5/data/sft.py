@@ -193,7 +193,7 @@ def _split_marks(message: dict[str, Any], where: str) -> tuple[dict[str, Any], T
 
 
 def _wrong_parts(value: Any, where: str) -> tuple[Any, tuple[Span, ...]]:
-    """Text parts joined, and the spans of those with `train: false`. Other values are unchanged; others check them."""
+    """Text parts joined, and the spans of those with `train: false`. Other values are returned unchanged."""
     if not isinstance(value, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return value, ()
     if any(part.get("type") != "text" for part in value):
