@@ -149,8 +149,7 @@ def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
 
 @app.command()
 def rl(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
-    """Run stages of kind reasoning, agentic, general or distill (resumes), and print the results of their last updates.
-    """
+    """Run stages of kind reasoning, agentic, general or distill (resumes), and print results of their last updates."""
     run = _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
     told = ("reward", "solved", "reverse_kl", "pass_rate", "kept_share")
     for stage in _results(run)["stages"]:

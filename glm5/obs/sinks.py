@@ -167,7 +167,7 @@ class WandbSink(Sink):
         )
 
     def _recall(self) -> tuple[str, dict[str, int]]:
-        """The W&B run's id and the last steps that earlier processes sent, except the last one; empty for a new run."""
+        """The W&B run's id and the last steps sent before the previous process; empty for a new run."""
         try:
             saved = json.loads(self._known.read_text(encoding="utf-8"))
             return str(saved["id"]), {str(stage): int(step) for stage, step in saved["sent"].items()}
