@@ -24,7 +24,7 @@ __all__ = ["Engine", "GLM5Config", "GLM5ForCausalLM", "SamplingParams", "__versi
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use (PEP 562), so that `import glm5` stays free of torch."""
+    """Import on first use (PEP 562), so `import glm5` does not import torch."""
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

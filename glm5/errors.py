@@ -1,7 +1,7 @@
-"""Every error that a user can cause derives from `Glm5Error`.
+"""Errors that a user can cause; all derive from `Glm5Error`.
 
-A message says what was wrong, where (file, line, key or tensor) and what to do about it. The command line prints it in
-at most three lines and exits with `exit_code`; nothing else in the package catches these classes to hide them.
+A message says what was wrong, where (file, line, key or tensor) and how to fix it. The command line prints it in at
+most three lines and exits with `exit_code`. No other code in the package catches these classes to hide them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class UsageError(Glm5Error):
 
 
 class ConfigError(Glm5Error, ValueError):
-    """A recipe, a preset or a `config.json` holds an unknown key or an impossible value."""
+    """A recipe, a preset or a `config.json` has an unknown key or an impossible value."""
 
 
 class DataError(Glm5Error):
@@ -31,7 +31,7 @@ class DataError(Glm5Error):
 
 
 class TooLongError(DataError):
-    """A text has more tokens than its reader takes."""
+    """A text has more tokens than allowed."""
 
 
 class CheckpointError(Glm5Error):
@@ -43,15 +43,15 @@ class EngineError(Glm5Error):
 
 
 class RequestFailed(EngineError):
-    """Computing one request raised something inside the engine; its neighbours go on."""
+    """Computing one request failed inside the engine; other requests continue."""
 
 
 class EngineBroken(EngineError):
-    """The engine cannot compute anything any more: `Engine.rebuild` it, or start again."""
+    """The engine cannot compute any more: call `Engine.rebuild`, or restart."""
 
 
 class RolloutError(Glm5Error):
-    """An episode could not be played to its end for reasons that are not the policy's fault."""
+    """An episode could not be completed for reasons that are not the policy's fault."""
 
 
 class EnvironmentTimeout(RolloutError):
@@ -59,17 +59,17 @@ class EnvironmentTimeout(RolloutError):
 
 
 class GradingError(Glm5Error):
-    """A grader or a sandbox failed by itself, so that no verdict about the policy exists."""
+    """A grader or a sandbox failed, so there is no verdict on the policy."""
 
 
 class MissingExtraError(Glm5Error, ImportError):
-    """An optional dependency is not installed. The message names the extra that brings it."""
+    """An optional dependency is not installed. The message names the extra that contains it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; it comes with `pip install 'glm5[{extra}]'`.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suffix for "unknown key" messages: ` (did you mean "lr"?)`, or an empty string when nothing is close."""
+    """Suffix for "unknown key" messages: ` (did you mean "lr"?)`, or an empty string if nothing is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{matches[0]}"?)' if matches else ""

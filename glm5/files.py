@@ -1,4 +1,4 @@
-"""Directories that are either complete or absent: write aside, hash, publish by renaming, verify on reading."""
+"""Directories that are either complete or absent: write to a temporary folder, hash, rename, verify when reading."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def sha256_file(path: Path) -> str:
 
 @contextmanager
 def exclusive(path: Path, refusal: str) -> Iterator[None]:
-    """Hold the folder `path` (made if missing) for this process while the block runs. CheckpointError with the text
-    `refusal` if another process holds it. The lock ends with the process, however that ends."""
+    """Lock the folder `path` (made if missing) for this process while the block runs. Raises CheckpointError with the
+    text `refusal` if another process has the lock. It ends with the process, even after a crash."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
@@ -68,7 +68,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _error_number(error: Exception) -> int | None:
-    """The operating system's error number; safetensors wraps it in an exception of its own and only names it."""
+    """The operating system's error number; safetensors wraps it in its own exception and only names it in the text."""
     if isinstance(error, OSError):
         return error.errno
     named = re.search(r"\(os error (\d+)\)", str(error))
@@ -77,11 +77,11 @@ def _error_number(error: Exception) -> int | None:
 
 @contextmanager
 def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
-    """Yield a fresh folder to fill; when the block ends well, it becomes `path` with a manifest of hashes.
+    """Yield a new folder to fill; if the block succeeds, it becomes `path`, with a manifest of hashes.
 
-    An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` stays as it
-    was. CheckpointError where `path` is a file or a folder that holds something but no manifest, so that a mistyped
-    name destroys nothing; `foreign` replaces such a folder too.
+    An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` is unchanged.
+    Raises CheckpointError if `path` is a file, or a folder with content but no manifest: a mistyped name destroys
+    nothing. With `foreign` such a folder is replaced too.
     """
     path = path.absolute()
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
@@ -110,7 +110,7 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
 
 
 def recover_dir(path: Path) -> None:
-    """Undo a crash between the two renames of `publish_dir`: put the previous version back, drop a half-written one."""
+    """Undo a crash between the two renames of `publish_dir`: restore the previous version, drop a half-written one."""
     old = path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():
         old.rename(path)
@@ -131,9 +131,9 @@ def verify_manifest(
     remedy: str = "Use an earlier checkpoint.",
     settings: Callable[[str], bool] = lambda name: False,
 ) -> bool:
-    """Check every listed file. False when the folder has no manifest (it is not ours). Raises `error` where a file is
-    damaged; its message calls the folder a `kind` and ends with the `remedy`. Files that are `settings` by name may be
-    edited: one warning names those that were."""
+    """Check every listed file. Returns False if the folder has no manifest (it is not ours). Raises `error` if a file
+    is damaged; its message calls the folder a `kind` and ends with `remedy`. Files with a name for which `settings` is
+    true may be edited: one warning lists the edited ones."""
     path = folder / MANIFEST
     if not path.exists():
         return False
@@ -161,7 +161,7 @@ def verify_manifest(
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a text file in one step."""
+    """Replace a text file atomically."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.writing")

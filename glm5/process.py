@@ -1,4 +1,4 @@
-"""Settings of the whole process that decide how fast tensors come and go; the command line applies them."""
+"""Process-wide settings for the speed of tensor allocation and threads; the command line applies them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _KEEP = 1 << 30
 def tune() -> None:
     """Keep freed memory for reuse and let idle OpenMP threads sleep. Call before torch starts its threads.
 
-    glibc takes large blocks from the kernel and gives them back at once, so that every step of a training run faults
-    all its pages in again: on two cores that was half of the time of a forward and backward pass. Other C libraries are
-    left as they are.
+    glibc takes large blocks from the kernel and returns them at once, so every training step faults all its pages in
+    again: half of the time of a forward and backward pass on two cores. Other C libraries are unchanged.
     """
-    # OpenMP workers spin while they wait; on a busy machine that takes the cores from whoever they wait for.
+    # OpenMP workers spin while they wait; on a busy machine that takes cores from the threads they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,7 +1,7 @@
-"""Records that cross package borders: what is said, sampled, played and trained on. Plain data, no torch.
+"""Records shared by packages: messages, samples, episodes and training rows. Plain data, no torch.
 
 Token ids and log-probabilities are the ground truth from the moment a token is sampled until the gradient step; text is
-a view of them (token-in/token-out, §4.1 of the paper). Nothing in training ever tokenises sampled text a second time.
+only a view of them (token-in/token-out, §4.1 of the paper). Training never tokenises sampled text a second time.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ GrammarKind = Literal["json", "json_schema", "regex", "choice", "grammar", "tool
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """What form the answer must have. Texts, so that it can cross processes; `glm5.engine.grammar` compiles it.
+    """Required form of the answer. Plain text, so it can cross processes; `glm5.engine.grammar` compiles it.
 
     `value` is the JSON schema (as text), the regular expression, a JSON list of the choices, a grammar in the notation
-    of Lark or in GBNF (`root ::= ...`), or a JSON list of tools in OpenAI function format of which one must be called;
-    nothing for "json", which is any JSON object, and for "any", which only limits thinking. `many` allows several
-    calls. `after_thinking` says that the prompt ends inside a think block: the grammar then begins behind `</think>`,
-    which is forced after `thinking_tokens` tokens at the latest (None: no limit, 0: at once).
+    of Lark or in GBNF (`root ::= ...`), or a JSON list of tools in OpenAI function format, one of which must be called.
+    It is empty for "json", which is any JSON object, and for "any", which only limits thinking. `many` allows several
+    calls. `after_thinking` means that the prompt ends inside a think block: the grammar then starts after `</think>`,
+    which is forced after at most `thinking_tokens` tokens (None: no limit, 0: at once).
     """
 
     kind: GrammarKind
@@ -61,17 +61,19 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature=0` is greedy; `top_k=0` means no limit. Stops are in token ids or text.
+    """Sampling parameters. `temperature=0` is greedy; `top_k=0` means no limit. Stops are token ids or text.
 
-    `seed=None` draws from the engine's own stream; a seed makes the result a function of (seed, sample index) alone.
+    `seed=None` draws from the engine's own stream; with a seed the result is a function of (seed, sample index) alone.
 
-    In this order: `repetition_penalty` divides a positive logit of every token of prompt and answer so far and
-    multiplies a negative one (1 changes nothing); `presence_penalty` is taken off the logit of every token of the
-    answer so far, `frequency_penalty` as often as it has occurred; `logit_bias` adds to single ids (pairs of id and
-    bias); `grammar` leaves the tokens that fit, or `allowed_token_ids` those of its ids (None: all; the two exclude
-    each other); no token completes one of `bad_words` in the text of the answer, however that is cut into tokens; the
-    first `min_tokens` tokens are no stops, and stop strings do not begin in them. These last two give way in a place
-    that nothing else fits. Then come temperature, min_p, top_k and top_p.
+    Applied in this order:
+    - `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt and answer so far (1:
+      off);
+    - `presence_penalty` is subtracted from logits of tokens in the answer so far, `frequency_penalty` per occurrence;
+    - `logit_bias` adds to single ids (pairs of id and bias);
+    - `grammar` allows only tokens that fit, `allowed_token_ids` only its ids (None: all); the two exclude each other;
+    - no token may complete one of `bad_words` in the text of the answer, however that is cut into tokens; in the first
+      `min_tokens` tokens there is no stop token and no stop string begins; both rules yield if no other token fits;
+    - temperature, min_p, top_k, top_p.
     """
 
     max_tokens: int = 128
@@ -97,10 +99,10 @@ class SamplingParams:
 
 @dataclass
 class Completion:
-    """What the engine produced for one sample of one prompt.
+    """The engine's output for one sample of one prompt.
 
     `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
-    it was sampled from (after temperature), `weight_versions[i]` the version of the weights that produced it.
+    it was sampled from (after temperature); `weight_versions[i]` is the version of the weights that produced it.
     `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit), "abort", or "error" if
     the engine could not compute it.
     """
@@ -114,7 +116,7 @@ class Completion:
 
 
 class Outcome(enum.StrEnum):
-    """How an episode ended. Only `ENV_ERROR` says nothing about the policy and is left out of training (§4.1)."""
+    """How an episode ended. Only `ENV_ERROR` says nothing about the policy; such episodes are not trained on (§4.1)."""
 
     SOLVED = "solved"
     FAILED = "failed"
@@ -136,8 +138,8 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """The record of one episode. `group` joins the samples of one problem; `detail` is for people and reports;
-    `teacher` names who teaches the prompt in distillation."""
+    """The record of one episode. `group` joins the samples of one problem; `detail` is for readers and reports;
+    `teacher` names the prompt's teacher in distillation."""
 
     problem: str
     domain: str
@@ -157,9 +159,9 @@ class Trajectory:
 class TrainSample:
     """One token row for the learner. All lists have the length of `ids`.
 
-    `loss_mask[i]` is True where token i was sampled by the policy (or is a target in SFT) and counts in the loss;
-    `rollout_logprobs[i]` and `advantages[i]` are 0.0 elsewhere. `teacher_logprobs` is empty outside distillation.
-    Position i is predicted from ids[:i].
+    `loss_mask[i]` is True if the policy sampled token i (or it is a target in SFT) and it counts in the loss; otherwise
+    `rollout_logprobs[i]` and `advantages[i]` are 0.0. `teacher_logprobs` is empty outside distillation. Token i is
+    predicted from ids[:i].
     """
 
     ids: list[int]
@@ -185,22 +187,22 @@ class StepResult:
 
 
 class Env(Protocol):
-    """One problem being worked on. Single use: `start` once, then `step` until `done`."""
+    """One problem being solved. Single use: `start` once, then `step` until `done`."""
 
     problem: str
     domain: str
 
     def start(self) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]], bool]:
-        """Opening messages, tool specifications (OpenAI function format) and whether the policy shall think."""
+        """Opening messages, tool specifications (OpenAI function format) and whether the policy should think."""
         ...
 
     def step(self, message: Message | None) -> StepResult:
-        """React to the policy's message; None stands for output that could not be parsed or was cut off."""
+        """React to the policy's message; None means output that could not be parsed or was cut off."""
         ...
 
 
 class Completer(Protocol):
-    """Whatever continues token ids: our engine, or a server behind HTTP."""
+    """Continues token ids: our engine, or a server over HTTP."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]

@@ -1,12 +1,12 @@
-"""Things that a recipe chooses by name, and how other people's code adds more of them.
+"""Registers of what a recipe chooses by name; other code can add entries.
 
-A script adds its own with `add` before it runs a recipe; an installed package through an entry point of the register's
+A script adds its own with `add` before it runs a recipe. An installed package uses an entry point of the register's
 group:
 
     [project.entry-points."glm5.losses"]     # in that package's pyproject.toml
     my_loss = "my_package.losses:MyLoss"
 
-Recipes, checkpoints and datasets only hold names: nothing in them can make this package import code.
+Recipes, checkpoints and datasets contain only names: they cannot make this package import code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Register(MutableMapping[str, type[T]]):
-    """Subclasses of `base` by name. `group` is that of the entry points, `kind` what errors call an entry."""
+    """Subclasses of `base` by name. `group` is the group of entry points, `kind` the word for an entry in errors."""
 
     def __init__(self, group: str, kind: str, base: type, entries: Mapping[str, type[T]]) -> None:
         self._group, self._kind, self._base = group, kind, base
@@ -30,7 +30,7 @@ class Register(MutableMapping[str, type[T]]):
             self.add(name, entry)
 
     def add(self, name: str, entry: type[T]) -> None:
-        """Add a class. Raises ConfigError if the name is taken by another."""
+        """Add a class. Raises ConfigError if another class has the name."""
         if self._entries.get(name, entry) is not entry:
             raise ConfigError(f'there is already a {self._kind} named "{name}"; choose another name.')
         self[name] = entry
@@ -41,7 +41,7 @@ class Register(MutableMapping[str, type[T]]):
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> type[T]:
-        """The class of this name; an entry point is imported only now. Raises ConfigError if there is none."""
+        """The class of this name; imports an entry point only now. Raises ConfigError if there is none."""
         if name not in self._entries:
             found = list(entry_points(group=self._group, name=name))
             if not found:
@@ -68,7 +68,7 @@ class Register(MutableMapping[str, type[T]]):
         return name in set(self)
 
     def __iter__(self) -> Iterator[str]:
-        """All names, those of entry points included."""
+        """All names, including entry points."""
         return iter(dict.fromkeys([*self._entries, *entry_points(group=self._group).names]))
 
     def __len__(self) -> int:

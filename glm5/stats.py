@@ -1,4 +1,4 @@
-"""Intervals for scores: what a benchmark number is worth when it comes from a few dozen problems.
+"""Confidence intervals for scores from a few dozen problems.
 
 All intervals are two-sided. `confidence` is the share of repetitions in which such an interval covers the true value.
 """
@@ -24,21 +24,21 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """For a difference: whether its sign is settled at this confidence."""
+        """For a difference: whether its sign is certain at this confidence."""
         return self.low > 0 or self.high < 0
 
 
 def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
-    """Wilson score interval for a proportion, e.g. a pass rate. Honest at 0 and at n successes, unlike the normal
+    """Wilson score interval for a proportion, e.g. a pass rate. Correct at 0 and at n successes, unlike the normal
     approximation, and always within [0, 1]. Neither number needs to be whole: `n` may be an effective sample size.
-    ValueError unless 0 <= successes <= n and n > 0."""
+    Raises ValueError unless 0 <= successes <= n and n > 0."""
     if n <= 0 or not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} are not a proportion")
     z = _normal_quantile(confidence)
     p = successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # At the ends the two terms are equal but for rounding.
+    # At the ends the two terms are equal except for rounding.
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == n else min(1.0, centre + half)
     return Interval(p, low, high, n)
@@ -47,10 +47,10 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
 def mean_interval(
     values: Sequence[float], confidence: float = 0.95, bounds: tuple[float, float] = (-math.inf, math.inf)
 ) -> Interval:
-    """Student's t interval for the mean of independent `values`, cut to `bounds`, the range that a mean can have.
+    """Student's t interval for the mean of independent `values`, cut to `bounds`, the possible range of a mean.
 
-    One value says nothing about the spread: its interval is all of `bounds`. Values that are all equal give an interval
-    of width 0; for right-or-wrong scores use `wilson`, which does not. ValueError for no values.
+    One value has no spread: its interval is all of `bounds`. Equal values give an interval of width 0; for
+    right-or-wrong scores use `wilson`, which does not. Raises ValueError if there are no values.
     """
     if not values:
         raise ValueError("the mean of no values has no interval")
@@ -68,9 +68,9 @@ def paired_difference(
     confidence: float = 0.95,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Interval:
-    """Interval for the mean of a[i] - b[i], where both systems worked on the same problems.
+    """Interval for the mean of a[i] - b[i]; both systems worked on the same problems.
 
-    What makes a problem hard for both cancels, so this is narrower than comparing two separate intervals. ValueError
+    The difficulty of a problem cancels, so this is narrower than comparing two separate intervals. Raises ValueError
     unless the two are equally long and not empty.
     """
     if len(a) != len(b):
@@ -81,9 +81,9 @@ def paired_difference(
 def paired_shares(before: Sequence[bool], now: Sequence[bool]) -> Interval:
     """95 % interval of Bonett and Price (2012) for the change of a share, `now` minus `before`, problem by problem.
 
-    Only problems that changed tell anything: one is added to those that were won and to those that were lost, two to
-    all, which keeps the coverage where they are few. It excludes 0 about where McNemar's exact test does. ValueError
-    unless both are equally long and not empty.
+    Only changed problems carry information. One is added to those won and to those lost, two to all, which keeps the
+    coverage if they are few. It excludes 0 about when McNemar's exact test does. Raises ValueError unless both are
+    equally long and not empty.
     """
     if len(before) != len(now) or not now:
         raise ValueError(f"{len(before)} and {len(now)} outcomes are not pairs")
@@ -97,8 +97,8 @@ def paired_shares(before: Sequence[bool], now: Sequence[bool]) -> Interval:
 
 
 def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval | None:
-    """Fieller's 95 % interval for mean(above) / mean(below) of pairs. None where the mean below cannot be told from 0,
-    for then no ratio can be excluded, and for fewer than two pairs. ValueError unless both are equally long."""
+    """Fieller's 95 % interval for mean(above) / mean(below) of pairs. None if the mean below could be 0, because then
+    no ratio can be excluded, and for fewer than two pairs. Raises ValueError unless both are equally long."""
     if len(above) != len(below):
         raise ValueError(f"{len(above)} and {len(below)} values are not pairs")
     n = len(below)

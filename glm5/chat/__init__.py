@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer, chat template (messages to ids with a loss mask), parser of model output."""
+"""Text to token ids and back: tokenizer, chat template (messages to ids with a loss mask), parser of model output."""
 
 from __future__ import annotations
 

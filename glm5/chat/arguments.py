@@ -1,8 +1,8 @@
 """Text of a tool argument to a value, by the tool's JSON schema.
 
-The template writes strings raw and everything else as JSON, so that only the schema can tell the string "2" from the
-number 2. What does not fit its schema is never an error: it is read as leniently as released parsers do, and stays text
-in the end.
+The template writes strings raw and everything else as JSON, so only the schema can tell the string "2" from the number
+2. A value that does not fit its schema is never an error: it is read as leniently as released parsers do, and otherwise
+stays text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 _ALL = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 _MAX_SCHEMA_DEPTH = 32
 _MAX_VALUE_DEPTH = 128
-"""Deeper values stay text: whoever writes them as JSON later could run out of stack."""
+"""Deeper values stay text: writing them as JSON later could exhaust the stack."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class ArgumentType:
 
     @property
     def verbatim(self) -> bool:
-        """Whether the text is the value, whatever it looks like."""
+        """Whether the value is always the text itself."""
         return self.types == {"string"}
 
     def read(self, text: str) -> tuple[Any, str]:
-        """The value that `text` stands for, and its JSON. Never fails; time is linear in the text.
+        """The value of `text`, and its JSON. Never fails; time is linear in the text.
 
-        Where a string is allowed, text is one unless it is JSON of another allowed type. Where none is, slips are
-        forgiven: JSON in quotes, JSON with escaped quotes, and Python's spelling. JSON that does not fit stays as it
-        is, and what is no JSON at all becomes a string.
+        If a string is allowed, the result is a string unless `text` is JSON of another allowed type. If not, we accept
+        JSON in quotes, JSON with escaped quotes, and Python's spelling. JSON that does not fit the schema stays as it
+        is; text that is not JSON at all becomes a string.
         """
         if "string" in self.types:
             found = None if text in self.options else parse_json(text)
@@ -59,7 +59,7 @@ class ArgumentType:
 
 
 class ToolSchemas:
-    """The argument types of a set of tools (OpenAI function format). Unknown tools and arguments may be anything."""
+    """The argument types of a set of tools (OpenAI function format). Unknown tools and arguments may be of any type."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._parameters: dict[str, Mapping[str, Any]] = {}
@@ -86,8 +86,8 @@ class ToolSchemas:
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: dict[str, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows; all of them where it does not say. `seen` holds the references of `root` that
-    were followed already, so that one schema costs no more than its size."""
+    """JSON types that a schema allows; all of them if it does not say. `seen` holds the references of `root` already
+    followed, so the cost of one schema is bounded by its size."""
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
         return _ALL
     ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
@@ -119,7 +119,7 @@ def _options(schema: Any, root: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _target(root: Mapping[str, Any], ref: str) -> Any:
-    """What a reference such as `#/$defs/Unit` points to; None for one that leads elsewhere."""
+    """The schema that a reference such as `#/$defs/Unit` points to; None if it leads outside."""
     place: Any = root
     head, *path = ref.split("/")
     for part in path:
@@ -140,7 +140,7 @@ def _json_types(value: Any) -> frozenset[str]:
 
 
 def parse_json(text: str) -> tuple[Any, str] | None:
-    """A JSON value and how we write it; None for what is no JSON or could not be sent on."""
+    """A JSON value and how we write it; None if the text is not JSON or could not be sent on."""
     try:
         value = json.loads(text)
         if not _is_shallow(value):
@@ -163,7 +163,7 @@ def _is_shallow(value: Any) -> bool:
 
 
 def _readings(text: str) -> Iterator[str]:
-    """What may have been meant, the likeliest first."""
+    """Possible readings of the text, the likeliest first."""
     yield text
     for quoted in (text, f'"{text}"'):
         try:
@@ -175,8 +175,8 @@ def _readings(text: str) -> Iterator[str]:
     yield _PYTHON.sub(_as_json, text)
 
 
-# A string in either kind of quotes, a word, or a comma before a closing bracket. A string matches without its closing
-# quote too; otherwise the search for one would start again at every quote.
+# A string in either kind of quotes, a word, or a comma before a closing bracket. A string also matches without its
+# closing quote; otherwise the search for one would restart at every quote.
 _PYTHON = re.compile(
     r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'?|"[^"\\]*+(?:\\.[^"\\]*+)*+"?|\b(?:true|false|none|null)\b|,\s*+(?=[}\]])""",
     re.IGNORECASE | re.DOTALL,

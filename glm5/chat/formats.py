@@ -1,8 +1,8 @@
-"""How conversations become prompts for a checkpoint: by the rules of a known template version, or by its own Jinja.
+"""Conversations to prompts of a checkpoint: by the rules of a known template version, or by the checkpoint's own Jinja.
 
-Released checkpoints name no version; they ship a template file. `recognise` finds out which version that is: by its
-digest, or else by what it writes for a few conversations that tell the versions apart. A file that is none of them is
-rendered as it is, in the process of `glm5.chat.jinja`, so that the model gets the prompt that it was trained on.
+Released checkpoints name no version; they ship a template file. `recognise` finds its version by its digest, or by its
+output for a few conversations that distinguish the versions. An unknown template is rendered as it is, in the process
+of `glm5.chat.jinja`, so the model gets the prompt that it was trained on.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class ChatFormat:
     """The chat template in use. Safe to use from several threads.
 
     Attributes:
-        version: a key of `RULES`, or None if the template is none of them.
+        version: a key of `RULES`, or None if the template is not a known version.
         origin: who chose it: a file, the command line, or the default.
-        guessed: whether it was not named as a version by the checkpoint or the command line.
+        guessed: False if the checkpoint or the command line named a version.
 
     Raises:
         ConfigError: an unknown version.
-        CheckpointError: the template is too large or no Jinja.
+        CheckpointError: the template is too large or not Jinja.
     """
 
     def __init__(self, setting: TemplateSetting) -> None:
@@ -95,7 +95,7 @@ class ChatFormat:
                 self._jinja = None
 
     def describe(self) -> str:
-        """For logs and clients: the version or "jinja", and who chose it."""
+        """The version or "jinja", and who chose it, for logs and clients."""
         return f"{self.version or 'jinja'} ({self.origin})"
 
     def render(
@@ -109,8 +109,8 @@ class ChatFormat:
         reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
     ) -> tuple[list[int], bool]:
-        """Ids of a prompt, and whether it ends inside a think block. Raises DataError for a conversation that the
-        template cannot take."""
+        """Ids of a prompt, and whether it ends inside a think block. Raises DataError if the template refuses the
+        conversation."""
         options: dict[str, Any] = {
             "enable_thinking": enable_thinking,
             "clear_thinking": clear_thinking,
@@ -133,7 +133,7 @@ class ChatFormat:
         return self.version is not None and RULES[self.version].always_thinks
 
     def efforts(self) -> Sequence[str] | None:
-        """What `reasoning_effort` may be, strongest last; empty if the template knows none, None if we cannot tell."""
+        """Allowed values of `reasoning_effort`, strongest last; empty if the template has none, None if unknown."""
         if self.version is None:
             return None
         known = RULES[self.version].efforts
@@ -141,12 +141,12 @@ class ChatFormat:
 
 
 def recognise(source: str) -> str | None:
-    """The version of a template file; None if it is none that we know. Raises CheckpointError if it is no Jinja."""
+    """The version of a template file; None if it is unknown. Raises CheckpointError if it is not Jinja."""
     return ChatFormat(TemplateSetting(None, source, "the chat template")).version
 
 
 def _agreeing(template: JinjaTemplate) -> str | None:
-    """The version whose rules write what `template` writes, for every probe."""
+    """The version whose rules give the same text as `template` for every probe."""
     candidates, tokenizer = list(RULES), Tokenizer.byte_level()
     for messages, tools, options in _PROBES:
         try:

@@ -1,8 +1,8 @@
 """Foreign chat templates: Jinja from a checkpoint, rendered in a sandbox inside a process that can be killed.
 
-The typed renderer (`glm5.chat.template`) is what training and serving use. This is for templates that it does not know,
-and for holding it against a template. A template is untrusted: jinja2's immutable sandbox keeps it from Python, and the
-process has limits of time, memory and output, which jinja2 alone cannot set.
+Training and serving use the typed renderer (`glm5.chat.template`). This one is for unknown templates, and to compare
+the typed renderer with a template. A template is untrusted: jinja2's immutable sandbox keeps it from Python, and the
+process limits time, memory and output, which jinja2 alone cannot do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_OUTPUT_CHARS = 2**24
 MEMORY_BYTES = 2**30
 _WORKER = Path(__file__).with_name("jinja_worker.py")
 _PRIVATE = re.compile(r"\\u(?:e[0-9a-f]{3}|f[0-8][0-9a-f]{2})")  # U+E000 to U+F8FF, as `json.dumps` writes them
-_STARTING_SECONDS = 60.0  # until the process answers for the first time, on a machine under load
+_STARTING_SECONDS = 60.0  # until the first answer of the process, on a machine under load
 
 
 class JinjaTemplate:
@@ -41,8 +41,8 @@ class JinjaTemplate:
         name: what error messages call the template.
 
     Raises:
-        CheckpointError: the template is too large or no Jinja. Rendering raises it where the template breaks a limit,
-            leaves the sandbox or fails; and DataError where it refuses the conversation with `raise_exception`.
+        CheckpointError: the template is too large or not Jinja; at rendering, it breaks a limit, leaves the sandbox or
+            fails. Rendering raises DataError if the template refuses the conversation with `raise_exception`.
     """
 
     def __init__(self, source: str, *, seconds: float = 10.0, name: str = "the chat template") -> None:
@@ -50,7 +50,7 @@ class JinjaTemplate:
             raise CheckpointError(f"{name} has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are allowed.")
         self._source, self._seconds, self._name = source, seconds, name
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., JinjaTemplate] | None = None  # also when a template is forgotten unclosed
+        self._end: weakref.finalize[..., JinjaTemplate] | None = None  # also runs if a template is never closed
         self._start()
 
     def text(
@@ -61,7 +61,7 @@ class JinjaTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The rendered text. `variables` are those of the template, such as `enable_thinking`; None leaves one out."""
+        """The rendered text. `variables` are passed to the template, such as `enable_thinking`; None leaves one out."""
         return self._render(_values(messages, tools, add_generation_prompt, variables))
 
     def ids(
@@ -73,10 +73,10 @@ class JinjaTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Token ids: special tokens where the template itself writes them, never where a message or a tool does.
+        """Token ids: special tokens only if the template itself writes them, never if a message or a tool does.
 
-        For that the text of messages and tools reaches the template with a mark behind every character that begins a
-        special token; the mark is taken out again before tokenising.
+        To this end a mark follows every character that begins a special token in the text of messages and tools. The
+        mark is removed again before tokenising.
         """
         values = _values(messages, tools, add_generation_prompt, variables)
         written = json.dumps(values)
@@ -115,7 +115,7 @@ class JinjaTemplate:
         return str(self._checked(reply)["text"])
 
     def _start(self) -> None:
-        # -P: the worker's folder holds modules of ours that are not for it.
+        # -P: keeps the worker's folder off its path; our modules there could shadow others.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
@@ -136,7 +136,7 @@ class JinjaTemplate:
         return reply
 
     def _ask(self, line: str, seconds: float) -> dict[str, Any]:
-        """One question and its answer. A process that breaks a limit is gone afterwards."""
+        """Send one question, return its answer. A process that breaks a limit is killed."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise CheckpointError(f"{self._name} has no process to run in.")
@@ -171,7 +171,7 @@ def _values(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the template sees, as plain JSON values."""
+    """The template's variables as plain JSON values."""
     if not messages:
         raise DataError("a conversation needs at least one message.")
     check_tools(tools or ())

@@ -1,9 +1,9 @@
-"""The process that renders foreign chat templates; `glm5.chat.jinja` starts it and kills it when it takes too long.
+"""The process that renders foreign chat templates; `glm5.chat.jinja` starts it and kills it if it takes too long.
 
-It reads one JSON object per line and answers each with one line: first `{"source", "memory", "max_chars"}`, then the
-variables of one rendering after the other. An answer holds `text`, or `error` with `blame`: "template", or "input"
-where the template itself refused the conversation. Run as a file: it imports nothing but jinja2 and the standard
-library, so that it starts quickly.
+It reads one JSON object per line and answers each with one line. The first is `{"source", "memory", "max_chars"}`; each
+later one has the variables of one rendering. An answer has `text`, or `error` with `blame`: "template", or "input" if
+the template refused the conversation. It runs as a file and imports only jinja2 and the standard library, to start
+fast.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Refused(Exception):
-    """The template called `raise_exception`: it does not take this conversation."""
+    """The template called `raise_exception`: it refuses this conversation."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the model writes; for rendering it is a block like any other."""
+    """`{% generation %}` marks what the model writes; rendering treats it as any other block."""
 
     tags = {"generation"}
 
@@ -37,7 +37,7 @@ class GenerationTag(Extension):
 
 def main() -> None:
     hello = json.loads(sys.stdin.readline())
-    # Nothing here writes files or needs more than one open file beside the pipes.
+    # The worker writes no files and needs at most one open file beside the pipes.
     resource.setrlimit(resource.RLIMIT_AS, (hello["memory"], hello["memory"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     template: Template | None = None
@@ -50,12 +50,12 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer({"text": render(template, json.loads(line), hello["max_chars"])})
-        except Exception as error:  # whatever a hostile template makes jinja2 raise
+        except Exception as error:  # a hostile template can make jinja2 raise anything
             answer(failure(error))
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The settings that chat templates are written for, and their helpers."""
+    """The settings and helpers that chat templates expect."""
     found = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )

@@ -1,4 +1,4 @@
-"""Messages in the spellings of other systems, brought to one canonical form (`glm5.records.Message`)."""
+"""Messages in the spellings of other systems, converted to one canonical form (`glm5.records.Message`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
     """Canonical form of a message in OpenAI, vLLM or SGLang spelling.
 
     Null content is empty, text parts are joined, `developer` is `system`, `reasoning` and `reasoning_content` are the
-    same, string arguments are parsed, and an assistant's content with `</think>` but no reasoning field is split.
+    same, and string arguments are parsed. An assistant's content with `</think>` but no reasoning field is split.
 
     Raises:
         DataError: unknown role, content that is not text, malformed tool call. `where` names the message.
@@ -45,8 +45,8 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
 
 
 def canonical(messages: Sequence[Message | Mapping[str, Any]], sort_results: bool = False) -> list[Message]:
-    """`normalise` of every message. With `sort_results` each run of tool results goes in the order of its calls where
-    every call has an id of its own and every result names one."""
+    """`normalise` every message. With `sort_results` each run of tool results is sorted into the order of its calls, if
+    every call has a unique id and every result names one."""
     if not messages:
         raise DataError("a conversation needs at least one message.")
     turns = [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -73,14 +73,14 @@ def split_by_thinking(
 ) -> list[tuple[bool, list[Message]]]:
     """Turn-level thinking (§3.1) for SFT: one copy of the conversation for each mode in it, as (mode, messages).
 
-    The mode changes the start of a prompt (the effort line of 5.2), so that turns of different modes do not fit into
-    one row. In the copy of a mode only the turns of that mode are trained; render it with `enable_thinking=mode`.
+    The mode changes the start of a prompt (the effort line of 5.2), so turns of different modes cannot share a row. In
+    the copy of a mode only the turns of that mode are trained; render it with `enable_thinking=mode`.
 
     Args:
         thinking: for each assistant turn whether its request asked for thinking.
 
     Raises:
-        DataError: `thinking` has another length, or a turn without thinking has reasoning.
+        DataError: `thinking` has the wrong length, or a turn without thinking has reasoning.
     """
     turns = canonical(messages)
     places = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
@@ -103,14 +103,14 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError for a specification without a name."""
+    """Raise DataError if a tool specification has no name."""
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or not isinstance(function_of(tool).get("name"), str):
             raise DataError(f'tools[{i}] needs a "function" with a "name".')
 
 
 def _checked(message: Message, where: str) -> Message:
-    """The same object when it is canonical already."""
+    """Returns the same object if it is already canonical."""
     role, content = _role(message.role, where), _text(message.content, where)
     calls = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls))
     _reasoning(message.reasoning, where)

@@ -1,13 +1,13 @@
 """Model output to messages: reasoning, content and tool calls, as text streams in.
 
-The parser reads the text that follows the generation prompt. With `thinking` it starts inside the think block, which
-ends at `</think>` or at the first `<tool_call>`; without any of them everything is reasoning. Without `thinking`, a
-`<think>` before any other text opens a block all the same, and a first `</think>` that closes none is dropped. A call
-is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; text outside calls is content. Work is
+The parser reads the text after the generation prompt. With `thinking` it starts inside the think block, which ends at
+`</think>` or at the first `<tool_call>`; without either, everything is reasoning. Without `thinking`, a `<think>`
+before any other text still opens a block, and a first `</think>` without an open block is dropped. A call is
+`<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; text outside calls is content. Work is
 linear in the text, and the events, joined by `merge_events`, do not depend on how the text was cut.
 
-Two mistakes that models make are repaired. A call may hold its arguments as a JSON object after the name. And a value
-may lack its `</arg_value>`: if another `<arg_value>` or the end of the text comes first, the value ended at its first
+Two common model mistakes are repaired. A call may have its arguments as a JSON object after the name. And a value may
+lack its `</arg_value>`: if another `<arg_value>` or the end of the text comes first, the value ended at its first
 `<arg_key>` or `</tool_call>`; otherwise these are text of the value. `well_formed` is False for both.
 """
 
@@ -50,7 +50,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """More of the arguments; the fragments of a call that ends concatenate to a JSON object."""
+    """More of the arguments; the fragments of a complete call concatenate to a JSON object."""
 
     index: int
     json_fragment: str
@@ -58,7 +58,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """A complete call. A key that was written twice keeps its last value."""
+    """A complete call. A repeated key keeps its last value."""
 
     index: int
     call: ToolCall
@@ -66,7 +66,7 @@ class ToolCallEnd:
 
 @dataclass(frozen=True)
 class ToolCallUnterminated:
-    """The text ended inside a call. `name` is None when not even that was complete; `text` is the block as written."""
+    """The text ended inside a call. `name` is None if not even that was complete; `text` is the block as written."""
 
     index: int
     name: str | None
@@ -78,7 +78,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | Tool
 
 
 class _State(enum.Enum):
-    """Where the parser is, and which markers mean something there."""
+    """Parser state; it decides which markers have a meaning."""
 
     REASONING = ("</think>", "<tool_call>")
     CONTENT = ("<think>", "</think>", "<tool_call>")
@@ -90,7 +90,7 @@ class _State(enum.Enum):
 
 _TAGS = ("<think>", "</think>")
 
-# Function names have neither white space nor braces; what follows such a name may be the arguments as JSON.
+# Function names have neither white space nor braces; the text after such a name may be the arguments as JSON.
 _NAME = re.compile(r"[^\s{}]+")
 _NAME_AND_BODY = re.compile(r"([^\s{}]+)\s*(\{.*)", re.DOTALL)
 
@@ -109,10 +109,10 @@ class ChatParser:
     """Incremental parser of one assistant turn. Feed text without the stop token, then call `finish` once.
 
     `tools` (OpenAI function format) gives the types of arguments. `thinking` says whether the generation prompt opened
-    the think block, see `glm5.chat.template.opens_thinking`. `well_formed` is False as soon as the text has left the
-    grammar, and after `finish` also when the think block or a call was never closed; `unterminated` then says which of
-    them. `calls=False` reads no calls: `<tool_call>` is then text like any other; so are think tags with `begun`, which
-    says that the prompt holds a beginning of the answer, or that there is no chat. No input raises an error.
+    the think block, see `glm5.chat.template.opens_thinking`. `well_formed` becomes False if the text leaves the
+    grammar, and after `finish` also if the think block or a call was not closed; `unterminated` then says which. With
+    `calls=False`, `<tool_call>` is plain text. With `begun`, think tags are plain text: the prompt already contains the
+    start of the answer, or there is no chat. No input raises an error.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ChatParser:
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._tagged = thinking or begun  # whether the think block of this turn was opened or closed
         self._blank = True  # whether only white space has come so far
-        self._tail = ""  # the end of the text so far, as long as it may be the start of a marker
+        self._tail = ""  # the end of the text so far, if it may be the start of a marker
         self._events: list[Event] = []
         self._index = -1
         self._name: str | None = None
@@ -139,11 +139,11 @@ class ChatParser:
         self._arguments: dict[str, Any] = {}
         self._open = False  # whether a fragment of this call has opened the JSON object
         self._held: list[str] = []  # text of the current name, key, gap or value
-        self._doubtful: list[str] = []  # text from a marker on that may have ended the value
+        self._doubtful: list[str] = []  # text from a marker that may have ended the value
         self._block: list[str] = []  # text of the current call
 
     def feed(self, text: str) -> list[Event]:
-        """Events that `text` completes."""
+        """Add text; returns the events that it completes."""
         rest = self._scan(self._tail + text)
         end = len(rest) - _partial_marker(rest, _markers(self._state, self._calls, self._tagged)[0])
         self._take(rest[:end])
@@ -151,7 +151,7 @@ class ChatParser:
         return self._drain()
 
     def finish(self) -> list[Event]:
-        """The rest: text that was held back, and the unterminated call if there is one."""
+        """The remaining events: held-back text, and the unterminated call if there is one."""
         self._take(self._tail)
         self._tail = ""
         if self._doubtful:
@@ -179,7 +179,7 @@ class ChatParser:
         return data[start:]
 
     def _take(self, text: str) -> None:
-        """Text that is no marker."""
+        """Process text that is not a marker."""
         if not text:
             return
         self._blank = self._blank and text.isspace()
@@ -196,7 +196,7 @@ class ChatParser:
                 self._fragment(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _mark(self, marker: str) -> None:
-        """A marker that means something in the current state."""
+        """Process a marker that has a meaning in the current state."""
         if self._state is _State.REASONING and marker == "</think>":
             self._state = _State.CONTENT
             return
@@ -212,7 +212,7 @@ class ChatParser:
             return
         if self._doubtful:
             text, self._doubtful = "".join(self._doubtful), []
-            self._take(text)  # it was text of the value after all
+            self._take(text)  # it is text of the value after all
         self._block.append(marker)
         held = "".join(self._held)
         self._held = []
@@ -239,7 +239,7 @@ class ChatParser:
             self._state = _State.REASONING
 
     def _doubt(self, marker: str) -> None:
-        """A marker inside a value that may have ended it."""
+        """Process a marker inside a value that may have ended it."""
         if self._doubtful and marker == "<arg_value>":
             self._take(self._end_unclosed_value(marker))
         elif self._doubtful or marker != "<arg_value>":
@@ -248,8 +248,8 @@ class ChatParser:
             self._take(marker)
 
     def _end_unclosed_value(self, marker: str) -> str:
-        """End the value where the doubt began and read on from there up to `marker`; returns the text after the last
-        marker. No value opens before `marker`, so that no text is read a third time."""
+        """End the value at its first doubtful marker and read on from there up to `marker`; returns the text after the
+        last marker. No value opens before `marker`, so no text is read a third time."""
         self.well_formed = False
         rest, self._doubtful = "".join(self._doubtful) + marker, []
         value, self._held = "".join(self._held), []
@@ -264,14 +264,14 @@ class ChatParser:
         self._held, self._block = [], ["<tool_call>"]
 
     def _end_name(self, held: str, marker: str) -> None:
-        name = held.removesuffix("\\n").strip()  # models write line ends also as a backslash and an n
+        name = held.removesuffix("\\n").strip()  # models also write line ends as a backslash and an n
         written: tuple[Any, str] | None = None
         if marker == "</tool_call>" and (match := _NAME_AND_BODY.fullmatch(name)):
             body = parse_json(match[2])
             if body is not None and isinstance(body[0], dict):
                 name, written = match[1], body
         if marker == "<tool_call>" or not _NAME.fullmatch(name):
-            # No call: the text so far is content, and a second `<tool_call>` starts afresh.
+            # Not a call: the text so far is content. A second `<tool_call>` starts a new call.
             self.well_formed = False
             if marker == "<tool_call>":
                 self._block.pop()
@@ -293,7 +293,7 @@ class ChatParser:
             self._end_call()
 
     def _end_gap(self, gap: str, marker: str) -> None:
-        # Models write line ends between the tags, also as a backslash and an n.
+        # Models also write line ends between the tags as a backslash and an n.
         stray = bool(gap.replace("\\n", "").strip())
         misplaced = (marker == "<arg_value>") != (self._key is not None)
         self.well_formed &= not (stray or misplaced)
@@ -358,7 +358,7 @@ def parse_message(
 
     `well_formed` means that the text follows the grammar strictly: think block closed by `</think>`, calls complete,
     named and without stray text inside. Text of an unterminated call is in no field of the message. `reasoning` is None
-    if `thinking` is off and the model did not think either.
+    if `thinking` is off and the model did not think.
     """
     for stop in STOP_TOKENS:
         if text.endswith(stop):
@@ -373,7 +373,7 @@ def parse_message(
 
 
 def _partial_marker(data: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `data` that begins a marker without completing it."""
+    """Length of the longest suffix of `data` that is an incomplete marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(data)), 0, -1):
         end = data[len(data) - length :]

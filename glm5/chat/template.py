@@ -2,16 +2,15 @@
 
 Tokenisation is piecewise. Each of these is one piece, encoded alone as plain text: the content of a message, its
 reasoning, a tool's name, an argument's key, an argument's value, a tool result, the effort line, and the tool block up
-to its last line. Between pieces stand special tokens, inserted as ids. Two things follow. Text of users and tools can
-never become a special token, and the ids are those of tokenising the whole rendered text wherever no message spells
-out a special token. SFT rows, prompts and the continuations of agent loops all come from the code below, so that SFT
-trains on the ids that inference is fed.
+to its last line. Special tokens between pieces are inserted as ids. So text of users and tools can never become a
+special token. If no message spells out a special token, the ids equal those of tokenising the whole rendered text. SFT
+rows, prompts and the continuations of agent loops all use the code below: SFT trains on the same ids as inference.
 
-GLM has no end-of-turn token: the role marker of the next turn ends an assistant turn and is what the model samples
-last, `<|user|>` after an answer and `<|observation|>` after tool calls.
+GLM has no end-of-turn token. The role marker of the next turn ends an assistant turn, and the model samples it last:
+`<|user|>` after an answer and `<|observation|>` after tool calls.
 
-The thinking modes of §3.1: interleaved thinking is what every version does, for an assistant turn between tool results
-has its own think block; preserved thinking is `clear_thinking=False`; turn-level thinking is `enable_thinking` of each
+The thinking modes of §3.1: every version has interleaved thinking, because an assistant turn between tool results has
+its own think block. Preserved thinking is `clear_thinking=False`. Turn-level thinking is `enable_thinking` of each
 request, and for SFT `glm5.chat.messages.split_by_thinking`.
 """
 
@@ -27,8 +26,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import ConfigError, DataError
 from glm5.records import Message
 
-# Wire constants: the released weights have seen exactly these bytes. The format line is trusted text and the only one
-# whose special token strings are encoded as special ids.
+# Wire constants: the released weights were trained on exactly these bytes. The format line is trusted text, the only
+# one in which strings of special tokens are encoded as special ids.
 _TOOLS_HEAD = (
     "\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -44,16 +43,16 @@ _TOOLS_FORMAT = (
 
 @dataclass(frozen=True)
 class TemplateRules:
-    """What differs between template versions. `card` says how we know."""
+    """Differences between template versions. `card` gives the source of each."""
 
     card: str
-    efforts: Mapping[str, str] | None  # `reasoning_effort` to the word in the effort line, else "Max"; None: no line
+    efforts: Mapping[str, str] | None  # `reasoning_effort` to the word in the effort line, default "Max"; None: no line
     always_thinks: bool  # `enable_thinking=False` is ignored
-    empty_think: Literal["never", "current", "always"]  # where a turn without shown reasoning has `<think></think>`
-    keeps_reasoning: bool  # default for reasoning before the last user message when `clear_thinking` is None
+    empty_think: Literal["never", "current", "always"]  # which turns without shown reasoning get `<think></think>`
+    keeps_reasoning: bool  # default if `clear_thinking` is None, for reasoning before the last user message
     strips_reasoning: bool
-    unwraps_tools: bool  # the function object alone, without serving hints, instead of the object as passed
-    sorts_results: bool  # tool results go in the order of their calls when all ids are known
+    unwraps_tools: bool  # pass the function object alone, without serving hints, not the object as given
+    sorts_results: bool  # sort tool results into the order of their calls if all ids are known
 
 
 _RENDERED = "Agrees with known renderings of the released template: plain, thinking off, several turns, tools."
@@ -70,7 +69,7 @@ RULES: Mapping[str, TemplateRules] = {
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids and, for each, whether the policy must produce it (same length)."""
+    """Token ids and a loss mask of the same length: True for tokens that the policy must produce."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -109,10 +108,10 @@ def render_chat(
 ) -> Rendered:
     """Render a conversation.
 
-    The mask is True on what the model must produce in each assistant turn with `train=True`: reasoning, `</think>`,
-    content, tool calls and the marker that closes the turn, where that is the one which such a turn ends with. Part of
-    the prompt, hence False: `<|assistant|>`, `<think>`, a `</think>` that a generation prompt holds (of this version
-    and mode, or a lone one), and a `</think>` behind which the template hid reasoning (training on it would teach the
+    The mask is True for what the model must produce in each assistant turn with `train=True`: reasoning, `</think>`,
+    content, tool calls, and the marker that closes the turn if it is the correct one for such a turn. The mask is False
+    for the prompt: `<|assistant|>`, `<think>`, a `</think>` that a generation prompt contains (of this version and
+    mode, or a lone one), and a `</think>` after which the template removed reasoning (training on it would teach the
     model not to think).
 
     Args:
@@ -162,7 +161,7 @@ def render_tool_results(
     version: str | None = None,
     enable_thinking: bool = True,
 ) -> list[int]:
-    """Ids that follow a sampled `<|observation|>`, up to and including the next generation prompt.
+    """Ids after a sampled `<|observation|>`, up to and including the next generation prompt.
 
     `messages` are the tool results in the order of the calls. Appending these ids to prompt and output gives the ids of
     `render_chat(..., clear_thinking=False)` without tokenising sampled text a second time (§4.1).
@@ -181,7 +180,7 @@ def render_tool_results(
 def render_user_turn(
     content: str, *, tokenizer: Tokenizer, version: str | None = None, enable_thinking: bool = True
 ) -> list[int]:
-    """Ids that follow a sampled `<|user|>`, up to and including the next generation prompt.
+    """Ids after a sampled `<|user|>`, up to and including the next generation prompt.
 
     Earlier reasoning stays in the context, as with `clear_thinking=False`.
     """
@@ -201,10 +200,10 @@ def appends_only(version: str, *, enable_thinking: bool = True, clear_thinking: 
     """Whether a longer conversation, rendered with the same options, always starts with the ids of the shorter one.
 
     Preserved thinking (`clear_thinking=False`, the default of 5.3) appends only: caches stay valid, and one SFT row
-    holds the prompts of all its turns. Otherwise a new user message takes the reasoning of earlier turns away, and 5.1
-    rewrites `<think></think>` of earlier turns without reasoning to `</think>` even then. Two limits remain. 5.3 sorts
-    tool results, so that results of one run must come together or in the order of their calls. And a generation prompt
-    is a prefix only of a turn as it asked for: in 5.0 and 5.1 a turn without reasoning is shown as one that was not
+    holds the prompts of all its turns. Otherwise a new user message removes the reasoning of earlier turns. In 5.1 it
+    also rewrites `<think></think>` of earlier turns without reasoning to `</think>`, even with preserved thinking. Two
+    limits remain. 5.3 sorts tool results: results of one run must come together or in the order of their calls. And a
+    generation prompt is a prefix only of a turn in its own mode: 5.0 and 5.1 render a turn without reasoning as one not
     asked to think, and `enable_thinking=False` is for turns without reasoning.
     """
     rules = _known_rules(version)
@@ -237,7 +236,7 @@ def _effort_line(row: _Row, rules: TemplateRules, thinking: bool, effort: str | 
 
 
 def _closes(previous: Message | None, calls: bool) -> bool:
-    """Whether the next marker is what a trained turn must end with: `<|observation|>` after calls, else `<|user|>`."""
+    """Whether the next marker correctly ends a trained turn: `<|observation|>` after calls, otherwise `<|user|>`."""
     return (
         previous is not None and previous.role == "assistant" and previous.train and bool(previous.tool_calls) == calls
     )

@@ -1,8 +1,8 @@
 """Byte-level BPE with the GLM special tokens, in the file layout of the released checkpoints.
 
-The 256 bytes are always in the vocabulary, so that every text can be encoded and nothing maps to "unknown". Special
-tokens come last. A special token's *string* is ordinary text unless the caller says `allow_special=True`: what users
-and tools write can therefore never become a role marker.
+The 256 bytes are always in the vocabulary, so every text can be encoded and nothing maps to "unknown". Special tokens
+come last. A special token's *string* is ordinary text unless the caller sets `allow_special=True`, so text of users and
+tools can never become a role marker.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 MAX_PATTERN_CHARS = 1000
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
-# Without these a conversation cannot be rendered or ended; a foreign tokenizer may lack the others.
+# A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
 _REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *SPECIAL_TOKENS[21:31])
 
 # The split of the Llama-3 / cl100k family: contractions, words with one leading mark, up to three digits, punctuation
@@ -82,7 +82,7 @@ _SPLIT = (
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 characters stand for themselves, other bytes for U+0100 onwards."""
+    """The byte-level alphabet: printable Latin-1 characters map to themselves, other bytes to U+0100 onwards."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     table = {chr(byte): byte for byte in printable}
     table.update({chr(0x100 + i): byte for i, byte in enumerate(b for b in range(256) if b not in printable)})
@@ -103,8 +103,7 @@ def _valid_unicode(text: str) -> str:
 
 @dataclass(frozen=True)
 class TemplateSetting:
-    """Which chat template goes with a tokenizer: a `version` by name, or the Jinja text `source`. `origin` says who
-    chose it."""
+    """The chat template of a tokenizer: a `version` by name, or the Jinja text `source`. `origin` says who chose it."""
 
     version: str | None = DEFAULT_TEMPLATE_VERSION
     source: str | None = None
@@ -115,7 +114,7 @@ class Tokenizer:
     """Text to ids and back. Build one with `train`, `byte_level` or `load`."""
 
     def __init__(self, tokenizer_json: str, template: str | TemplateSetting = DEFAULT_TEMPLATE_VERSION) -> None:
-        """`tokenizer_json` is the content of a tokenizer.json; raises ValueError if it is not of our kind."""
+        """`tokenizer_json` is the content of a tokenizer.json. Raises ValueError if it is not of a supported kind."""
         data = _checked(json.loads(tokenizer_json))
         self._json = tokenizer_json
         self._template = TemplateSetting(template, origin="the caller") if isinstance(template, str) else template
@@ -123,9 +122,9 @@ class Tokenizer:
         missing = [name for name in _REQUIRED if name not in self.special]
         if missing:
             raise ValueError(f"the special token {missing[0]} is missing")
-        # A library object without added tokens sees only text; special tokens are handled here. The released files do
-        # not flag all of them as special, so that the library's own switch would not keep them out of plain text. And
-        # a tokenizer file may carry somebody's truncation or padding, which must not touch our texts.
+        # The library object gets no added tokens, so it sees only text; special tokens are handled here. The released
+        # files do not flag all of them as special, so the library's own switch would not keep them out of plain text. A
+        # tokenizer file may also have truncation or padding set, which must not touch our texts.
         plain = {**data, "added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
         self._bpe = tokenizers.Tokenizer.from_str(json.dumps(plain))
         self._bytes = self._byte_table(data["model"])
@@ -135,7 +134,7 @@ class Tokenizer:
         self.vocab_size = len(self._bytes)
         self._longest = max(map(len, self._bytes))
         self._most = 0
-        self._left: int | None = None  # ids that may still come out; None for any number
+        self._left: int | None = None  # how many more ids are allowed; None for no limit
         self.pad_token_id = self.special["<|endoftext|>"]
         self.stop_token_ids: tuple[int, ...] = tuple(self.special[name] for name in STOP_TOKENS)
 
@@ -157,7 +156,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learn merges from `texts`; the same texts give the same tokenizer.
 
-        `vocab_size` counts bytes, merges and special tokens; fewer ids come out when the texts hold too few pairs.
+        `vocab_size` counts bytes, merges and special tokens; the result is smaller if the texts have too few pairs.
         """
         smallest = len(_BYTE_OF_CHAR) + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
@@ -191,15 +190,15 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """How conversations become prompts for this tokenizer's model. Raises CheckpointError if the template that
-        came with it is no Jinja."""
+        """Converts conversations to prompts for this tokenizer's model. Raises CheckpointError if its chat template is
+        not Jinja."""
         from glm5.chat.formats import ChatFormat  # imports this module
 
         return ChatFormat(self._template)
 
     @property
     def template_version(self) -> str:
-        """A key of `glm5.chat.RULES`. Raises ConfigError if the checkpoint's chat template is another one."""
+        """A key of `glm5.chat.RULES`. Raises ConfigError if the checkpoint's chat template is not one of them."""
         version = self._template.version or self.chat_format.version
         if version is None:
             raise ConfigError(
@@ -212,9 +211,9 @@ class Tokenizer:
     def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
         """Read a directory (or its tokenizer.json).
 
-        `chat_template`, a version such as "5.2" or the path of a Jinja file, overrides what the directory says. That is
-        `glm5_template_version` in tokenizer_config.json, else the file chat_template.jinja, else `chat_template` in
-        tokenizer_config.json.
+        `chat_template`, a version such as "5.2" or the path of a Jinja file, overrides the directory. The directory's
+        own is `glm5_template_version` in tokenizer_config.json, else the file chat_template.jinja, else `chat_template`
+        in tokenizer_config.json.
 
         Raises:
             CheckpointError: a file is missing, too large or damaged.
@@ -253,7 +252,7 @@ class Tokenizer:
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """Ids of `text`. With `allow_special` the strings of special tokens become their ids: trusted text only."""
+        """Ids of `text`. With `allow_special`, strings of special tokens become their ids: only for trusted text."""
         if not allow_special:
             return self.encode_batch([text])[0]
         if self._left is not None and len(text) > self._left * self._longest:
@@ -271,7 +270,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of every text, in parallel, with special token strings as plain text."""
         if self._left is not None and sum(map(len, texts)) > self._left * self._longest:
-            raise self._too_long()  # however it is cut; what takes seconds and gigabytes is not begun
+            raise self._too_long()  # refuse before spending seconds and gigabytes
         found = self._bpe_ids(texts)
         if self._left is not None:
             self._left -= sum(map(len, found))
@@ -280,13 +279,13 @@ class Tokenizer:
         return found
 
     def _bpe_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        # The fast variant does not keep track of offsets, which nobody here reads.
+        # The fast variant does not track offsets; we do not need them.
         batch = self._bpe.encode_batch_fast([_valid_unicode(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
     def bounded(self, ids: int) -> Tokenizer:
-        """A copy for one text in pieces, from which at most `ids` ids come; more raise TooLongError, and text that must
-        have more does so before it is read."""
+        """A copy for one text in pieces that returns at most `ids` ids in total. Raises TooLongError above that, for a
+        text that is certainly too long even before it is read."""
         bounded = copy.copy(self)
         bounded._left = bounded._most = ids
         return bounded
@@ -295,7 +294,7 @@ class Tokenizer:
         return TooLongError(f"The prompt has more than {self._most} tokens; shorten it.")
 
     def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
-        """Bytes of the ids. Ids outside the vocabulary (padding rows of an embedding) have none."""
+        """Bytes of the ids. Ids outside the vocabulary (padding rows of an embedding) give no bytes."""
         return b"".join(
             self._bytes[i] for i in ids if 0 <= i < self.vocab_size and not (skip_special and i in self._special_ids)
         )
@@ -317,12 +316,12 @@ class StreamDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes(ids, self._skip_special))
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD; empty after complete text."""
+        """The held-back bytes, as U+FFFD; empty after complete text."""
         return self._utf8.decode(b"", final=True)
 
 
 def _checked(data: Any) -> dict[str, Any]:
-    """The content of a tokenizer.json. Raises ValueError for whatever would lose text, make ids random or never end."""
+    """The content of a tokenizer.json. Raises ValueError if it would lose text, make ids random or never end."""
     if not isinstance(data, dict):
         raise ValueError("it is not a JSON object")
     if data.get("normalizer") is not None:
@@ -346,8 +345,8 @@ def _checked(data: Any) -> dict[str, Any]:
 
 
 def _check_split(step: dict[str, Any]) -> None:
-    """A repeated group in a hostile pattern can take exponential time, and the library then aborts; none of the
-    patterns in use has one."""
+    """Raise ValueError for a pattern that may be hostile. A repeated group can take exponential time, and the library
+    then aborts; no pattern in use has one."""
     pattern = step["pattern"].get("Regex")
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", str(pattern)))  # without escapes and classes
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS or re.search(r"\)[*+{]", bare):
@@ -367,7 +366,7 @@ def _read(file: Path) -> str:
 
 
 def _stored_template(directory: Path) -> TemplateSetting:
-    """What the files of a checkpoint say about its chat template."""
+    """The chat template that a checkpoint's files specify."""
     file, jinja = directory / "tokenizer_config.json", directory / TEMPLATE_FILE
     try:
         config = json.loads(_read(file)) if file.exists() else {}
@@ -394,7 +393,7 @@ def _chosen_template(choice: str) -> TemplateSetting:
 
 
 def _reason(error: Exception) -> str:
-    """One line that says what went wrong inside a damaged file."""
+    """One line that says what is wrong with a damaged file."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     if isinstance(error, KeyError):

@@ -1,4 +1,4 @@
-"""The command line: one verb per job. Importing this package loads no torch; each verb imports what it needs."""
+"""The command line: one verb per job. Importing this package does not import torch; each verb imports what it needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from glm5.cli.options import Json, app, show
 from glm5.errors import Glm5Error
 
 SIGINT_CODE = 130
-"""What Typer returns where Ctrl-C ended a verb."""
+"""Typer's return value if Ctrl-C ended a verb."""
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say what works on this machine."""
+    """Show what works on this machine."""
     from glm5.launch.doctor import check
 
     show(check(), as_json)
@@ -44,7 +44,7 @@ def _interrupted() -> NoReturn:
 
 
 def main(run: Callable[..., Any] = app) -> None:
-    """Entry point: errors are at most three lines on stderr, never a traceback for what a user can cause."""
+    """Entry point: errors are at most three lines on stderr; a user error never prints a traceback."""
     process.tune()
     if sys.argv[1:] == []:
         sys.argv.append("--help")
@@ -63,7 +63,7 @@ def main(run: Callable[..., Any] = app) -> None:
         advice = ". What was saved before is intact; free some space and run again." if full else ""
         _fail(f"{error.strerror or error}{place}{advice}", 1)
     except Exception as error:
-        # Typer's releases disagree about the home of the parser's errors; what these share is `format_message`.
+        # Typer's releases keep the parser's errors in different modules; all of them have `format_message`.
         if not hasattr(error, "format_message"):
             raise
         ctx = getattr(error, "ctx", None)

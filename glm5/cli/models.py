@@ -1,4 +1,4 @@
-"""Verbs about one model: its size, a random one, text from it, talking to it, serving it, scoring it."""
+"""Verbs about one model: show its size, initialise, generate text, chat, serve, evaluate."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def evaluate(
 
 
 def _memory() -> int | None:
-    """Bytes of this machine's memory, where the system tells."""
+    """Bytes of this machine's memory; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the verbs share: the application itself, common options, and how results are printed."""
+"""Shared by the verbs: the application itself, common options, and printing of results."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 
 
 class Dtype(enum.Enum):
-    """Types that a model can be run in."""
+    """Dtypes for running a model."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` pairs, values in JSON where they parse as JSON, else text."""
+    """`key=value` pairs; a value that parses as JSON is JSON, otherwise text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")

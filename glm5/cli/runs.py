@@ -89,7 +89,7 @@ def adapt(
     twin: Annotated[bool, typer.Option(help="Train a dense twin on the same tokens to compare with.")] = True,
     seed: int = 0,
 ) -> None:
-    """Turn a dense MLA checkpoint into a sparse one, and report how close it comes to its dense twin (resumes)."""
+    """Turn a dense MLA checkpoint into a sparse one, and report its gap to a dense baseline (resumes)."""
     if optimizer not in ("adamw", "muon") or dtype not in ("float32", "bfloat16"):
         raise UsageError("--optimizer is adamw or muon, --dtype float32 or bfloat16.")
     from glm5.launch.adapt import Options, run
@@ -123,7 +123,7 @@ def stages(
     pretrain_tokens: Annotated[float | None, typer.Option(help="What the model was pre-trained on.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the paper's training stages and what they become at another scale, rule by rule."""
+    """Show the paper's training stages and their values at another scale, rule by rule."""
     from dataclasses import asdict
 
     from glm5.config.stages import PRESETS, scale, table
@@ -140,7 +140,7 @@ def stages(
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
-    """Run supervised fine-tuning stages (resumes), and tell what their data held."""
+    """Run supervised fine-tuning stages (resumes), and print the content of their data."""
     run = _run(recipe, overrides, kinds=("sft",))
     for stage in _results(run)["stages"]:
         if "data/rows" in stage["numbers"]:  # runs of earlier versions lack it
@@ -149,7 +149,7 @@ def sft(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
 
 @app.command()
 def rl(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
-    """Run stages of kind reasoning, agentic, general or distill (resumes), and tell how their last updates went."""
+    """Run stages of kind reasoning, agentic, general or distill (resumes), and print results of their last updates."""
     run = _run(recipe, overrides, kinds=("reasoning", "agentic", "general", "distill"))
     told = ("reward", "solved", "reverse_kl", "pass_rate", "kept_share")
     for stage in _results(run)["stages"]:
@@ -188,7 +188,7 @@ def reproduce(
     publish: Annotated[Path | None, typer.Option(help="Copy result, card and plots to a folder there.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Put one of the paper's claims to the test at small scale (resumes)."""
+    """Test one of the paper's claims at small scale (resumes)."""
     from glm5.launch.reproduce import reproduce as run
     from glm5.launch.reproduce import summary
 
@@ -216,7 +216,7 @@ def _results(run: Path) -> dict[str, Any]:
 
 
 def _told(numbers: dict[str, float]) -> str:
-    """What an SFT stage was trained on, in one line."""
+    """The training data of an SFT stage, in one line."""
     data = {name.removeprefix("data/"): value for name, value in numbers.items() if name.startswith("data/")}
     left_out = {"too_long": "too long", "bad_lines": "bad lines", "untrained": "without a trained turn"}
     parts = [f"{data[k]:,.0f} {k}" for k in ("conversations", "rows", "tokens")]

@@ -1,7 +1,7 @@
 """Sizes, cache bytes and FLOPs from a configuration alone (Table 10, §2.1, §2.1.1).
 
-Counts are exact: they equal the elements of the built model, router biases included. FLOPs count two per multiply-add
-and leave out norms, RoPE and softmax. `python -m glm5.config.arithmetic` prints `docs/sizes.md`.
+Counts are exact: they equal the elements of the built model, router biases included. FLOPs count two per multiply-add,
+without norms, RoPE and softmax. `python -m glm5.config.arithmetic` prints `docs/sizes.md`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from glm5.config.model import PRESETS, GLM5Config
 
 BYTES = 2
-"""Of a cached or stored value: bf16."""
+"""Per cached or stored value: bf16."""
 
 
 def component_counts(config: GLM5Config) -> dict[str, int]:
     """Parameters of one of each component; router biases count. `attention` is that of a full-attention layer,
-    `efficient_attention` what stands in its place in the S layers of an attention pattern."""
+    `efficient_attention` replaces it in the S layers of an attention pattern."""
     c = config
     expert = 3 * c.hidden_size * c.moe_intermediate_size
     router = c.n_routed_experts * (c.hidden_size + 1)
@@ -61,12 +61,11 @@ def _indexer(c: GLM5Config) -> int:
 
 
 def size_report(config: GLM5Config, context: int) -> dict[str, Any]:
-    """What `glm5 size` prints. Active parameters include the output head, not the embedding and not MTP.
+    """The values that `glm5 size` prints. Active parameters include the output head, not the embedding and not MTP.
 
-    Decoding is one more token after `context` tokens, with attention in absorbed form unless the key says expanded (for
+    Decoding is one more token after `context` tokens. Attention is in absorbed form unless the key says expanded (for
     GQA both are the same); the expanded form would have to cache the expanded values. Training is forward and backward
-    of a token half-way through a row of `context` tokens. Memory is one sequence of `context` tokens beside bf16
-    weights.
+    of a token half-way through a row of `context` tokens. Memory is one sequence of `context` tokens plus bf16 weights.
     """
     c, parts = config, component_counts(config)
     layers = range(c.num_hidden_layers)
@@ -118,8 +117,8 @@ def size_report(config: GLM5Config, context: int) -> dict[str, Any]:
 def attention_flops(config: GLM5Config, keys: int, *, absorbed: bool = True) -> int:
     """FLOPs of scores, values, states and index scores of all layers for one query over `keys` keys.
 
-    DSA attends to index_topk keys at most and scores all of them with the indexer; a window bounds what its layers see;
-    a recurrent layer's work does not depend on `keys`.
+    DSA attends to at most index_topk keys and scores all of them with the indexer. A window limits the keys of its
+    layers. The work of a recurrent layer does not depend on `keys`.
     """
     c, macs = config, 0
     if c.attention_type == "gqa":
@@ -128,7 +127,7 @@ def attention_flops(config: GLM5Config, keys: int, *, absorbed: bool = True) -> 
         width = 2 * c.kv_lora_rank + c.qk_rope_head_dim if absorbed else c.qk_head_dim + c.v_head_dim
     for layer in range(c.num_hidden_layers):
         if c.is_recurrent(layer):
-            # Per head: what the memory returns for the key, what is written, what it returns for the query.
+            # Per head: the memory's output for the key, the write, the memory's output for the query.
             macs += 3 * c.num_attention_heads * c.head_dim**2
             continue
         seen = min(keys, c.index_topk or keys) if c.use_dsa else min(keys, c.window(layer) or keys)
@@ -145,7 +144,7 @@ def indexer_flops(config: GLM5Config, keys: int) -> int:
 
 
 def state_bytes(config: GLM5Config) -> int:
-    """What recurrent layers keep per sequence: fp32 memories and the inputs of short convolutions."""
+    """Bytes that recurrent layers keep per sequence: fp32 memories and the inputs of short convolutions."""
     c = config
     memory = 4 * c.num_attention_heads * c.head_dim**2
     channels = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
@@ -154,8 +153,8 @@ def state_bytes(config: GLM5Config) -> int:
 
 
 def cache_bytes(config: GLM5Config, context: int) -> int:
-    """Keys, values, latents, index keys and states of one sequence, MTP's not included; a window needs no more than
-    itself."""
+    """Keys, values, latents, index keys and states of one sequence, without MTP's; a window caches at most its own
+    length."""
     c, total = config, state_bytes(config)
     for layer in range(c.num_hidden_layers):
         if c.is_recurrent(layer):
@@ -171,7 +170,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "glm9b, GDN": dict(attention_pattern="searched", efficient_attention="gdn"),
     "glm9b, SimpleGDN": dict(attention_pattern="searched", efficient_attention="simple_gdn"),
 }
-"""Efficient-attention arms of §2.1.2 that the table shows beside the presets."""
+"""Efficient-attention variants of §2.1.2 that the table shows beside the presets."""
 
 
 def markdown() -> str:

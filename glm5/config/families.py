@@ -1,4 +1,4 @@
-"""Which problems a stage works on: task families, their shares, and how hard their problems may be."""
+"""The problems of a stage: task families, their shares, and the difficulty of their problems."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from glm5.config.schema import Frozen
 
 
 class DifficultyConfig(Frozen):
-    """Train on problems that are neither too easy nor too hard for the policy that a stage starts from (§3.2)."""
+    """Train on problems that are neither too easy nor too hard for the policy at the start of a stage (§3.2)."""
 
     problems: int = Field(ge=1)
-    """How many training problems are measured, and so how many there are to choose from."""
+    """How many training problems are measured; the stage chooses among these."""
     tries: int = Field(8, ge=1)
-    """Samples of each, at the stage's temperature and limits."""
+    """Samples per problem, at the stage's temperature and limits."""
     low: float = Field(0.1, ge=0, le=1)
     high: float = Field(0.9, ge=0, le=1)
     """Problems with pass rates from `low` to `high` are kept, bounds included."""
     unseen: float = Field(0.0, ge=0, le=1)
-    """Share of prompts that are problems which nobody measured."""
+    """Share of prompts that are unmeasured problems."""
 
     @model_validator(mode="after")
     def _bounds_fit(self) -> Self:
@@ -38,11 +38,11 @@ class FamilyConfig(Frozen):
     weight: float = Field(1.0, ge=0, allow_inf_nan=False)
     options: dict[str, Any] = {}
     render_tools: bool = True
-    """Whether tool specifications are part of the prompt; small models may know their tools by training alone."""
+    """Whether tool specifications are part of the prompt; small models may know their tools from training alone."""
     difficulty: DifficultyConfig | None = None
-    """In stages with rollouts: measure pass rates first, and leave out what is too easy or too hard."""
+    """In stages with rollouts: measure pass rates first, and drop problems that are too easy or too hard."""
     teacher: str | None = None
-    """In stages of kind "distill": who teaches these prompts, as in `teachers`, which it overrides."""
+    """In stages of kind "distill": the teacher of these prompts. It overrides `teachers`."""
 
 
 def family_labels(families: Sequence[FamilyConfig]) -> list[str]:

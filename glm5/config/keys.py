@@ -1,4 +1,4 @@
-"""Names in `config.json`: model types, which keys belong to which attention, and how large a size may be."""
+"""Names in `config.json`: model types, keys per type of attention, and limits on sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-# A configuration may come from anywhere: what it claims must not make us count for hours or fill the memory with names.
+# A configuration is untrusted: its sizes must not make us count for hours or fill the memory with names.
 MOST_LAYERS, MOST = 4096, 1 << 24
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 Size = Annotated[int, Field(gt=0, le=MOST)]
@@ -33,7 +33,7 @@ ARM_KEYS = frozenset(
     "simple_gdn_beta".split()
 )
 
-# Keys that released or re-saved configurations carry and that do not change the forward pass.
+# Keys of released or re-saved configurations that do not change the forward pass.
 BOOKKEEPING_KEYS = frozenset(
     "architectures model_type transformers_version dtype torch_dtype use_cache ep_size pretraining_tp moe_layer_freq "
     "moe_router_dtype num_key_value_heads head_dim mlp_layer_types mlp_bias num_experts layer_types attention_dropout "

@@ -1,8 +1,8 @@
 """Recipes: TOML files with `extends` and `--set a.b=c`, checked against a schema, and written back.
 
-The layers of a recipe are merged lowest first: the file at the end of the `extends` chain, each file that builds on it,
-the overrides of the command line. Tables merge key by key; lists of tables that all have a `name` merge by name, so a
-short recipe can change one stage of a long one; every other value replaces the one below it.
+The layers of a recipe are merged lowest first: the file at the end of the `extends` chain, each file that extends it,
+the overrides of the command line. Tables merge key by key. Lists of tables that all have a `name` merge by name, so a
+short recipe can change one stage of a long one. Any other value replaces the one below it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from glm5.config.toml_writer import toml_value, write_toml
 from glm5.errors import ConfigError, UsageError, nearest
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
-Layer = tuple[str, Mapping[str, Any]]  # where a value was written, for messages; the values written there
+Layer = tuple[str, Mapping[str, Any]]  # (origin of the values, for messages; the values)
 
-_MAX_BYTES = 1 << 20  # recipes come from outside; a real one has a few kilobytes
+_MAX_BYTES = 1 << 20  # recipes are untrusted; a real one has a few kilobytes
 
 
 def load_recipe(path: Path | str, schema: type[Model], overrides: Sequence[str] = ()) -> Model:
     """Read the TOML recipe at `path`, apply `overrides` (`"a.b=c"`), and validate it as a `schema`.
 
     Values must have the schema's type: text is not turned into numbers. An override's value is read as TOML, or as text
-    where it is not TOML; a list's table is addressed by its `name` or index (`stages.pretrain.steps=10`).
+    if it is not TOML. Address a list's table by its `name` or index (`stages.pretrain.steps=10`).
 
-    Raises ConfigError for a file that is missing, malformed or does not fit, UsageError for an override that is
+    Raises ConfigError if a file is missing, malformed or does not fit the schema, UsageError if an override is
     malformed or addresses nothing.
     """
     layers = _read_layers(Path(path))
@@ -49,8 +49,8 @@ def load_recipe(path: Path | str, schema: type[Model], overrides: Sequence[str] 
 def dump_recipe(model: pydantic.BaseModel) -> str:
     """Write `model` as TOML that `load_recipe` reads back as an equal model.
 
-    TOML has no null: a field that is None is left out, so its default must be None too. ConfigError where it is not, or
-    where the model does not survive the round trip for another reason.
+    TOML has no null: a field that is None is left out, so its default must be None too. Raises ConfigError if it is
+    not, or if the model does not survive the round trip for another reason.
     """
     text = write_toml(_plain(model))
     layers: list[Layer] = [("the saved recipe", tomllib.loads(text))]
@@ -72,7 +72,7 @@ def _plain(model: pydantic.BaseModel) -> dict[str, Any]:
 
 
 def _read_layers(path: Path) -> list[Layer]:
-    """The recipe at `path` and what it extends, lowest layer first, without the `extends` keys."""
+    """The recipe at `path` and those it extends, lowest layer first, without the `extends` keys."""
     layers: list[Layer] = []
     chain: list[Path] = []
     while True:
@@ -154,7 +154,7 @@ def _by_name(tables: list[dict[str, Any]], where: str, at: str) -> dict[str, dic
 
 
 def _apply_override(data: dict[str, Any], override: str) -> Layer:
-    """Change `data` in place; return the override as a layer so that messages can point to it."""
+    """Change `data` in place; returns the override as a layer, so messages can point to it."""
     where = f"--set {override}"
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
@@ -221,7 +221,7 @@ def _list_index(items: list[Any], part: str, where: str, at: str) -> int:
 
 
 def _label(items: Sequence[Any], index: int) -> str:
-    """How messages call an entry of a list: its name if it has one of its own, else its index."""
+    """Name of a list entry in messages: its `name` if it has one, otherwise its index."""
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     name = names[index] if index < len(names) else None
     return name if isinstance(name, str) and names.count(name) == 1 else str(index)
@@ -233,15 +233,15 @@ def _label(items: Sequence[Any], index: int) -> str:
 
 def _validate(data: dict[str, Any], schema: type[Model], layers: Sequence[Layer]) -> Model:
     try:
-        # Strict JSON is the mode that fits TOML: lists for tuples and text for paths are fine, "3" for 3 is not.
+        # Strict JSON mode fits TOML: it accepts lists for tuples and text for paths, but not "3" for 3.
         return schema.model_validate_json(json.dumps(data, default=str), strict=True)
     except pydantic.ValidationError as error:
         _explain(error, data, schema, layers)
 
 
 def _explain(error: pydantic.ValidationError, data: Any, schema: type, layers: Sequence[Layer]) -> NoReturn:
-    """Raise ConfigError about the first finding, with the number of the others. Unknown keys come first: a misspelt key
-    often also causes a missing one."""
+    """Raise ConfigError about the first finding, with the number of the others. Unknown keys come first, because a
+    misspelt key often also causes a missing one."""
     findings = [(f, *_locate(f["loc"], data, schema)) for f in error.errors(include_url=False)]
     findings.sort(key=lambda item: item[0]["type"] != "extra_forbidden")
     first, path, models = findings[0]
@@ -267,7 +267,7 @@ def _choices(known: set[str]) -> str:
 def _wrong_value(findings: Sequence[Any], key: str) -> str:
     message = findings[0]["msg"]
     at = key or "the recipe"
-    if findings[0]["type"] in ("value_error", "assertion_error"):  # written by a validator of ours
+    if findings[0]["type"] in ("value_error", "assertion_error"):  # raised by one of our validators
         text = message.partition(", ")[2].rstrip(".")
         return text if key and text.startswith(key) else f"{at}: {text}"
     expected = dict.fromkeys(_expectation(f["msg"]) for f in findings)
@@ -285,7 +285,7 @@ def _expectation(message: str) -> str:
 
 
 def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str:
-    """The topmost layer in which `path` is written; the recipe itself for what is written nowhere."""
+    """The topmost layer that sets `path`; the recipe itself if none does."""
     for where, layer in reversed(layers):
         node: Any = layer
         for part in path:
@@ -302,9 +302,9 @@ def _origin(path: Sequence[str], layers: Sequence[Layer]) -> str:
 
 
 def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str], list[type[pydantic.BaseModel]]]:
-    """Turn pydantic's location into the keys as the user wrote them, and the models that hold the last key.
+    """Turn pydantic's location into the keys as the user wrote them, and the models that contain the last key.
 
-    A location also names the chosen member of a union. Only the types tell such a name from a key, so both are walked.
+    A location also names the chosen member of a union. Only the types distinguish it from a key, so we follow both.
     """
     path: list[str] = []
     candidates: list[Any] = [schema]
@@ -325,7 +325,7 @@ def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str]
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """The non-None members of an annotation, which is its only member if it is no union."""
+    """The non-None members of a union; any other annotation is its own only member."""
     annotation = getattr(annotation, "__value__", annotation)  # a `type X = ...` alias
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
@@ -372,7 +372,7 @@ def _field_names(model: type[pydantic.BaseModel]) -> Iterator[str]:
 
 
 def _show(value: Any) -> str:
-    """A value for a message, as TOML and short."""
+    """A value in a message, as short TOML."""
     try:
         text = toml_value(value)
     except ConfigError:

@@ -1,11 +1,11 @@
 """`GLM5Config`: the architecture in Hugging Face key names, and strict reading of a foreign `config.json`.
 
 Sources: Table 10 of the paper and the released configurations. A value that a checkpoint defines has no silent default
-where implementations are known to disagree (RoPE base, sparse attention on or off): it must be present or derivable.
+if implementations are known to disagree (RoPE base, sparse attention on or off): it must be present or derivable.
 
 Three kinds of file exist: `glm_moe_dsa` (MLA, with or without DSA), `glm4_moe` (the GQA model before it), and
-`glm5_hybrid` for the efficient-attention arms of §2.1.2, a type of our own so that no other tool takes a hybrid model
-for one with full attention in every layer.
+`glm5_hybrid` for the efficient-attention variants of §2.1.2. The last is our own type, so no other tool takes a hybrid
+model for one with full attention in every layer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class GLM5Config(BaseModel):
 
     `use_dsa=False` is the dense MLA model of pre-training: it has no indexer weights, and saves `index_topk: null`.
     `indexer_adapted=False` has indexers that no DSA stage has trained yet: attention is dense until one does (§2.1.1).
-    `latent_norm_eps` is the epsilon of the two latent norms, where public implementations disagree (1e-5 in serving
+    `latent_norm_eps` is the epsilon of the two latent norms; public implementations disagree on it (1e-5 in serving
     stacks, 1e-6 in transformers).
 
-    `attention_type="gqa"` is GLM-4.5's attention; `num_key_value_heads`, `head_dim`, `use_qk_norm`,
-    `partial_rotary_factor` and `attention_bias` belong to it alone, the latent and indexer sizes to MLA alone.
+    `attention_type="gqa"` is GLM-4.5's attention. Only it uses `num_key_value_heads`, `head_dim`, `use_qk_norm`,
+    `partial_rotary_factor` and `attention_bias`; only MLA uses the latent and indexer sizes.
 
     `attention_pattern` has one letter per layer, F for full attention and S for `efficient_attention`; "interleave"
     (SFSF…) and "searched" (the paper's layout for 40 layers) are names for patterns. The efficient forms (§2.1.2) are a
@@ -124,7 +124,7 @@ class GLM5Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, values: Any) -> Any:
-        """GQA means no DSA, and named patterns become letters."""
+        """Turn DSA off for GQA, and named patterns into letters."""
         if not isinstance(values, dict):
             return values
         if values.get("attention_type") == "gqa":
@@ -154,7 +154,7 @@ class GLM5Config(BaseModel):
         return self
 
     def _require(self, names: tuple[str, ...]) -> None:
-        """Sizes that are 0 where an architecture has no use for them, and must be given where it has."""
+        """Raise ValueError if one of these sizes is 0: this architecture needs them. They are 0 if it does not."""
         for name in names:
             if not getattr(self, name):
                 given = name in self.model_fields_set
@@ -209,7 +209,7 @@ class GLM5Config(BaseModel):
 
     @property
     def selects_keys(self) -> bool:
-        """Whether attention is sparse: there are indexers, and they are adapted to the rest of the weights."""
+        """Whether attention is sparse: there are indexers, and a DSA stage has trained them."""
         return self.use_dsa and self.indexer_adapted
 
     @property
@@ -219,7 +219,7 @@ class GLM5Config(BaseModel):
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a query/key head's elements RoPE turns: the first ones for GQA, the last ones for MLA."""
+        """How many elements of a query/key head RoPE rotates: the first ones for GQA, the last ones for MLA."""
         gqa = self.attention_type == "gqa"
         return int(self.head_dim * self.partial_rotary_factor) if gqa else self.qk_rope_head_dim
 
@@ -231,16 +231,16 @@ class GLM5Config(BaseModel):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def attention_kind(self, layer: int) -> str:
-        """One of "full", "swa", "gdn", "simple_gdn"; the MTP layer (index num_hidden_layers) always is "full"."""
+        """One of "full", "swa", "gdn", "simple_gdn"; the MTP layer (index num_hidden_layers) is always "full"."""
         efficient = self.attention_pattern[layer : layer + 1] == "S"
         return self.efficient_attention if efficient and self.efficient_attention else "full"
 
     def window(self, layer: int) -> int | None:
-        """How many keys, its own included, a query of this layer may look back on; None = all."""
+        """How many keys, its own included, a query of this layer attends to; None = all."""
         return self.sliding_window if self.attention_kind(layer) == "swa" else None
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer carries one state instead of caching keys."""
+        """Whether a layer keeps one state and caches no keys."""
         return self.attention_kind(layer) in ("gdn", "simple_gdn")
 
     @property
@@ -250,7 +250,7 @@ class GLM5Config(BaseModel):
 
     @property
     def model_type(self) -> str:
-        """What `config.json` calls this model."""
+        """The model type in `config.json`."""
         if self.attention_pattern:
             return HYBRID_TYPE
         return GQA_TYPE if self.attention_type == "gqa" else MODEL_TYPE
@@ -278,7 +278,7 @@ class GLM5Config(BaseModel):
 
     @classmethod
     def build(cls, values: Mapping[str, Any], where: str) -> GLM5Config:
-        """Validate a mapping of our own keys; every problem becomes one sentence that names `where`."""
+        """Validate a mapping of our own keys; every error is one sentence that names `where`."""
         for key in values:
             if key not in cls.model_fields:
                 raise ConfigError(f'{where}: unknown key "{key}"{nearest(key, cls.model_fields)}.')
@@ -300,7 +300,7 @@ class GLM5Config(BaseModel):
     def from_dict(cls, raw: Mapping[str, Any], where: str, *, strict: bool = True, **overrides: Any) -> GLM5Config:
         """Read a Hugging Face `config.json` object.
 
-        Bookkeeping keys are ignored, any other unknown key is an error unless `strict=False`. `overrides` win.
+        Bookkeeping keys are ignored; any other unknown key is an error unless `strict=False`. `overrides` win.
         """
         kind = raw.get("model_type", MODEL_TYPE)
         if kind not in (MODEL_TYPE, GQA_TYPE, HYBRID_TYPE):
@@ -385,13 +385,13 @@ _NULLABLE = ("index_topk", "pad_token_id", "index_topk_pattern")
 
 
 def _head_dim(raw: Mapping[str, Any]) -> int | None:
-    """What an absent `head_dim` means in GQA files."""
+    """The meaning of an absent `head_dim` in GQA files."""
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
 def _rope(raw: Mapping[str, Any], where: str, gqa: bool) -> dict[str, Any]:
-    """The RoPE base from its nested or top-level key; scaling types that GLM-5 does not use are refused."""
+    """The RoPE base from its nested or top-level key. Refuses scaling types that GLM-5 does not use."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, Mapping):
         raise ConfigError(f"{where}: rope_parameters must be an object.")
@@ -407,7 +407,7 @@ def _rope(raw: Mapping[str, Any], where: str, gqa: bool) -> dict[str, Any]:
         raise ConfigError(f"{where}: rope_theta is missing; no default is safe, so set it in rope_parameters.")
     if not gqa:
         return {"rope_theta": theta}
-    # An absent factor means 0.5 in these files: readers that took it for 1 would turn the wrong half of every head.
+    # An absent factor means 0.5 in these files: reading it as 1 would rotate the wrong half of every head.
     return {
         "rope_theta": theta,
         "partial_rotary_factor": nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5)),

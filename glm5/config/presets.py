@@ -9,7 +9,7 @@ from typing import Any
 
 SEARCHED_PATTERN = "SFSSFFSSSFFFFSSFSFFFFFFSFSFSSFSSFSFSSFSS"
 """The layout that beam search found for 40 layers (§2.1.2). The paper prints 41 letters, 21 of them S, for a 40-layer
-model that it calls 1:1. The first 40 are exactly 20 S and 20 F, so we take the last letter for a slip of the pen."""
+model that it calls 1:1. The first 40 are exactly 20 S and 20 F, so we take the last letter for a misprint."""
 
 _GLM5: dict[str, Any] = dict(
     vocab_size=154_880,
@@ -84,8 +84,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "index_topk": None,
     },
     "glm4.5": _GLM4_5,
-    # The 9B model of the efficient-attention ablation (§2.1.2: GQA, 40 layers, 128K); its other sizes are not disclosed
-    # and follow the public 9B model of the family.
+    # The 9B model of the efficient-attention ablation (§2.1.2: GQA, 40 layers, 128K). Its other sizes are not
+    # disclosed; we use those of the family's public 9B model.
     "glm9b": {
         **_GLM4_5,
         "hidden_size": 4096,

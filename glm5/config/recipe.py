@@ -1,4 +1,4 @@
-"""What a recipe may say: stages as data (one class per kind), evaluation, and the run around them."""
+"""The recipe schema: stages as data (one class per kind), evaluation, and the run around them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class OptimConfig(Frozen):
     weight_decay: float = Field(0.1, ge=0)
     clip: float = Field(1.0, gt=0)
     ns_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What Newton-Schulz computes in; the published recipes use bf16."""
+    """Dtype of Newton-Schulz; the published recipes use bf16."""
     save_every: int = Field(25, ge=0)
     """Steps between resumable states; 0 writes none."""
     monitor_every: int = Field(10, ge=0)
-    """Steps between looks at attention logits, expert loads and prediction accuracy; 0 never looks."""
+    """Steps between checks of attention logits, expert loads and prediction accuracy; 0 never checks."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between scores of held-out text within the stage; 0 leaves it to the end of the stage."""
+    """Steps between evaluations on held-out text within the stage; 0 evaluates only at its end."""
     stall_seconds: float = Field(1800.0, ge=0)
-    """A step that takes longer ends the process with a listing of what every thread was doing; 0 waits for ever."""
+    """A step that takes longer ends the process and prints the stack of every thread; 0 waits for ever."""
 
 
 class Stage(Frozen):
@@ -63,13 +63,13 @@ class TokenizerStage(Stage):
     vocab_size: int = Field(gt=0)
     sources: list[str] = ["stdlib"]
     dedup: bool = False
-    """Drop near-duplicates, so that nothing in training resembles a held-out document; needs the extra `data`."""
+    """Drop near-duplicates, so nothing in training resembles a held-out document; needs the extra `data`."""
     max_bytes: int = 1 << 62
     """Use files in order of their path's hash until this many bytes of training text are reached."""
 
 
 class GradientStage(Stage):
-    """A stage whose batches are packed rows: `rows` x `row_length` tokens make one optimizer step."""
+    """A stage with batches of packed rows: `rows` x `row_length` tokens make one optimizer step."""
 
     optim: OptimConfig
     rows: int = Field(16, ge=1)
@@ -77,13 +77,13 @@ class GradientStage(Stage):
     micro_rows: int | None = Field(None, ge=1)
     """Rows per forward pass and rank; gradients of a step's micro-batches add up. None takes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward compute in; weights, gradients and optimizer state are fp32 either way."""
+    """Dtype of forward and backward; weights, gradients and optimizer state are fp32 either way."""
     recompute: bool = False
-    """Keep only every layer's input and compute the layer again in the backward pass: less memory, more time."""
+    """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time."""
 
 
 class CorpusStage(GradientStage):
-    """A stage over the run's shards: next token, MTP at shared depths, balance of the experts (§2)."""
+    """A stage over the run's shards: next-token loss, MTP at shared depths, expert balance (§2)."""
 
     mtp_weight: ByTokens = 0.3
     """Weight of multi-token prediction; it and `bias_rate` may change with the tokens of the stage."""
@@ -91,7 +91,7 @@ class CorpusStage(GradientStage):
     balance_weight: float = Field(1e-4, ge=0)
     """Weight of the sequence-level balance loss."""
     bias_rate: ByTokens = 1e-3
-    """How far a router bias moves after a step against its expert's load."""
+    """Change of a router bias per step, against its expert's load."""
     ramp: BatchRamp | None = None
     """The first batches may have fewer rows."""
     corpus: DataOptions = DataOptions()
@@ -105,7 +105,7 @@ class CorpusStage(GradientStage):
 
 
 class PretrainStage(CorpusStage):
-    """Pre-training and mid-training (context extension): dense until a DSA stage, also of a model with indexers."""
+    """Pre-training and mid-training (context extension): dense until a DSA stage, even if the model has indexers."""
 
     kind: Literal["pretrain", "midtrain"]
     rope_theta: float | None = None
@@ -113,11 +113,11 @@ class PretrainStage(CorpusStage):
 
 
 class DsaStage(CorpusStage):
-    """DSA adaptation (§2.1.1): `dsa_warmup` trains the indexer alone under dense attention, `dsa_sparse` everything."""
+    """DSA adaptation (§2.1.1): `dsa_warmup` trains only the indexer, under dense attention; `dsa_sparse` everything."""
 
     kind: Literal["dsa_warmup", "dsa_sparse"]
     indexer_weight: float = Field(1.0, ge=0)
-    """Weight of the indexers' KL in the sparse stage; the warm-up has no other loss."""
+    """Weight of the indexers' KL in the sparse stage; it is the only loss of the warm-up."""
     mtp_weight: ByTokens = 0.1
 
 
@@ -127,20 +127,20 @@ class SftStage(GradientStage):
     kind: Literal["sft"]
     families: list[FamilyConfig] = []
     conversations: int = 2000
-    """How many demonstrations the families give."""
+    """Number of demonstrations from the families."""
     data: str | list[str] | dict[str, float] | None = None
-    """JSONL files of `messages`, or folders of such files. As a table, each with its share of the tokens in any unit,
-    where `families` stands for the demonstrations; otherwise every conversation comes once per epoch."""
+    """JSONL files of `messages`, or folders of such files. A table gives each its share of the tokens, in any unit; its
+    key `families` means the demonstrations. Without a table every conversation comes once per epoch."""
     thinking: Literal["preserved", "interleaved", "turn"] = "preserved"
-    """Which earlier reasoning a turn sees: "preserved" all, "interleaved" that since the last user message only, "turn"
-    all, and a turn without reasoning counts as not asked to think unless the data says otherwise."""
+    """Which earlier reasoning a turn sees: "preserved" all, "interleaved" only that since the last user message, "turn"
+    all; with "turn", a turn without reasoning counts as not asked to think unless the data says otherwise."""
     text_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the rows that hold plain text of the run's shards, every token of it a target."""
+    """Share of rows with plain text of the run's shards; every token of it is a target."""
     bad_lines: Literal["error", "skip"] = "error"
-    """What a malformed line of the files does: ends the run, or is counted and logged."""
+    """A malformed line of the files: "error" ends the run, "skip" counts and logs the line."""
     too_long: Literal["drop", "cut", "error"] = "drop"
-    """What a conversation does that is longer than `row_length`: it is left out, or cut behind the last whole turn that
-    fits, and counted; or it ends the run."""
+    """A conversation longer than `row_length`: "drop" leaves it out, "cut" cuts it after the last whole turn that fits
+    (both are counted), "error" ends the run."""
     mtp_weight: float = 0.0
     mtp_depths: int = Field(1, ge=0, le=MOST_DEPTHS)
     bias_rate: float = 0.0
@@ -159,7 +159,7 @@ class SftStage(GradientStage):
 
 
 class PolicyStage(Stage):
-    """What every reinforcement-learning stage shares. `prompts` x `group` rollouts make one optimizer step."""
+    """Common to all reinforcement-learning stages. `prompts` x `group` rollouts make one optimizer step."""
 
     optim: OptimConfig
     families: list[FamilyConfig]
@@ -172,7 +172,7 @@ class PolicyStage(Stage):
     max_turns: int = Field(4, ge=1)
     max_context: int = Field(512, ge=2)
     env_seconds: float = Field(300.0, gt=0)
-    """An environment that needs longer for one start or step counts as failed."""
+    """An environment that takes longer for one start or step counts as failed."""
     env_error_share: float = Field(0.5, ge=0, lt=1)
     """The stage ends if more than this share of a family's last `env_error_window` episodes failed in their
     environment."""
@@ -183,24 +183,23 @@ class PolicyStage(Stage):
     clip_low: float = Field(0.2, ge=0, le=1)
     clip_high: float = Field(0.28, ge=0)
     rollouts: Literal["exact", "fast"] = "exact"
-    """How the engine computes. "exact": with the learner's own functions, so that both give equal log-probabilities,
-    with MLA bit for bit. "fast": with its fast ones, in `rollout_dtype`, which leaves a mismatch for the loss to deal
-    with."""
+    """Numerics of the engine. "exact": the learner's own functions, so both give equal log-probabilities, with MLA bit
+    for bit. "fast": fast functions in `rollout_dtype`; the loss must handle the mismatch."""
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     record: bool = False
-    """Write every batch of rollouts to `rollouts.jsonl` beside the metrics, from which its update can be repeated."""
+    """Write every batch of rollouts to `rollouts.jsonl` beside the metrics; its update can be repeated from there."""
     max_staleness: int = Field(0, ge=0)
-    """How many versions older than the learner's weights a sampled token may be; 0 is synchronous RL."""
+    """Maximum age of a sampled token, in versions of the learner's weights; 0 is synchronous RL."""
     push_every: int = Field(1, ge=1)
     """Updates between weight pushes."""
     reset_optimizer: bool = False
-    """Whether the optimizer forgets its state at every push."""
+    """Whether every push resets the optimizer state."""
     concurrency: int | None = Field(None, ge=1)
-    """Most rollouts in flight; None: `prompts` x `group`."""
+    """Maximum rollouts in flight; None: `prompts` x `group`."""
     train_ticks: int = Field(0, ge=0)
-    """Engine steps that pass on the logical clock while one update is computed."""
+    """Engine steps on the logical clock per update."""
     env_ticks: int = Field(0, ge=0)
-    """Environments answer at multiples of this many engine steps, at least one interval after they were asked."""
+    """Environments answer at multiples of this many engine steps, at least one interval after the request."""
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
@@ -217,20 +216,20 @@ class PolicyStage(Stage):
 
 
 class RewardStage(PolicyStage):
-    """What stages that learn from rewards share. `clip_low` and `clip_high` are the bounds of PPO and Eq. 1."""
+    """Common to stages that learn from rewards. `clip_low` and `clip_high` are the bounds of PPO and Eq. 1."""
 
     loss: str
     """A name in the register of losses (`glm5/rl/losses/registered.py`): "icepop" (Eq. 1), "grpo" (Eq. 1 without pop),
     "double_sided" (Eqs. 3-5), "ppo", "policy_gradient", or one that other code adds."""
     loss_options: dict[str, Any] = {}
-    """Numbers of a loss that has no keys of its own here."""
+    """Options of a loss that has no keys of its own here."""
     eps_low: float = Field(0.5, ge=0)
     eps_high: float = Field(1.0, ge=0)
-    """"double_sided" leaves out tokens whose ratio is not between 1 - `eps_low` and 1 + `eps_high`."""
+    """"double_sided" leaves out tokens if their ratio is not between 1 - `eps_low` and 1 + `eps_high`."""
     average: Literal["sequence", "token"] = "sequence"
-    """What the loss is a mean over: every sequence counts alike (Eq. 1), or every token (Eq. 5)."""
+    """The loss is a mean over sequences, which all count alike (Eq. 1), or over tokens (Eq. 5)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Weight of a penalty for leaving the stage's starting weights; the paper has none."""
+    """Weight of a penalty for distance from the stage's starting weights; the paper has none."""
     kl_estimator: Literal["k2", "k3"] = "k3"
 
 
@@ -243,7 +242,7 @@ class ReasoningStage(RewardStage):
 
 class AgenticStage(RewardStage):
     """Agentic RL: multi-turn, double-sided importance sampling (§3.3, §4.1). Its asynchrony is simulated: engine and
-    learner take turns in one process, and a logical clock says which rollouts see which weights."""
+    learner take turns in one process, and a logical clock decides which rollouts see which weights."""
 
     kind: Literal["agentic"]
     loss: str = "double_sided"
@@ -273,21 +272,21 @@ class GeneralStage(RewardStage):
 
 
 class DistillStage(PolicyStage):
-    """On-policy cross-stage distillation (§3.5): every prompt is tagged with one teacher, that of its family.
+    """On-policy cross-stage distillation (§3.5): every prompt has one teacher, that of its family.
 
-    A teacher is the name of an earlier stage (its final checkpoint), "start" (what the run starts from) or the path of
-    a checkpoint directory, which is told from a name by its slash.
+    A teacher is the name of an earlier stage (its final checkpoint), "start" (the run's initial model) or the path of a
+    checkpoint directory, recognised by its slash.
     """
 
     kind: Literal["distill"]
     group: int = Field(1, ge=1)
     teachers: dict[str, str] = {}
-    """Family name -> its teacher; the short form of `teacher` of the family."""
+    """Family name -> its teacher; the short form of the family's `teacher`."""
     keep_teachers: bool = True
-    """Keep teachers in memory once they were needed. Without it they are read for every update, one at a time."""
+    """Keep teachers in memory after first use. Otherwise they are read for every update, one at a time."""
 
     def teacher_of(self, family: FamilyConfig) -> str | None:
-        """Who teaches the prompts of a family of this stage."""
+        """The teacher of a family's prompts in this stage."""
         return family.teacher or self.teachers.get(family.name)
 
 
@@ -302,18 +301,18 @@ class EvalConfig(Frozen):
 
     families: list[FamilyConfig] = []
     problems: int = Field(100, ge=1)
-    """Distinct held-out problems per family; a family that has fewer is scored on what it has, and its `n` says so."""
+    """Distinct held-out problems per family; a family with fewer is scored on all it has, and its `n` says so."""
     max_tokens: int = Field(48, ge=1)
     max_turns: int = Field(4, ge=1)
     max_context: int = Field(512, ge=2)
     text_bytes: int = Field(60_000, ge=0)
-    """Held-out bytes that are scored."""
+    """Held-out bytes to score."""
     samples: int = Field(0, ge=0)
-    """Answers drawn per held-out problem for pass@k, beside the greedy one; 0 draws none."""
+    """Answers drawn per held-out problem for pass@k, in addition to the greedy one; 0 draws none."""
     temperature: float = Field(1.0, gt=0)
     """Of the drawn answers."""
     ks: list[Annotated[int, Field(ge=1)]] = [1, 8]
-    """Which pass@k are reported; none may be above `samples`."""
+    """Values of k for pass@k; none may be above `samples`."""
     rollouts: Literal["exact", "fast"] = "exact"
     """How the engine computes answers, as in `PolicyStage`."""
     needle_bytes: list[Annotated[int, Field(ge=1)]] = []
@@ -337,31 +336,31 @@ class EvalConfig(Frozen):
 
 
 class RunRecipe(Frozen):
-    """A run: a chain of stages over one model. `start` is a checkpoint directory (its config and tokenizer win), else
-    `preset` with `model` overrides is initialised at random."""
+    """A run: a chain of stages over one model. It starts from the checkpoint directory `start` (its config and
+    tokenizer win), or from random weights of `preset` with `model` overrides."""
 
     name: str
     seed: int = 0
     runs: str = "runs"
     start: str | None = None
     data: str | dict[str, str] | None = None
-    """Shards made by `glm5 data build`, for runs whose stages do not make their own; several have names, by which
-    `corpus.weights` of a stage calls them."""
+    """Shards made by `glm5 data build`, for runs without a tokenizer stage. If there are several they have names, which
+    `corpus.weights` of a stage uses."""
     tokenizer: str | None = None
-    """Tokenizer directory, for runs that neither train one nor start from a checkpoint that has one."""
+    """Tokenizer directory, for runs that neither train a tokenizer nor start from a checkpoint that has one."""
     preset: str = "nano"
     model: dict[str, Any] = {}
     template: str = "5.0"
     """Chat template version of a tokenizer that the run trains."""
     sinks: list[Literal["tensorboard", "wandb"]] = []
-    """Who is told the metrics beside `metrics.jsonl`; each needs the extra of its name."""
+    """Metrics sinks in addition to `metrics.jsonl`; each needs the extra of its name."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """None means offline, unless the environment's WANDB_MODE says otherwise."""
+    """None means offline, unless the environment sets WANDB_MODE."""
     final: str | None = None
-    """Where the last checkpoint goes; default `runs/NAME/final`."""
+    """Folder of the last checkpoint; default `runs/NAME/final`."""
     evaluation: EvalConfig | None = None
     parallel: Layout = Layout()
-    """How processes that torchrun started divide the work; it may differ when a run is resumed."""
+    """How processes started by torchrun divide the work; it may differ when a run is resumed."""
     stages: list[AnyStage]
 
     @model_validator(mode="before")
@@ -373,7 +372,7 @@ class RunRecipe(Frozen):
     @field_validator("stages")
     @classmethod
     def _names_fit(cls, stages: list[AnyStage], info: ValidationInfo) -> list[AnyStage]:
-        """Names differ, teachers are known and come first, families suit their stage: found now, not after hours."""
+        """Check now, not after hours: names differ, teachers are known and come first, families suit their stage."""
         names = {"start"} if info.data.get("start") else set()
         teachers = set(names)
         for stage in stages:
@@ -389,7 +388,7 @@ class RunRecipe(Frozen):
 
 
 def is_path(teacher: str) -> bool:
-    """Whether a teacher's name is that of a directory; names of stages have no slash."""
+    """Whether a teacher's name is a directory; names of stages have no slash."""
     return "/" in teacher
 
 
@@ -412,7 +411,7 @@ def _check_families(stage: Stage) -> None:
 
 
 def _check_teachers(stage: DistillStage, known: Collection[str]) -> None:
-    """Raise ValueError for a family whose teacher is neither one of the known names nor a path."""
+    """Raise ValueError if a family's teacher is neither one of the known names nor a path."""
     for family in stage.families:
         teacher = stage.teacher_of(family)
         if teacher is None or not (is_path(teacher) or teacher in known):

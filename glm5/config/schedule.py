@@ -1,4 +1,4 @@
-"""What changes within a stage, as a function of the tokens that it has gone through: loss weights, rates, rows."""
+"""Values that change within a stage, as a function of its tokens so far: loss weights, rates, rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _in_order(value: float | list[Pair]) -> float | list[Pair]:
 
 
 ByTokens = Annotated[NotNegative | list[Pair], AfterValidator(_in_order)]
-"""A number, or pairs [tokens, value]: a value holds from so many tokens of the stage on, until the next pair. Places of
-rows count as tokens, padding included, so that the value is a function of the step alone."""
+"""A number, or pairs [tokens, value]: a value applies from that many tokens of the stage until the next pair. Every
+cell of a row counts as a token, padding included, so the value is a function of the step alone."""
 
 
 class BatchRamp(Frozen):
@@ -38,4 +38,4 @@ class BatchRamp(Frozen):
     rows: int = Field(ge=1)
     """Rows of the first step; the stage's `rows` are those of the last."""
     tokens: float = Field(gt=0, allow_inf_nan=False)
-    """Tokens of the stage over which it grows."""
+    """Tokens of the stage over which the batch grows."""

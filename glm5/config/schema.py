@@ -8,7 +8,7 @@ import pydantic
 class Frozen(pydantic.BaseModel):
     """A section of a recipe. A docstring under a field documents it; an unknown key is an error.
 
-    Values cannot be assigned after construction: a run's recipe is decided once and saved beside the run.
+    Values cannot be assigned after construction: a run's recipe is fixed and saved with the run.
     `model_copy(update=...)` makes a changed copy.
     """
 

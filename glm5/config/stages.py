@@ -1,9 +1,9 @@
 """Stage presets: the paper's numbers as data, and the rule that scales them to a smaller model and budget (§2, App. A).
 
 The rule follows compute C = 6 x active parameters x pre-training tokens. DeepSeek LLM (arXiv 2401.02954, §3.1) fitted
-the best rate and batch of whole pre-training runs as powers of it, rate ~ C^-0.125 and batch ~ C^0.3271. Its absolute
-fit, 0.3118 C^-0.125, gives 2.5e-4 at GLM-5's compute where the paper has 2e-4, so the powers are taken from there and
-the constants from the paper. At the paper's own model and budget the rule returns the paper's numbers.
+the best rate and batch of whole pre-training runs as powers of C: rate ~ C^-0.125 and batch ~ C^0.3271. Its absolute
+fit, 0.3118 C^-0.125, gives 2.5e-4 at GLM-5's compute, and the paper has 2e-4. So we take the powers from there and the
+constants from the paper. At the paper's own model and budget the rule returns the paper's numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from glm5.errors import ConfigError, nearest
 
 RATE_POWER, BATCH_POWER = -0.125, 0.3271
 TOKENS, BATCH, LONGEST = 27e12, 64e6, 202_752
-"""Tokens of pre-training, of an optimizer step, and of the longest row in the paper."""
+"""The paper's tokens of pre-training, tokens per optimizer step, and tokens of the longest row."""
 ROPE_POWER = math.log(100) / math.log(8)
-"""The base grows a hundredfold when rows grow eightfold, from 4K to 32K."""
+"""The base grows a hundredfold if rows grow eightfold, from 4K to 32K."""
 LEAST_TOPK, LEAST_SPARSE_STEPS, BIAS_TRAVEL, MOST_BIAS_RATE = 128, 100, 4.0, 0.02
 
 FIRST_BATCH, RAMP = 16e6, 5e11
-"""Tokens of pre-training's first step, and over how many the batch grows (§2.4 of GLM-4.5)."""
+"""Tokens of pre-training's first step, and the number of tokens over which the batch grows (§2.4 of GLM-4.5)."""
 SWITCH = 15e12
-"""Tokens of pre-training at which MTP's weight falls and the router biases come to rest (§2.4 of GLM-4.5, where a stage
-ends there)."""
+"""Tokens of pre-training after which MTP's weight falls and the router biases stay fixed (§2.4 of GLM-4.5; a stage ends
+there)."""
 
 Schedule = list[list[float]]
 Value = float | int | str | Schedule | None
@@ -37,7 +37,7 @@ Value = float | int | str | Schedule | None
 
 @dataclass(frozen=True)
 class Preset:
-    """A stage of the paper. `tokens` None: not disclosed. `steps` and `rows` are set where the paper counts in them."""
+    """A stage of the paper. `tokens` None: not disclosed. `steps` and `rows` are set if the paper counts in them."""
 
     kind: str
     tokens: float | None
@@ -54,7 +54,7 @@ class Preset:
     bias_rate: float = 0.0
     packing: str | None = None
     begins: bool = False
-    """Whether training begins with it: the batch grows, and after SWITCH tokens come the other stages' defaults."""
+    """Whether it starts training: the batch grows, and the other stages' defaults follow after SWITCH tokens."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -85,12 +85,12 @@ _UNSAID = {
     "sft": {"rows", "optim.steps", "optim.lr", "optim.final_lr", "optim.schedule", "optim.kind", "optim.weight_decay"}
     | {"optim.warmup", "mtp_weight", "bias_rate"},
 }
-"""Keys for which the paper has no number; ours stand in."""
+"""Keys for which the paper has no number; we chose the values."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One number: where it stands in a stage, in the paper, here, and how it got from there to here."""
+    """One number: its key in a stage, its value in the paper and here, and the rule between them."""
 
     key: str
     paper: Value
@@ -101,7 +101,7 @@ class Line:
 
 @dataclass(frozen=True)
 class ScaledStage:
-    """A stage for a recipe (without a name), what it asks of the model's configuration, and one line per number."""
+    """A stage for a recipe (without a name), required changes of the model's configuration, and one line per number."""
 
     preset: str
     values: dict[str, Any]
@@ -111,7 +111,7 @@ class ScaledStage:
 
 @dataclass(frozen=True)
 class _Budget:
-    """What a stage is scaled to, and to the paper's compute by `ratio`."""
+    """Target sizes of a stage, and their `ratio` to the paper's compute."""
 
     ratio: float
     rows: int
@@ -130,10 +130,10 @@ def scale(
     row_length: int | None = None,
     pretrain_tokens: float | None = None,
 ) -> ScaledStage:
-    """The preset `name` for a model; ConfigError for an unknown one.
+    """The preset `name` for a model. Raises ConfigError if it is unknown.
 
     `tokens` is the stage's budget, `pretrain_tokens` that of the model's pre-training, which sets the learning rate.
-    What is not given follows from the rest by the rule.
+    Missing values follow from the others by the rule.
     """
     if name not in PRESETS:
         raise ConfigError(f'Unknown stage preset "{name}"{nearest(name, PRESETS)}; known: {", ".join(PRESETS)}.')
@@ -249,15 +249,15 @@ def _lines(name: str, preset: Preset, config: GLM5Config, budget: _Budget) -> li
 
 
 def _stretch(preset: Preset) -> float:
-    """How many more steps a stage takes because its first batches are smaller: a batch that grows by a fixed share of
-    what is seen takes ln(last / first) / (last - first) steps a token."""
+    """How many more steps a stage takes because its first batches are smaller. A batch that grows by a fixed share of
+    the tokens seen takes ln(last / first) / (last - first) steps per token."""
     grown = BATCH / FIRST_BATCH
     return 1 + RAMP / TOKENS * (math.log(grown) / (1 - 1 / grown) - 1) if preset.begins else 1.0
 
 
 def expand(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe whose stages with a `preset` are written out: the preset scaled to the recipe's model and to the stage's
-    own rows, steps and `tokens`, under the keys that the stage sets itself."""
+    """Write out the stages of a recipe that have a `preset`: the preset scaled to the recipe's model and to the stage's
+    own rows, steps and `tokens`. Keys that the stage sets itself win."""
     stages, pretrained = recipe.get("stages"), 0.0
     if not isinstance(stages, list):
         return dict(recipe)
@@ -301,7 +301,7 @@ def _config(recipe: Mapping[str, Any]) -> GLM5Config:
 
 
 def table(scaled: ScaledStage) -> str:
-    """Plain text: a line per number with the paper's value, ours, and the rule; * marks what the paper does not say."""
+    """Plain text: one line per number with the paper's value, ours, and the rule; * marks values not in the paper."""
     head = ("key", "paper", "here", "rule")
     body = [
         (line.key, _show(line.paper) + ("" if line.disclosed else " *"), _show(line.scaled), line.rule)
@@ -314,7 +314,7 @@ def table(scaled: ScaledStage) -> str:
 
 
 def _multiple(value: float, of: int = 64) -> int:
-    """The nearest multiple, at least one; exact values stay as they are."""
+    """The nearest multiple, at least one; exact multiples are unchanged."""
     return int(value) if value == int(value) and value >= of else max(of, of * round(value / of))
 
 

@@ -1,4 +1,4 @@
-"""Write plain values as TOML. The standard library only reads it, and a recipe is saved beside every run."""
+"""Write plain values as TOML: the standard library only reads it, and a recipe is saved with every run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """One value on one line; ConfigError for None and for types that TOML lacks."""
+    """One value on one line. Raises ConfigError for None and for types that TOML lacks."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

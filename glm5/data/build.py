@@ -1,11 +1,11 @@
-"""Corpora of any size into token shards: read once, tokenised by several processes, written as it comes.
+"""Token shards from a corpus of any size: documents are streamed and tokenised by several processes.
 
-Documents travel in batches of about a megabyte, of which a few per process are under way at any time; tokens go
-straight into flat files. With near-duplicate removal all documents are first written to intermediate files beside their
-sketches, compared, and those that stay are copied to their split. The result depends on the documents and the tokenizer
-alone, not on the number of processes.
+Documents travel in batches of about a megabyte, a few batches per process at a time. Tokens go straight into flat
+files. With near-duplicate removal, all documents are first written to intermediate files with their sketches. They are
+then compared, and the kept ones are copied to their split. The result depends only on the documents and the tokenizer,
+not on the number of processes.
 
-Processes are started afresh ("spawn"): a script that calls `build` keeps the call under `if __name__ == "__main__"`.
+Workers are started with "spawn": a script that calls `build` must do so under `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _BATCHES_PER_WORKER = 2
 _STAGING, _ALL = "staging", "all"
 
 Progress = Callable[[str, int, int | None], None]
-"""Called as (phase, done, total): "documents" read and tokenised, whose total is unknown until the end, "comparisons"
-for near-duplicates, "documents written"."""
+"""Called as (phase, done, total). Phases: "documents" (read and tokenised; total unknown until the end), "comparisons"
+(near-duplicates), "documents written"."""
 
 
 def build(
@@ -56,25 +56,24 @@ def build(
     max_record_bytes: int = MAX_RECORD_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Tokenise `sources` (see `glm5.data.sources`) and publish `out`; returns what its `shards.json` holds.
+    """Tokenise `sources` (see `glm5.data.sources`) and publish `out`; returns the content of its `shards.json`.
 
-    A document is held out when sha256(path) mod 50 = 0. With `dedup`, documents are first put into groups of
-    near-duplicates (`glm5.data.dedup`: Jaccard similarity of at least `threshold`, chains included). A group with
-    held-out documents keeps the first of these, in the held-out split, and nothing else; any other group keeps its
-    first document, in the training split. So no training document is near a held-out one, and a document that is kept
-    is in the split that its path names.
+    A document is held out if sha256(path) mod 50 = 0. With `dedup`, documents are first grouped into near-duplicates
+    (`glm5.data.dedup`: Jaccard similarity of at least `threshold`, chains included). One document per group is kept:
+    the first held-out one if there is any, otherwise the first. So no training document is a near-duplicate of a
+    held-out one, and every kept document stays in the split of its own path.
 
-    `workers` counts processes; None means one per core. `max_bad` malformed records are skipped and named in the
+    `workers` counts processes; None means one per core. Up to `max_bad` malformed records are skipped and named in the
     manifest (None: 0.1 %, at least 10).
 
     Raises:
         DataError: a source is missing, unreadable, empty or too often malformed, or a process died.
-        ConfigError: `threshold`, `workers` or a limit makes no sense, or `dedup` without datasketch.
+        ConfigError: `threshold`, `workers` or a limit is invalid, or `dedup` is set without datasketch installed.
         MissingExtraError: a parquet source without pyarrow (`pip install 'glm5[data]'` brings both).
     """
     if (workers is not None and workers < 1) or max_record_bytes < 1 or (max_bad is not None and max_bad < 0):
         raise ConfigError("`workers` and `max_record_bytes` must be at least 1, `max_bad` at least 0.")
-    if dedup:  # what would fail later fails now
+    if dedup:  # fail now rather than after reading everything
         bands(threshold)
         sketcher()
     used = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
@@ -100,7 +99,7 @@ def build(
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A document on its way to the files; `ids` end with the end-of-text token."""
+    """An encoded document on its way to the files; `ids` end with the end-of-text token."""
 
     path: str
     held_out: bool
@@ -117,7 +116,7 @@ def _deduplicated(
     threshold: float,
     tell: Progress,
 ) -> Selection:
-    """Write all documents to `staging`, then those that stay to their splits."""
+    """Write all documents to `staging`, then the kept ones to their splits."""
     held_out = bytearray()
     with closing(SplitWriter(staging, _ALL, dtype)) as everything, closing(SketchFile(staging)) as sketches:
         for done, item in enumerate(items, 1):
@@ -138,7 +137,7 @@ def _deduplicated(
 
 
 def _account(report: ReadReport, selection: Selection | None, threshold: float) -> dict[str, Any]:
-    """What the manifest says about the reading and about near-duplicates."""
+    """The manifest entries about reading and near-duplicates."""
     account: dict[str, Any] = {
         "sources": [source.plain() for source in report.sources],
         "bad_records": [str(record) for record in report.bad],
@@ -157,7 +156,7 @@ def _account(report: ReadReport, selection: Selection | None, threshold: float) 
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Successive documents of about BATCH_BYTES characters, at least one."""
+    """Group successive documents into batches of about BATCH_BYTES characters, at least one document each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -173,7 +172,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _encode(
     documents: Iterator[Document], tokenizer: Tokenizer, dedup: bool, workers: int, staging: Path
 ) -> Generator[_Encoded]:
-    """Encoded documents in their order. Starting processes pays only where there is more than one batch."""
+    """Encoded documents in input order. Starts processes only if there is more than one batch."""
     batches = _batches(documents)
     first = list(islice(batches, 2))
     alone = workers == 1 or len(first) < 2
@@ -211,7 +210,7 @@ _Result = tuple[np.ndarray, Sketch | None]
 
 
 def _outline(batch: list[Document]) -> list[_Outline]:
-    """What stays here of documents whose texts go to a worker."""
+    """What stays in this process of documents that a worker encodes."""
     return [(d.path, d.held_out, len(d.text.encode())) for d in batch]
 
 
@@ -221,7 +220,7 @@ def _joined(outline: list[_Outline], results: list[_Result]) -> Iterator[_Encode
 
 
 class _Work:
-    """Texts to ids and sketches."""
+    """Encodes texts to ids and sketches."""
 
     def __init__(self, tokenizer: Tokenizer, dedup: bool) -> None:
         self._tokenizer = tokenizer
@@ -236,7 +235,7 @@ _worker: _Work | None = None
 
 
 def _start_worker(tokenizer: str, dedup: bool) -> None:
-    """Once per process. Ctrl-C is the parent's business; without the parent there is nobody to work for."""
+    """Set up a worker, once per process. The parent handles Ctrl-C; the worker exits if the parent is gone."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -258,5 +257,5 @@ def _in_worker(texts: list[str]) -> list[_Result]:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

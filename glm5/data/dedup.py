@@ -1,10 +1,9 @@
 """Near-duplicates: MinHash signatures, banded to find candidates, then compared exactly (§2.2: fuzzy deduplication).
 
-Two documents are near-duplicates when the Jaccard similarity of their sets of 5-word shingles reaches a threshold.
-MinHash with b bands of r values proposes a pair of similarity s with probability 1 - (1 - s^r)^b; b and r are chosen so
-that a pair at the threshold is missed with probability 1e-6 or less. Every proposed pair is then compared by its true
-similarity, so that none is removed by chance. What a pass keeps in memory is 50 bytes or so a document: signatures and
-shingles lie in flat files.
+Two documents are near-duplicates if the Jaccard similarity of their sets of 5-word shingles reaches a threshold.
+MinHash with b bands of r values proposes a pair of similarity s with probability 1 - (1 - s^r)^b. We choose b and r to
+miss a pair at the threshold with probability 1e-6 or less. Every proposed pair is then compared by its true similarity,
+so no document is removed by chance. Memory is about 50 bytes per document: signatures and shingles lie in flat files.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ SHINGLE_WORDS = 5
 NUM_PERM = 128
 _SEED = 1
 _MISS = 1e-6
-_PIECE = 1 << 14  # shingles whose permutations are computed at a time: 8 MB
+_PIECE = 1 << 14  # shingles hashed at a time: 8 MB of permutations
 
-# Scripts without spaces between words count each character as a word, or a sentence would be a single word.
+# In scripts without spaces each character counts as a word; otherwise a sentence would be one word.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]+")
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is compared of a document: its distinct shingles, sorted [n] uint64, and their MinHash [NUM_PERM] uint32."""
+    """Data to compare per document: its distinct shingles, sorted [n] uint64, and their MinHash [NUM_PERM] uint32."""
 
     shingles: np.ndarray
     signature: np.ndarray
 
 
 def shingle_hashes(text: str) -> np.ndarray:
-    """Sorted distinct 64-bit hashes of the text's shingles: five successive words, in whatever layout.
+    """Sorted distinct 64-bit hashes of the text's shingles: five successive words; whitespace does not matter.
 
-    A run of punctuation is a word too: in code and mathematics it carries the meaning. A text of fewer words is one
-    shingle that covers all its characters: only an exact copy equals it.
+    A run of punctuation counts as a word, because it carries meaning in code and mathematics. A text with fewer words
+    is one shingle of all its characters, so only an exact copy matches it.
     """
     words = [zlib.crc32(word.encode("utf-8", "replace")) for word in _WORD.findall(text)]
     if len(words) < SHINGLE_WORDS:
@@ -62,14 +61,14 @@ def shingle_hashes(text: str) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on all bits (the finaliser of MurmurHash3)."""
+    """MurmurHash3 finaliser: each bit of the result depends on all input bits."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         values = (values ^ (values >> np.uint64(33))) * np.uint64(factor)
     return values ^ (values >> np.uint64(33))
 
 
 def sketcher() -> Callable[[str], Sketch]:
-    """A function from text to sketch. ConfigError without datasketch."""
+    """A function from text to sketch. Raises ConfigError without datasketch."""
     try:
         from datasketch import MinHash  # type: ignore[import-untyped]
     except ImportError:
@@ -91,7 +90,7 @@ def sketcher() -> Callable[[str], Sketch]:
 
 
 def bands(threshold: float) -> tuple[int, int]:
-    """Number of bands and values per band: as many values as the miss probability at the threshold allows."""
+    """Number of bands and values per band: as many values as the allowed miss probability at the threshold permits."""
     if not 0.3 <= threshold <= 1.0:
         raise ConfigError(f"The threshold of near-duplicates is {threshold}; choose one from 0.3 to 1.")
     for rows in range(NUM_PERM, 1, -1):
@@ -108,7 +107,7 @@ def similarity(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class SketchFile:
-    """Sketches in flat files below a folder: appended one by one, then memory-mapped."""
+    """Sketches in flat files in a folder: appended one by one, then memory-mapped."""
 
     def __init__(self, folder: Path) -> None:
         self._paths = {name: folder / f"sketch.{name}" for name in ("signatures", "shingles", "borders")}
@@ -128,11 +127,11 @@ class SketchFile:
         self._borders.write(np.int64(self._end).tobytes())
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush buffered data to the files."""
         self._files.close()
 
     def groups(self, threshold: float, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
-        """The group of each document: the index of its group's first document. See `group`."""
+        """Per document, the index of the first document of its group. See `group`."""
         self.close()
         borders = np.fromfile(self._paths["borders"], dtype=np.int64)
         if len(borders) == 1:
@@ -148,10 +147,10 @@ def group(
     threshold: float = THRESHOLD,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
-    """Group near-duplicates; returns the index of each document's group's first document, [n] int64.
+    """Group near-duplicates; returns per document the index of the first document of its group, [n] int64.
 
-    Two documents are in one group when a chain of near-duplicates leads from one to the other. `signatures` is
-    [n, NUM_PERM] and `shingles(i)` gives the hashes of document i; `progress(done, all)` counts bands.
+    Two documents are in one group if a chain of near-duplicates connects them. `signatures` is [n, NUM_PERM] and
+    `shingles(i)` gives the hashes of document i; `progress(done, all)` counts bands.
     """
     forest = _Forest(len(signatures))
     count, rows = bands(threshold)
@@ -164,7 +163,7 @@ def group(
 
 
 class _Forest:
-    """Union-find whose root is the smallest index of each set."""
+    """Union-find; the root of each set is its smallest index."""
 
     def __init__(self, count: int) -> None:
         self.parents = np.arange(count, dtype=np.int64)
@@ -183,7 +182,7 @@ class _Forest:
 
 
 def _equal_rows(values: np.ndarray) -> list[np.ndarray]:
-    """Indices of rows that occur more than once, together by content and ascending."""
+    """Groups of indices of equal rows, for rows that occur more than once; indices ascend within a group."""
     keys = np.zeros(len(values), dtype=np.uint64)
     for column in values.T:
         keys = _mixed(keys + column)
@@ -199,9 +198,9 @@ def _join(
     threshold: float,
     forest: _Forest,
 ) -> None:
-    """Merge the groups of those candidates that are near-duplicates: every pair that is not in one group already."""
-    # The share of equal values estimates the similarity with a standard deviation of 0.045 at most: pairs that seem
-    # this much less similar than the threshold are not worth an exact comparison.
+    """Merge the groups of candidates that are near-duplicates. Compares every pair that is not in one group already."""
+    # The share of equal values estimates the similarity with a standard deviation of at most 0.045. A pair that seems
+    # this much less similar than the threshold is not worth an exact comparison.
     needed = (threshold - 0.25) * NUM_PERM
     roots = np.array([forest.root(index) for index in members.tolist()])
     values = signatures[members]
@@ -225,7 +224,7 @@ def _near(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which documents stay, [n] bool, and why the others go."""
+    """Which documents are kept, [n] bool, and why the others are removed."""
 
     keep: np.ndarray
     groups: int
@@ -235,9 +234,9 @@ class Selection:
 
 
 def select(groups: np.ndarray, held_out: Sequence[bool] | np.ndarray) -> Selection:
-    """One document of each group stays: the first held-out one where the group has any, else the first.
+    """Keep one document per group: the first held-out one if the group has any, otherwise the first.
 
-    So the split of what stays is that of its own path, and no training document shares a group with a held-out one.
+    So each kept document stays in the split of its path, and no training document shares a group with a held-out one.
     """
     held = np.asarray(held_out, dtype=bool)
     first_held = np.full(len(groups), -1, dtype=np.int64)
@@ -258,7 +257,7 @@ def select(groups: np.ndarray, held_out: Sequence[bool] | np.ndarray) -> Selecti
 
 
 def distinct(documents: Sequence[Document], threshold: float = THRESHOLD) -> list[Document]:
-    """What stays of documents in memory, in their order (see `select`)."""
+    """The kept ones of documents in memory, in input order (see `select`)."""
     sketch = sketcher()
     sketches = [sketch(document.text) for document in documents]
     groups = group(np.stack([s.signature for s in sketches]), lambda i: sketches[i].shingles, threshold)

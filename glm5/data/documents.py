@@ -1,4 +1,4 @@
-"""What a source yields, and the account of what was read, left out and malformed."""
+"""Documents read from a source, and counts of what was read, left out and malformed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ BAD_RECORDS_ONE_IN = 1000
 
 @dataclass(frozen=True)
 class Document:
-    """One text: its path (relative to its source, or what its record says) and its content, both valid Unicode."""
+    """One text: its path (relative to its source, or as its record gives it) and its content, both valid Unicode."""
 
     path: str
     text: str
 
     @property
     def held_out(self) -> bool:
-        """Whether it belongs to the held-out split: sha256(path) mod 50 = 0, whatever else is in the corpus."""
+        """Whether it belongs to the held-out split: sha256(path) mod 50 = 0, independent of the rest of the corpus."""
         return int.from_bytes(hashlib.sha256(self.path.encode()).digest(), "big") % HELD_OUT_MODULUS == 0
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that could not be used: `where` is FILE:LINE for JSONL, FILE:row N for parquet, else the file."""
+    """A record that could not be used: `where` is FILE:LINE for JSONL, FILE:row N for parquet, otherwise the file."""
 
     where: str
     reason: str
@@ -42,9 +42,9 @@ class BadRecord:
 
 @dataclass
 class SourceReport:
-    """Counts of one source. `empty` texts, `binary` files (with a NUL byte) and `links` that lead out of the folder
-    are left out without being errors; `bad` records are malformed. `bytes` is the UTF-8 length of the documents, and
-    `revision` the commit that a git source stood for."""
+    """Counts of one source. `empty` texts, `binary` files (with a NUL byte) and `links` that lead out of the folder are
+    left out without being errors; `bad` records are malformed. `bytes` is the UTF-8 length of the documents, and
+    `revision` is the resolved commit of a git source."""
 
     source: str
     documents: int = 0
@@ -57,7 +57,7 @@ class SourceReport:
     _digest: Any = field(default_factory=hashlib.sha256, repr=False, compare=False)
 
     def add(self, document: Document) -> None:
-        """Count a document and take it into the digest."""
+        """Count a document and add it to the digest."""
         text = document.text.encode()
         self.documents += 1
         self.bytes += len(text)
@@ -66,11 +66,11 @@ class SourceReport:
 
     @property
     def records(self) -> int:
-        """Everything that was looked at, used or not."""
+        """All records seen, used or not."""
         return self.documents + self.empty + self.binary + self.bad
 
     def plain(self) -> dict[str, Any]:
-        """For the manifest. `sha256` covers paths and texts of the documents in their order, nothing else."""
+        """The manifest entry. `sha256` covers only paths and texts of the documents, in their order."""
         values = {k: v for k, v in vars(self).items() if not k.startswith("_") and (k != "revision" or v)}
         return values | {"sha256": self._digest.hexdigest()}
 
@@ -79,22 +79,22 @@ class SourceReport:
 class ReadReport:
     """Counts of all sources, and how many malformed records are tolerated.
 
-    At most `max_bad` of them; None means 0.1 % of the records read so far, or 10 if that is more. "So far" makes a
-    source that is malformed throughout fail within its first records instead of after hours.
+    At most `max_bad` are tolerated. None means 0.1 % of the records read so far, or 10 if that is more. "So far" makes
+    a source that is entirely malformed fail within its first records, not after hours.
     """
 
     max_bad: int | None = None
     sources: list[SourceReport] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
-    """The first malformed records by name."""
+    """The first malformed records."""
 
     def begin(self, source: str) -> SourceReport:
-        """The account of the next source."""
+        """Start counting the next source."""
         self.sources.append(SourceReport(source))
         return self.sources[-1]
 
     def add_bad(self, where: str, reason: str) -> None:
-        """Count a malformed record of the current source. DataError where there are too many."""
+        """Count a malformed record of the current source. Raises DataError if there are too many."""
         self.sources[-1].bad += 1
         if len(self.bad) < NAMED_BAD_RECORDS:
             self.bad.append(BadRecord(where, reason))
@@ -113,7 +113,7 @@ class ReadReport:
 
 
 def need_documents(report: ReadReport, sources: Sequence[str]) -> None:
-    """DataError when the sources gave nothing."""
+    """Raise DataError if the sources gave no document."""
     if not report.total("documents"):
         left_out = ", ".join(f"{n:,} {name}" for name in ("empty", "binary", "bad") if (n := report.total(name)))
         found = f" ({left_out} left out)" if left_out else ""

@@ -1,6 +1,6 @@
-"""Fill-in-the-middle: some documents are reordered so that a model learns to write what stands between two texts.
+"""Fill-in-the-middle (FIM): some documents are reordered to teach the model to write the text between two texts.
 
-It works on tokens, because shards are tokenised. A cut may therefore fall inside a word only where tokens do.
+It works on tokens, because shards are tokenised. A cut falls inside a word only if a token border does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FimTokens(NamedTuple):
 
 
 def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
-    """The tokenizer's ids; ConfigError where it has none."""
+    """The tokenizer's ids. Raises ConfigError if it has no FIM tokens."""
     names = [f"<|code_{part}|>" for part in FimTokens._fields]
     missing = [name for name in names if name not in tokenizer.special]
     if missing:
@@ -42,7 +42,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
 
 
 def rearrange(ids: np.ndarray, start: int, end: int, tokens: FimTokens, *, suffix_first: bool) -> np.ndarray:
-    """A document whose tokens [start, end) are its middle, with the middle last; its end-of-text token stays behind it.
+    """Move the middle, tokens [start, end), to the end of the document; the end-of-text token stays last.
 
     Prefix first: <prefix> P <suffix> S <middle> M. Suffix first: <suffix> S <prefix> P <middle> M.
     """
@@ -73,11 +73,11 @@ class _Plan(NamedTuple):
 
 
 class FimDocuments(Documents):
-    """A shard of which a share `rate` of the documents that can be rearranged is, others in every epoch.
+    """A shard in which a share `rate` of the documents is rearranged, different ones in every epoch.
 
-    Exactly round(rate * number of these) are, so that all epochs have one length; cuts are uniform and leave no part
-    empty. `longest` keeps documents whole whose parts would not stand in one row. Document i's decisions are draw i of
-    the generator of (seed, "fim", epoch).
+    Exactly round(rate * n) of the n eligible documents are rearranged, so all epochs have one length. Cuts are uniform
+    and leave no part empty. A document longer than `longest` tokens is not eligible: its parts would not share a row.
+    Document i's decisions are draw i of the generator of (seed, "fim", epoch).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FimDocuments(Documents):
         draws = np.random.default_rng(derive_seed(self.seed, "fim", epoch)).random((len(self), 4))
         chosen = np.zeros(len(self), dtype=np.bool_)
         chosen[np.argsort(np.where(self.eligible, draws[:, 0], 2.0), kind="stable")[: self.count]] = True
-        # Two different borders among the n - 1 between n tokens: the second draw skips the first one's place.
+        # Two different borders among the n - 1 between n tokens: the second draw skips the first border.
         borders = np.maximum(self._plain - 2, 2)
         first = (draws[:, 1] * borders).astype(np.int64) + 1
         second = (draws[:, 2] * (borders - 1)).astype(np.int64) + 1

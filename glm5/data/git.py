@@ -1,8 +1,8 @@
 """Committed text files of a local git repository, read object by object without a checkout.
 
-A repository is untrusted input: its configuration can name programs that git would run. Only `rev-parse`, `ls-tree` and
-`cat-file` are called, which need no working tree and no index; hooks, monitors, pagers, replacement objects and every
-transport are switched off, and no variable of the caller's environment redirects git elsewhere.
+A repository is untrusted input: its configuration can name programs that git would run. We call only `rev-parse`,
+`ls-tree` and `cat-file`, which need no working tree and no index. Hooks, monitors, pagers, replacement objects and
+every transport are switched off. No variable of the caller's environment redirects git elsewhere.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Blob:
 
 
 def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document]:
-    """Text files of the commit that `location` (PATH or PATH@REVISION, by default HEAD) names, with the suffixes and
-    the order of a folder source. The commit goes into the report."""
+    """Text files of the commit that `location` (PATH or PATH@REVISION, by default HEAD) names. Suffixes and order are
+    those of a folder source. The commit goes into the report."""
     path, revision = _split(location)
     git = _Git(path)
     commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
@@ -53,7 +53,7 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
 
 
 def _split(location: str) -> tuple[Path, str]:
-    """Path and revision; an @ that is part of an existing path separates nothing."""
+    """Path and revision. An @ that is part of an existing path is not a separator."""
     path, revision = location, "HEAD"
     if not Path(location).is_dir() and "@" in location:
         path, _, revision = location.rpartition("@")
@@ -72,7 +72,7 @@ class _Git:
         self.path = path
         settings = [part for setting in _SETTINGS for part in ("-c", setting)]
         self.command = [program, "--no-pager", "--no-replace-objects", *settings, "-C", str(path)]
-        # Without the ceiling git would look for a repository in the folders above.
+        # Without the ceiling git would also look for a repository in parent folders.
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CEILING_DIRECTORIES": str(path.parent),
@@ -84,7 +84,7 @@ class _Git:
         }
 
     def call(self, *arguments: str) -> bytes:
-        """Standard output of one command; its failure is a DataError with git's own first words, if it said any."""
+        """Standard output of a command. Raises DataError, with git's first error line if any, if the command fails."""
         done = subprocess.run(
             [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
         )
@@ -104,7 +104,7 @@ class _Git:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         ) as process:
-            assert process.stdin is not None and process.stdout is not None  # pipes were asked for
+            assert process.stdin is not None and process.stdout is not None  # both are pipes
             try:
                 yield process.stdin, process.stdout
             finally:

@@ -1,8 +1,8 @@
 """Training rows whose content is a function of (seed, step) alone.
 
-A loader is an endless sequence of rows, and row r of step s is entry `s * rows + r`. It keeps nothing but caches: the
-whole state that a checkpoint needs is the step. World size, workers and where a run was interrupted cannot change what
-a step sees, and a rank builds only the rows that it asks for.
+A loader is an endless sequence of rows; row r of step s is entry `s * rows + r`. It keeps only caches, so the step is
+the whole state in a checkpoint. World size, workers and interruptions cannot change what a step sees. A rank builds
+only the rows that it asks for.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from glm5.data.shards import Shard
 from glm5.errors import DataError
 from glm5.seeds import derive_seed
 
-EPOCHS_KEPT = 2  # a step may lie across the border of two epochs
+EPOCHS_KEPT = 2  # a step may cross the border of two epochs
 WINDOW = 1 << 16  # pieces that best-fit packing sees at once
 
 
 class Row(NamedTuple):
-    """Views of one row's arrays, all [T]; they arrive as 0, -1 (padding) and False."""
+    """Views of one row's arrays, all [T]; initially 0, -1 (padding) and False."""
 
     ids: np.ndarray
     documents: np.ndarray
     loss_mask: np.ndarray
 
     def put(self, at: int, tokens: np.ndarray, document: int) -> int:
-        """Write tokens that are all targets from column `at`; returns the column behind them."""
+        """Write tokens at column `at`, all as targets; returns the next free column."""
         end = at + len(tokens)
         self.ids[at:end], self.documents[at:end], self.loss_mask[at:end] = tokens, document, True
         return end
 
 
 class RowLoader:
-    """Base of loaders: a subclass says what one row holds. `rows_per_epoch` rows hold everything once; 0 where rows are
-    generated and never repeat."""
+    """Base class of loaders: a subclass defines the content of a row. `rows_per_epoch` rows hold everything once; it is
+    0 if rows are generated and never repeat."""
 
     rows_per_epoch = 0
     sparse_targets = False
@@ -61,20 +61,20 @@ class RowLoader:
         return Batch(*tensors, sparse_targets=self.sparse_targets)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Batch of optimizer step `step`, or only these rows of it: equal to the slice of the whole batch, but then
-        `Batch.step` is not known here."""
+        """Batch of optimizer step `step`, or only these rows of it: equal to the slice of the whole batch, except that
+        `Batch.step` is not set."""
         indices = range(step * self.rows, (step + 1) * self.rows)
         return self.build(indices[rows] if rows is not None else indices)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source was seen before this step, by name."""
+        """Epochs of each source completed before this step, by name."""
         return {"rows": step * self.rows / self.rows_per_epoch} if self.rows_per_epoch else {}
 
 
 class Documents:
-    """A shard as an epoch sees it: here always the same; `fim.FimDocuments` changes some of the documents.
+    """A shard as seen in one epoch. Here it is always the same; `fim.FimDocuments` changes some of the documents.
 
-    `slots` [number of documents] are the longest lengths that they take in any epoch, `total_tokens` the length of
+    `slots` [number of documents] are the documents' maximum lengths over all epochs. `total_tokens` is the length of
     every epoch.
     """
 
@@ -103,8 +103,8 @@ def row_order(seed: int, epoch: int, rows: int) -> np.ndarray:
 class StreamLoader(RowLoader):
     """Random-truncation packing: each epoch shuffles the documents into one stream, cuts it into rows, shuffles these.
 
-    The rows are shuffled too because neighbours in the stream come from one long file. An epoch costs one shuffle, a
-    row no more than its own tokens. The end of the stream that fills no row is left out, another one in every epoch.
+    Rows are shuffled too because neighbours in the stream come from one long file. An epoch costs one shuffle, a row no
+    more than its own tokens. The tokens left over at the end of the stream are dropped, different ones every epoch.
     """
 
     def __init__(self, source: Shard | Documents, *, rows: int, row_length: int, seed: int) -> None:
@@ -130,7 +130,7 @@ class StreamLoader(RowLoader):
             number, place = number + 1, place + 1
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """An epoch's order of documents, order of rows, and where each document starts in the stream."""
+        """An epoch's order of documents, order of rows, and start of each document in the stream."""
         generator = np.random.default_rng(derive_seed(self.seed, "document order", epoch))
         order = generator.permutation(len(self.source))
         rows = generator.permutation(self.rows_per_epoch)
@@ -138,11 +138,11 @@ class StreamLoader(RowLoader):
 
 
 class BestFitLoader(RowLoader):
-    """Best-fit packing: documents stay whole, one that is longer than a row is cut into full rows and a rest (§2.2).
+    """Best-fit packing: documents stay whole; a document longer than a row is cut into full rows and a rest (§2.2).
 
-    Which pieces share a row is decided once, by best-fit decreasing over windows of the shuffled documents; epochs
-    shuffle the rows. Documents of a row do not see each other, so other neighbours in the next epoch would change
-    nothing, and a fixed number of rows makes every step reachable at once. `padding_share` is the share of empty cells.
+    Which pieces share a row is decided once, by best-fit decreasing over windows of the shuffled documents. Epochs
+    shuffle only the rows: documents of a row do not see each other, so new neighbours would change nothing, and with a
+    fixed number of rows any step is found at once. `padding_share` is the share of empty cells.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class BestFitLoader(RowLoader):
         return np.repeat(order, counts), offsets, np.minimum(np.repeat(slots, counts) - offsets, self.row_length)
 
     def fill(self, index: int, row: Row) -> None:
-        """Write the pieces of one row from its start; what is left stays padding."""
+        """Write the pieces of one row from its start; the rest stays padding."""
         epoch, index = divmod(index, self.rows_per_epoch)
         place = self._order(epoch)[index]
         at = 0

@@ -1,7 +1,7 @@
 """Long-context rows (§2.2): interleaved similar documents, documents stretched by hard negatives, recall documents.
 
-Similarity is the cosine between hashed tokens and token bigrams, weighted by how rare they are in a window of the
-shard. Windows are drawn once from the seed and bound what is compared; every row is a function of (seed, its index).
+Similarity is the cosine between hashed tokens and token bigrams, weighted by their rarity in a window of the shard.
+Windows are drawn once from the seed and bound the number of comparisons. Every row is a function of (seed, its index).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RecallKind = Literal["needle", "turns"]
 
 FEATURES = 512
 WINDOW_ROWS = 4
-"""A window has at least as many tokens as fill this many rows."""
+"""A window has at least the tokens of this many rows."""
 INTERLEAVED_DOCUMENTS = 1024
 STRETCHED_DOCUMENTS = 128
-"""And at least this many documents: fewer to stretch, where every chunk has a vector."""
+"""Documents in a window, at least, for NegativesLoader: fewer than for interleaving, as every chunk has a vector."""
 CHUNKS_PER_ROW = 16
 CHUNK_TOKENS = (8, 2048)
 """A meta-chunk is a sixteenth of a row, within these limits."""
@@ -47,14 +47,14 @@ def chunks(tokens: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def interleave(pieces: list[np.ndarray], length: int) -> np.ndarray:
-    """All tokens of the pieces, their meta-chunks taking turns: each piece keeps its order and spans the whole row."""
+    """All tokens of the pieces, their meta-chunks taking turns: each piece keeps its order and spans the row."""
     cut = [chunks(piece, length) for piece in pieces]
     places = [((j + 0.5) / len(parts), i, j) for i, parts in enumerate(cut) for j in range(len(parts))]
     return np.concatenate([cut[i][j] for _, i, j in sorted(places)])
 
 
 class Similarity:
-    """Unit vectors of token sequences; weights come from the sequences that it is made of."""
+    """Unit vectors of token sequences; the rarity weights come from the sequences given to the constructor."""
 
     def __init__(self, pieces: list[np.ndarray]) -> None:
         counts = _hashed_counts(pieces)
@@ -71,7 +71,7 @@ class Similarity:
 
 
 def _hashed_counts(pieces: list[np.ndarray]) -> np.ndarray:
-    """How often each hash of a token or of two neighbouring ones occurs in each piece, [P, FEATURES]."""
+    """How often each hash of a token or of a token bigram occurs in each piece, [P, FEATURES]."""
     counts = np.zeros((len(pieces), FEATURES), dtype=np.float32)
     for at, piece in enumerate(pieces):
         single = piece.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -83,8 +83,8 @@ def _hashed_counts(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def similar_order(vectors: np.ndarray, lengths: np.ndarray, row_length: int, room: int) -> np.ndarray:
-    """An order in which documents of one row resemble each other: the next is the one closest to the sum of those that
-    the row has. The first row has `room` tokens left; the document that overflows a row opens the next one."""
+    """An order in which documents of one row resemble each other: the next one is closest to the sum of those already
+    in the row. The first row has `room` tokens left; the document that overflows a row opens the next one."""
     free = np.ones(len(vectors), dtype=np.bool_)
     order = np.empty(len(vectors), dtype=np.int64)
     centre = np.zeros(vectors.shape[1], dtype=vectors.dtype)
@@ -117,12 +117,12 @@ class _Windows:
 
 
 class InterleaveLoader(RowLoader):
-    """Rows in which highly similar documents take turns, chunk by chunk, as one document: what belongs together stands
-    far apart, which keeps a model from losing the middle (§2.2).
+    """Rows in which highly similar documents take turns, chunk by chunk, as one document. Related text is far apart,
+    which trains the model to use the middle of its context (§2.2).
 
-    The documents of each window stand in `similar_order`, all windows make one stream, and rows are cut from it: every
-    token comes once per epoch, but for the end of the stream. Epochs shuffle the rows. A window is ordered when one of
-    its rows is first asked for.
+    The documents of each window come in `similar_order`, all windows make one stream, and rows are cut from it. So
+    every token comes once per epoch, except for the end of the stream. Epochs shuffle the rows. A window is ordered
+    when one of its rows is first requested.
     """
 
     def __init__(self, shard: Shard, *, rows: int, row_length: int, seed: int) -> None:
@@ -137,12 +137,12 @@ class InterleaveLoader(RowLoader):
         self._order = lru_cache(maxsize=EPOCHS_KEPT)(lambda epoch: row_order(seed, epoch, self.rows_per_epoch))
 
     def fill(self, index: int, row: Row) -> None:
-        """Cut one row out of the stream and interleave what it holds."""
+        """Cut one row out of the stream and interleave its documents."""
         epoch, index = divmod(index, self.rows_per_epoch)
         row.put(0, interleave(self.pieces(int(self._order(epoch)[index])), chunk_length(self.row_length)), 0)
 
     def pieces(self, place: int) -> list[np.ndarray]:
-        """The documents, or parts of these, that lie in row `place` of the stream."""
+        """The documents, or parts of documents, in row `place` of the stream."""
         at, end = place * self.row_length, (place + 1) * self.row_length
         found = []
         while at < end:
@@ -155,7 +155,7 @@ class InterleaveLoader(RowLoader):
         return found
 
     def _window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """A window's documents in their order, and where each starts in the stream."""
+        """A window's documents in their order, and the start of each in the stream."""
         if window not in self._ordered:
             span = slice(self._windows.borders[window], self._windows.borders[window + 1])
             documents, lengths = self._windows.order[span], self._windows.lengths[span]
@@ -168,11 +168,11 @@ class InterleaveLoader(RowLoader):
 
 
 class NegativesLoader(RowLoader):
-    """Documents stretched over a whole row: between two of a document's meta-chunks stand the chunks of other documents
-    that resemble the first of them most, so that to go on the model must look past distractors (NExtLong, §2.2).
+    """Documents stretched over a whole row by distractors: between two meta-chunks of a document come the chunks of
+    other documents that are most similar to the first of the two (NExtLong, §2.2).
 
-    Every document with at least two chunks of the smallest size is stretched once per epoch, cut to half a row where it
-    is longer. All of a row is one document, and all of it is trained on. A row stays padded at its end where the
+    Every document with at least two chunks of the smallest size is stretched once per epoch, after a cut to half a row
+    if it is longer. The whole row is one document, and all of it is trained on. The end of a row is padding if the
     window has too little other text.
     """
 
@@ -213,7 +213,7 @@ class NegativesLoader(RowLoader):
             at = row.put(at, part, 0)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """The documents to stretch, as places in the windows' order; window by window, to make each pool once."""
+        """The documents to stretch, as places in the windows' order; window by window, so each pool is made once."""
         generator = np.random.default_rng(derive_seed(self.seed, "stretched", epoch))
         return np.concatenate(
             [generator.permutation(self._anchors[i]) for i in generator.permutation(len(self._windows))]
@@ -228,10 +228,10 @@ class NegativesLoader(RowLoader):
 
 
 class RecallLoader(RowLoader):
-    """Rows of recall documents of log-uniform length. Only answers are targets: the rest is noise.
+    """Rows of recall documents of log-uniform length. Only answers are targets: the rest is random.
 
-    `needle` packs `recall_text` to the end of the row and cuts the last document; `turns` packs whole `turns_text` of
-    all variants with 2, 4 or 8 needles and leaves the rest of the row as padding.
+    `needle` packs `recall_text` to the end of the row and cuts the last document. `turns` packs whole `turns_text` of
+    all variants with 2, 4 or 8 needles and pads the rest of the row.
     """
 
     sparse_targets = True
@@ -247,7 +247,7 @@ class RecallLoader(RowLoader):
                 raise DataError(f"recall_share: a row of {row_length} tokens is too short for a recall document.")
 
     def fill(self, index: int, row: Row) -> None:
-        """Documents until the row is full."""
+        """Write documents until the row is full."""
         at, number = 0, 0
         while at < self.row_length:
             ids, answers = self._document(index, number, self.row_length - at)
@@ -258,7 +258,7 @@ class RecallLoader(RowLoader):
             at, number = end, number + 1
 
     def _document(self, index: int, number: int, room: int) -> tuple[list[int], list[bool]]:
-        """Ids and answers of document `number` of a row, at most `room`; none where no document fits."""
+        """Ids and answer mask of document `number` of a row, at most `room` ids; empty if no document fits."""
         seed = derive_seed(self.seed, "text")
         if self.kind == "needle":
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "needle", index, number))
@@ -297,6 +297,6 @@ def encode(pieces: Pieces, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]
 
 
 def batch_rows(kind: RecallKind, tokenizer: Tokenizer, *, rows: int, row_length: int, seed: int, index: int) -> Batch:
-    """`rows` rows of recall documents, the first of which is row `index` of the endless sequence of (kind, seed)."""
+    """`rows` rows of recall documents, starting at row `index` of the endless sequence of (kind, seed)."""
     loader = RecallLoader(kind, tokenizer, rows=rows, row_length=row_length, seed=seed)
     return loader.build(range(index, index + rows))

@@ -1,4 +1,4 @@
-"""Mixtures of loaders by weight, and the factory that makes a stage's loader of its options."""
+"""Mixtures of loaders by weight, and the factory that makes a stage's loader from its options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from glm5.errors import ConfigError, nearest
 from glm5.seeds import derive_seed
 
 RESOLUTION = 10_000
-"""Weights are held to one part in this many."""
+"""Weights are rounded to one part in this many."""
 
 
 def check_names(weights: Mapping[str, object], sources: Mapping[str, object]) -> None:
@@ -31,10 +31,10 @@ def check_names(weights: Mapping[str, object], sources: Mapping[str, object]) ->
 
 
 def whole_parts(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
-    """Integer weights without a common factor: exact where their sum stays within RESOLUTION, else the nearest that
-    sum to it. A positive weight has at least one part; sources of weight 0 are left out.
+    """Integer weights without a common factor: exact if their sum stays within RESOLUTION, otherwise rounded to it. A
+    positive weight has at least one part; sources of weight 0 are left out.
 
-    Raises ConfigError for a weight that is negative or not finite, and where none is positive.
+    Raises ConfigError if a weight is negative or not finite, or if none is positive.
     """
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight < 0:
@@ -58,11 +58,11 @@ def whole_parts(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
 
 def even_schedule(parts: list[int]) -> np.ndarray:
     """One period of the order in which sources take turns, [sum(parts)]: source k comes parts[k] times, and among the
-    first n entries it comes n parts[k] / sum(parts) times up to less than one.
+    first n entries its count differs from n parts[k] / sum(parts) by less than one.
 
-    With K sources, those that are behind by at least 1 / (2K - 2) may come next; of these the one that would first be
-    too far behind does (Tijdeman, The chairman assignment problem, 1980, whose bound is 1 - 1 / (2K - 2)). Taking the
-    one that is furthest behind would not keep within one for many sources.
+    With K sources, only those with a deficit of at least 1 / (2K - 2) may come next. The one with the earliest deadline
+    is taken (Tijdeman, The chairman assignment problem, 1980; bound 1 - 1 / (2K - 2)). Taking the largest deficit would
+    exceed one if there are many sources.
     """
     weights, total = np.asarray(parts, dtype=np.int64), sum(parts)
     twice = 2 * len(parts) - 2
@@ -79,11 +79,11 @@ def even_schedule(parts: list[int]) -> np.ndarray:
 
 
 class Mixture(RowLoader):
-    """Rows of several loaders by weight: among the first n rows each has its share, up to less than one row.
+    """Rows of several loaders by weight: among the first n rows each has its share, to within less than one row.
 
-    The order of sources repeats after `sum(parts)` rows, so that any step is found at once. It does not depend on the
-    seed; what a source gives does. `weights` are the shares as they are kept (see `whole_parts`). `rows_per_epoch` is
-    the number of rows after which every source that has epochs has ended its first.
+    The order of sources repeats after `sum(parts)` rows, so any step is found at once. It does not depend on the seed;
+    the content of a source does. `weights` are the rounded shares (see `whole_parts`). `rows_per_epoch` is the number
+    of rows after which every source that has epochs has completed its first.
     """
 
     def __init__(self, sources: Mapping[str, RowLoader], weights: Mapping[str, float | Fraction], *, rows: int) -> None:
@@ -107,7 +107,7 @@ class Mixture(RowLoader):
         )
 
     def fill(self, index: int, row: Row) -> None:
-        """Hand row `index` to the source whose turn it is."""
+        """Fill row `index` from its source."""
         period, at = divmod(index, self._period)
         k = int(self._schedule[at])
         self._loaders[k].fill(period * self._parts[k] + int(self._before[k, at]), row)
@@ -118,7 +118,7 @@ class Mixture(RowLoader):
         return {name: period * self._parts[k] + int(self._before[k, at]) for k, name in enumerate(self.sources)}
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Epochs of each source that lie before this step; sources that never repeat are left out."""
+        """Epochs of each source completed before this step; sources that never repeat are left out."""
         counts = self.counts(step * self.rows)
         return {n: counts[n] / s.rows_per_epoch for n, s in self.sources.items() if s.rows_per_epoch}
 
@@ -133,12 +133,12 @@ def make_loader(
     seed: int,
     name: str,
 ) -> Mixture:
-    """The loader of the stage `name`, whose batches have `rows` rows. `shards` are the training splits by name.
+    """The loader of the stage `name`, with batches of `rows` rows. `shards` are the training splits by name.
 
     Raises:
         ConfigError: weights or fim_shards name no shard, a shard has no weight or the name of other rows, or the
             tokenizer has no FIM tokens.
-        DataError: a shard is too small for what the options ask of it.
+        DataError: a shard is too small for the options.
     """
     weights: Mapping[str, float] = options.weights or {source: len(shard.tokens) for source, shard in shards.items()}
     check_names(weights, shards)

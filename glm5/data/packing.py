@@ -1,4 +1,4 @@
-"""Packed rows: several documents per row, with borders that attention respects."""
+"""Packed rows: several documents per row; attention does not cross document borders."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_AHEAD = 1 + MOST_DEPTHS
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a whole optimizer step holds over all micro-batches and ranks: rows, real tokens, and targets 1, 2, … ahead.
+    """Counts of a whole optimizer step over all micro-batches and ranks: rows, real tokens, and targets 1, 2, … ahead.
 
-    Losses divide by these, so that the parts of a step add up to the mean over the step however it was cut.
+    Losses divide by these, so the parts of a step add up to the mean over the step for any split into micro-batches.
     """
 
     rows: int
@@ -31,11 +31,11 @@ class StepCounts:
 class Batch:
     """Packed token rows, all tensors [B, T].
 
-    `documents` numbers each row's documents from 0, -1 is padding. `loss_mask` marks tokens that are targets: token i
-    counts in the loss where it is predicted from the tokens before it in the same document. `sparse_targets` says that
-    only a few tokens are (answers, assistant turns), which leaves nothing for multi-token prediction to learn from.
-    `step` counts the optimizer step that the batch is a part of; None means that it is the whole step. `before` are the
-    places, padding included, of all rows of the stage before this step.
+    `documents` numbers each row's documents from 0; -1 is padding. `loss_mask` marks target tokens: the loss of token i
+    is its prediction from the tokens before it in the same document. `sparse_targets` means that only a few tokens are
+    targets (answers, assistant turns), too few to train multi-token prediction. `step` counts the optimizer step that
+    the batch belongs to; None means that the batch is the whole step. `before` is the number of cells, padding
+    included, in all rows of the stage before this step.
     """
 
     ids: Tensor
@@ -63,12 +63,12 @@ class Batch:
         return StepCounts(self.ids.shape[0], int((self.documents >= 0).sum()), targets)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on a device."""
+        """The same batch on a device."""
         moved = {name: getattr(self, name).to(device) for name in ("ids", "documents", "loss_mask")}
         return replace(self, **moved)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Rows start .. stop - 1; behind the last one lies padding, so that every rank gets a batch of one shape."""
+        """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""
         missing = stop - max(start, min(stop, self.ids.shape[0]))
         parts = [t[start:stop] for t in (self.ids, self.documents, self.loss_mask)]
         if missing:
@@ -79,7 +79,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a sequence landed: row and first column."""
+    """Place of a packed sequence: row and first column."""
 
     row: int
     start: int
@@ -88,7 +88,7 @@ class Placement:
 def pack(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
     """First-fit-decreasing packing without splitting; returns one placement per sequence and the number of rows.
 
-    Raises ValueError for a sequence that is longer than a row.
+    Raises ValueError if a sequence is longer than a row.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     used: list[int] = []
@@ -105,14 +105,14 @@ def pack(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]
 
 
 def best_fit(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
-    """Best-fit-decreasing packing without splitting: each sequence, longest first, goes to the row with the least room
-    that holds it. Returns the row of every sequence and the number of rows; costs O(n log n + n row_length) at most.
+    """Best-fit-decreasing packing without splitting: each sequence, longest first, goes to the fullest row that still
+    has room. Returns the row of every sequence and the number of rows. Costs at most O(n log n + n row_length).
 
-    Raises ValueError for a sequence that is longer than a row.
+    Raises ValueError if a sequence is longer than a row.
     """
     rows = [0] * len(lengths)
     opened = 0
-    spaces: list[int] = []  # the different amounts of room, ascending
+    spaces: list[int] = []  # the distinct amounts of free room, ascending
     with_space: dict[int, list[int]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[i] > row_length:
@@ -138,7 +138,7 @@ def best_fit(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
 def pack_batch(
     sequences: Sequence[tuple[Sequence[int], Sequence[bool]]], row_length: int
 ) -> tuple[Batch, list[Placement]]:
-    """Pack (ids, loss mask) pairs into as few rows of `row_length` as first-fit-decreasing finds."""
+    """Pack (ids, loss mask) pairs into rows of `row_length` by first-fit-decreasing."""
     placements, rows = pack([len(ids) for ids, _ in sequences], row_length)
     ids = torch.zeros(rows, row_length, dtype=torch.long)
     documents = torch.full_like(ids, -1)

@@ -1,7 +1,7 @@
-"""Readers of folders, text files, JSONL and parquet: lazy, in a fixed order, for files that nobody has checked.
+"""Readers of folders, text files, JSONL and parquet: lazy, in a fixed order, safe for untrusted files.
 
-Every reader takes the report that counts what it leaves out, and `limit`, the bytes that one record may have: nothing
-larger is ever held in memory.
+Every reader takes the report, which counts what is left out, and `limit`, the maximum bytes of one record. Nothing
+larger is ever in memory.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def read_folder(
     skip: Callable[[str], bool] = is_hidden,
     follow: bool = False,
 ) -> Iterator[Document]:
-    """Text files below `root` in the order of their path's parts; `skip` says which names are passed over.
+    """Text files below `root`, sorted by the parts of their paths; names for which `skip` is true are passed over.
 
-    Links to folders are not entered, and links to files that lie outside `root` are not read unless `follow` says so.
+    Links to folders are not entered. Links to files outside `root` are read only if `follow` is set.
     """
     inside = root.resolve()
     for path, parts in _walk(root, skip):
@@ -72,7 +72,7 @@ def read_folder(
 
 
 def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Everything below `root` but folders, with its path's parts. A stack of our own: folders may be nested deeply."""
+    """Everything below `root` except folders, with its path's parts. No recursion: folders may nest deeply."""
     stack: list[tuple[str, ...]] = [()]
     while stack:
         parts = stack.pop()
@@ -88,7 +88,7 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[tuple[Path, tuple
 
 
 def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Document]:
-    """The file as one document. DataError where it is too large for one."""
+    """The file as one document. Raises DataError if it is too large for one."""
     raw = _content(path, limit)
     if raw is None:
         raise DataError(
@@ -101,7 +101,7 @@ def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Docum
 
 
 def _content(path: Path, limit: int) -> bytes | None:
-    """The bytes of a file; None where there are more than `limit`."""
+    """The bytes of a file; None if there are more than `limit`."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)
@@ -111,8 +111,8 @@ def _content(path: Path, limit: int) -> bytes | None:
 
 
 def text_document(path: str, raw: bytes, report: ReadReport) -> Document | None:
-    """A file's content as a document. Bytes that are not UTF-8 become U+FFFD and all line ends become \\n, as Python
-    reads text; blank files and binary ones (with a NUL byte) are counted and left out."""
+    """A file's content as a document. Bytes that are not UTF-8 become U+FFFD, and all line ends become \\n, as if
+    Python read it as text. Blank files and binary ones (with a NUL byte) are counted and left out."""
     if b"\0" in raw:
         report.sources[-1].binary += 1
         return None
@@ -120,15 +120,15 @@ def text_document(path: str, raw: bytes, report: ReadReport) -> Document | None:
     if not text.strip():
         report.sources[-1].empty += 1
         return None
-    # A file name may hold bytes that are not UTF-8; the document's path must be text that can be hashed and stored.
+    # A file name may hold bytes that are not UTF-8; the document's path must be valid text to be hashed and stored.
     return Document(os.fsencode(path).decode("utf-8", "replace"), text)
 
 
 def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterator[Document]:
-    """One document a line: the string at `field`, named by `path`, else by `id`, else as FILE:LINE.
+    """One document per line: the string at `field`, named by `path`, else by `id`, else FILE:LINE.
 
-    Malformed are lines that are longer than `limit`, no UTF-8, no JSON object, or without such a string. Blank lines
-    are no records.
+    A line is malformed if it is longer than `limit`, not UTF-8, not a JSON object, or has no such string. Blank lines
+    are not records.
     """
     try:
         with path.open("rb") as file:
@@ -150,8 +150,8 @@ def read_jsonl(path: Path, field: str, report: ReadReport, limit: int) -> Iterat
 
 
 def limited_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
-    """Lines that are not blank, with their numbers from 1 and without a byte order mark at the beginning. None stands
-    for one of more than `limit` bytes, which is read past in pieces."""
+    """Lines that are not blank, with their numbers from 1; a byte order mark at the start is removed. None replaces a
+    line of more than `limit` bytes, which is skipped in pieces."""
     number = 0
     while line := file.readline(limit + 1):
         number += 1
@@ -166,14 +166,14 @@ def limited_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | Non
 
 
 def bad_json(error: ValueError | RecursionError) -> str:
-    """What is wrong with a line that `json.loads` refused, in a few words."""
+    """Why `json.loads` refused a line, in a few words."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg}, column {error.colno})"
     return "not JSON (nested too deeply)" if isinstance(error, RecursionError) else str(error)
 
 
 def _record(record: Any, field: str, name: str) -> Document:
-    """The document of one record. Raises ValueError with what is wrong with it."""
+    """The document of one record. Raises ValueError, with the reason, if the record is malformed."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     text = record.get(field)
@@ -193,7 +193,7 @@ def _record(record: Any, field: str, name: str) -> Document:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON can carry and UTF-8 cannot."""
+    """False for lone surrogates, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -209,9 +209,9 @@ def _unless_empty(document: Document, report: ReadReport) -> Iterator[Document]:
 
 
 def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Iterator[Document]:
-    """One document a row: the string in `column`, named as for JSONL; the name without either is FILE:row N, from 1.
+    """One document per row: the string in `column`, named as for JSONL; without `path` and `id`, FILE:row N from 1.
 
-    Row groups are read one after the other in small batches. MissingExtraError without pyarrow.
+    Row groups are read one after the other in small batches. Raises MissingExtraError without pyarrow.
     """
     try:
         import pyarrow  # type: ignore[import-untyped]
@@ -251,7 +251,7 @@ def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _columns(path: Path, schema: Any, column: str) -> list[str]:
-    """The columns to read: the text, and what may name it."""
+    """The columns to read: the text, and those that may name the document."""
     types = {field.name: str(field.type) for field in schema}
     if len(types) != len(schema):
         raise DataError(f"{path} has several columns of one name.")

@@ -1,7 +1,7 @@
-"""Texts that ask for something again which stood far above: what long-context training and its suites are made of.
+"""Recall texts, which ask again for something far above: used by long-context training and its suites.
 
-Every text is a list of pieces with whether each is an answer. Its content is random, so that nothing but attention to
-the right place gives the answer. What is asked belongs to a split by hash: training and evaluation never ask the same.
+Every text is a list of pieces, each with whether it is an answer. Its content is random, so only attention to the right
+position gives the answer. A hash assigns what is asked to a split: training and evaluation never ask the same.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ HELDOUT_SHARE = 5  # one in five is held out
 FORMS = ("note", "list", "song", "memo", "plan", "poem", "rule", "tale")
 VARIANTS = ("ordinal", "key", "reversed", "last")
 NEEDLES = (2, 4, 8)
-PAIRS = 3  # pairs of a name and a number in a reply
-PREFIX = 5  # letters that an answer begins with
+PAIRS = 3  # (name, number) pairs in a reply
+PREFIX = 5  # letters at the start of an answer
 LONGEST_NAME = 5
 
 Pieces = list[tuple[str, bool]]
 
 
 def split_of(key: str) -> str:
-    """The split that owns a content."""
+    """The split that a content belongs to."""
     digest = hashlib.sha256(key.encode("utf-8")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_SHARE == 0 else "train"
 
 
 def assignment(rng: random.Random) -> tuple[str, str]:
-    """A name of two to five letters and a number of three digits: values of one length, so that none is likelier for
-    being short."""
+    """A name of two to five letters and a number of three digits. Values have one length, so a short value cannot be
+    likelier."""
     letters = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, LONGEST_NAME)))
     return letters, str(rng.randint(100, 999))
 
 
 def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
-    """A training document of about `target_bytes` bytes in which every line is asked for again. First the lines
-    `name = value`, then all of them once more in another order.
+    """A training document of about `target_bytes` bytes that asks for every line again. First come the lines `name =
+    value`, then all of them again in another order.
 
     The (name, value) pairs belong to the training split of `tasks.needle.needle_text`.
     """
@@ -60,7 +60,7 @@ def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
 
 
 def turns_bytes(needles: int, questions: int) -> int:
-    """Bytes that a `turns_text` of so many needles and questions never exceeds where it has no other turns."""
+    """Maximum bytes of a `turns_text` with this many needles and questions and no other turns."""
     request = max(map(len, FORMS)) + len(" on ") + LONGEST_NAME
     reply = len("100: ") + PAIRS * (LONGEST_NAME + len(" 100 ")) - 1
     question = len("? , number 2 from the end, after \n") + request + PREFIX
@@ -77,12 +77,12 @@ def turns_text(
     questions: int = 1,
     split: str = "train",
 ) -> Pieces:
-    """Multi-turn recall in the manner of MRCR (§2.3): a dialogue of requests (`> note on qed`) and random replies, in
-    which one request comes `needles` times, each time with another reply; then questions for one of these.
+    """Multi-turn recall like MRCR (§2.3): a dialogue of requests (`> note on qed`) and random replies. One request
+    comes `needles` times, each time with another reply; the questions ask for one of these replies.
 
-    An answer is a prefix that the question names, and the reply word for word. `variant` says how a question points at
-    the reply: by `ordinal`, by the `key` that opens it, `reversed` (counted from the end), or as the `last` one. The
-    text has at most `target_bytes` bytes and as many other turns as fit.
+    An answer is a prefix that the question names, then the reply word for word. `variant` says how a question
+    identifies the reply: by `ordinal`, by the `key` that opens it, `reversed` (counted from the end), or as the `last`
+    one. The text has at most `target_bytes` bytes and as many other turns as fit.
 
     Raises:
         ConfigError: an unknown variant or split, more questions than needles, or too few bytes for them.
@@ -111,7 +111,7 @@ def turns_text(
         )
     others: list[str] = []
     while True:
-        # Half of the other requests differ in the form alone, which makes them easy to mistake.
+        # Half of the other requests differ only in the form, which makes them easy to confuse.
         other = f"{rng.choice(FORMS)} on {request.split(' on ')[1]}" if rng.random() < 0.5 else _request(rng)
         if other == request:
             continue

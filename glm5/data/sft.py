@@ -1,11 +1,11 @@
-"""Files of conversations, read line by line: JSONL of `messages` in OpenAI's form, from files that nobody has checked.
+"""Files of conversations, read line by line: JSONL of `messages` in OpenAI's form. The files are untrusted.
 
-What a line may hold beside that form:
+Beyond OpenAI's form, a line may have:
 
 - `thinking` (true or false) on the conversation or on one of its assistant turns: whether the request for that turn
   asked for thinking (turn-level thinking, §3.1). `reasoning_effort` on the conversation.
 - `"train": false` on an assistant turn, on a text part of its content or reasoning, or on one of its tool calls: an
-  erroneous segment (§3.1), which stays in the context and is left out of the loss.
+  erroneous segment (§3.1). It stays in the context and is left out of the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from glm5.obs.logs import get_logger
 from glm5.records import Message
 
 MAX_LINE_BYTES = 1 << 26
-"""The longest line that is read: far beyond 200K tokens, and nothing larger is ever held in memory."""
+"""The longest line that is read: far beyond 200K tokens. Nothing larger is ever in memory."""
 
 Span = tuple[int, int]
 
@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """What a file says about one assistant turn beside its text.
+    """Marks of one assistant turn in a file, beside its text.
 
     `thinking` is whether its request asked for it (None: as the conversation). The rest is left out of the loss:
     characters [start, end) of `reasoning` and `content`, and tool calls by their number.
@@ -47,8 +47,8 @@ class TurnMarks:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of an SFT file: messages, tools that the prompt shows, whether requests asked for thinking (None: the
-    file does not say), and marks of assistant turns by the number of their message."""
+    """One line of an SFT file: messages, tools shown in the prompt, whether requests asked for thinking (None: the file
+    does not say), and marks of assistant turns by message index."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -58,7 +58,7 @@ class Conversation:
 
 
 class BadLines:
-    """What happens to a line that cannot be used: "error" ends the reading, "skip" counts it and logs where it is."""
+    """Policy for lines that cannot be used: "error" stops the reading, "skip" counts and logs the line."""
 
     def __init__(self, policy: Literal["error", "skip"] = "error") -> None:
         self.policy, self.count = policy, 0
@@ -72,9 +72,9 @@ class BadLines:
 
 
 def conversation_files(source: str | Path) -> list[Path]:
-    """The file itself, or all `*.jsonl` below a folder in the order of their paths, hidden ones left out.
+    """The file itself, or all `*.jsonl` below a folder sorted by path, without hidden ones.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     path = Path(source)
     if path.is_dir():
@@ -90,11 +90,11 @@ def conversation_files(source: str | Path) -> list[Path]:
 def read_conversations(
     files: Path | Iterable[Path], bad: Callable[[str, object], None] | None = None, *, sort_results: bool = False
 ) -> Iterator[tuple[str, Conversation]]:
-    """Conversations as (FILE:LINE, conversation), read one line at a time. Blank lines are none.
+    """Conversations as (FILE:LINE, conversation), read one line at a time. Blank lines are skipped.
 
     Args:
-        bad: told FILE:LINE and the reason of every line that cannot be used; by default the first one raises DataError.
-        sort_results: bring tool results into the order of their calls, as chat template 5.3 does; it needs their
+        bad: called with FILE:LINE and the reason for every unusable line; by default the first one raises DataError.
+        sort_results: sort tool results into the order of their calls, as chat template 5.3 does. This needs their
             `tool_call_id`, which no message keeps.
     """
     bad = bad or BadLines()
@@ -117,7 +117,7 @@ def read_conversations(
 
 
 def parse_conversation(raw: Any, sort_results: bool = False) -> Conversation:
-    """The conversation of one line's value. Raises DataError with what is wrong with it."""
+    """The conversation from one line's value. Raises DataError, with the reason, if it is malformed."""
     if not isinstance(raw, dict) or not isinstance(raw.get("messages"), list) or not raw["messages"]:
         raise DataError("it needs a non-empty list `messages`")
     tools = raw.get("tools") or []
@@ -141,17 +141,17 @@ def parse_conversation(raw: Any, sort_results: bool = False) -> Conversation:
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> int:
-    """Write JSONL that `read_conversations` (and other tools) read; returns the number of lines."""
+    """Write JSONL for `read_conversations` (and other tools); returns the number of lines."""
     lines = [json.dumps(_plain(c), ensure_ascii=False) for c in conversations]
     atomic_write(path, "\n".join(lines) + "\n")
     return len(lines)
 
 
 def _load(line: bytes) -> Any:
-    """The value of a line of JSON that can be written as JSON again."""
+    """The value of a line of JSON. Raises DataError if it is malformed or could not be written as JSON again."""
     try:
         value = json.loads(line.decode("utf-8"), parse_constant=_refuse)
-        if b"\\u" in line:  # the only way for half of a surrogate pair to get into UTF-8
+        if b"\\u" in line:  # only this way can half of a surrogate pair come from UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise DataError("not UTF-8") from None
@@ -174,7 +174,7 @@ def _flag(values: Mapping[str, Any], key: str, where: str) -> bool | None:
 
 
 def _split_marks(message: dict[str, Any], where: str) -> tuple[dict[str, Any], TurnMarks]:
-    """An assistant message in plain form, and what it says beside that."""
+    """An assistant message in plain form, and its marks."""
     plain, spans = dict(message), dict[str, tuple[Span, ...]]()
     for key in ("content", "reasoning_content", "reasoning"):
         plain[key], spans[key] = _wrong_parts(message.get(key), f"{where}.{key}")
@@ -193,7 +193,7 @@ def _split_marks(message: dict[str, Any], where: str) -> tuple[dict[str, Any], T
 
 
 def _wrong_parts(value: Any, where: str) -> tuple[Any, tuple[Span, ...]]:
-    """Text parts joined, and where those with `train: false` lie; anything else unchanged, for others to judge."""
+    """Text parts joined, and the spans of those with `train: false`. Other values are returned unchanged."""
     if not isinstance(value, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in value):
         return value, ()
     if any(part.get("type") != "text" for part in value):
@@ -232,7 +232,7 @@ def _plain_message(m: Message, marks: TurnMarks) -> dict[str, Any]:
 
 
 def _parts(text: str, wrong: Sequence[Span]) -> Any:
-    """A string, or text parts where some of it is not trained."""
+    """A string, or text parts if some of it is not trained."""
     if not wrong:
         return text
     parts: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Conversations as training rows (§3.1): every assistant turn is trained once, behind the ids that inference feeds it.
+"""Conversations as training rows (§3.1): every assistant turn is trained once, after exactly the prompt of inference.
 
-One renderer writes both, so what is left to decide is which turns fit into one row. A turn's prompt depends on whether
-its request asked for thinking, and, unless reasoning is preserved, on where the last user message before it lies. Turns
-that agree in both share a row, and so do rows of which one begins with the other.
+One renderer writes both, so the only decision is which turns share a row. A turn's prompt depends on whether its
+request asked for thinking and, unless reasoning is preserved, on the position of the last user message before it. Turns
+that agree in both share a row. If one row is a prefix of another, the two are merged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from glm5.errors import DataError
 from glm5.records import Message
 
 Thinking = Literal["preserved", "interleaved", "turn"]
-"""What of its earlier thinking a turn sees, and whether it is asked to think (§3.1).
+"""What a turn sees of its earlier thinking, and whether it is asked to think (§3.1).
 
 In all three a turn sees the reasoning of the turns since the last user message: thinking before every response and tool
-call. "interleaved": no other, as inference is by default (`clear_thinking=True`). "preserved": all, as coding agents
-ask for (`clear_thinking=False`). "turn": all, and where the data does not say whether a turn was asked to think, it was
-if it has reasoning; in the other two every such turn was.
+call. "interleaved": no other reasoning, the default of inference (`clear_thinking=True`). "preserved": all reasoning,
+as coding agents request (`clear_thinking=False`). "turn": all reasoning. If the data does not say whether a turn was
+asked to think, "turn" assumes so only if the turn has reasoning; the other two always assume so.
 """
 
 
@@ -38,10 +38,10 @@ class SftRow(NamedTuple):
 
 @dataclass
 class RowCounts:
-    """What became of a file: conversations read, rows made of them, and what the rows that are kept hold.
+    """Counts of a file: conversations read, rows made of them, and the content of the kept rows.
 
-    `too_long` rows were longer than a training row and are left out or cut, which cost `lost_targets`; conversations in
-    which no turn is trained (`untrained`) give no row.
+    `too_long` rows were longer than a training row and were left out or cut, at a cost of `lost_targets`. Conversations
+    without a trained turn (`untrained`) give no row.
     """
 
     conversations: int = 0
@@ -54,7 +54,7 @@ class RowCounts:
     targets: int = 0
 
     def add(self, other: RowCounts) -> None:
-        """Take in another file's."""
+        """Add the counts of another file."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -62,7 +62,7 @@ class RowCounts:
 def conversation_rows(
     conversation: Conversation, tokenizer: Tokenizer, thinking: Thinking = "preserved"
 ) -> list[SftRow]:
-    """The rows of one conversation, each with at least one trained token; none where no turn is trained.
+    """The rows of one conversation, each with at least one trained token; empty if no turn is trained.
 
     Raises:
         DataError: a trained turn has reasoning although its request asked for none, or something cannot be rendered.
@@ -97,7 +97,7 @@ def cut_row(row: SftRow, length: int, tokenizer: Tokenizer) -> SftRow | None:
 
 
 def _asked(conversation: Conversation, i: int, turn: Message, rules: TemplateRules, thinking: Thinking) -> bool:
-    """Whether the request for message `i` asked for thinking, as far as the prompt depends on it."""
+    """Whether the request for message `i` asked for thinking; only relevant if the prompt depends on it."""
     if rules.always_thinks:
         return True
     said = conversation.marks.get(i, TurnMarks()).thinking
@@ -107,13 +107,13 @@ def _asked(conversation: Conversation, i: int, turn: Message, rules: TemplateRul
         said = bool(turn.reasoning) if thinking == "turn" else True
     if turn.reasoning and not said:
         raise DataError(f"messages[{i}] has reasoning, but its thinking is off; drop one of them.")
-    # In 5.0 the mode is nowhere but at the end of a prompt, and there the turn itself shows it: a turn without
-    # reasoning is one that was not asked to think.
+    # In 5.0 the mode appears only at the end of a prompt, and there the turn itself shows it: a turn without reasoning
+    # was not asked to think.
     return said or (rules.efforts is None and rules.empty_think == "never")
 
 
 def _render(conversation: Conversation, places: Sequence[int], tokenizer: Tokenizer, mode: bool, keep: bool) -> SftRow:
-    """The conversation up to the last of `places`, of which only these turns are trained."""
+    """The conversation up to the last of `places`; only the turns in `places` are trained."""
     chosen = set(places)
     turns = [replace(m, train=i in chosen) for i, m in enumerate(conversation.messages[: places[-1] + 1])]
     rendered = render_chat(
@@ -133,7 +133,7 @@ def _render(conversation: Conversation, places: Sequence[int], tokenizer: Tokeni
 
 
 def _merge(rows: Sequence[SftRow], new: SftRow) -> list[SftRow]:
-    """The rows with a new one, which takes in the targets of those that are its beginning."""
+    """The rows plus a new one, which takes over the targets of rows that are a prefix of it."""
     kept = []
     for row in rows:
         if np.array_equal(row.ids, new.ids[: len(row.ids)]):
@@ -152,8 +152,8 @@ def _leave_out(
 ) -> None:
     """Take erroneous segments of the turns `marked` out of the mask, in place.
 
-    A token is left out if any of its bytes lies in a segment, and so is the marker that ends a piece or a turn right
-    behind such a token: to stop there was a part of the error. A call goes with all of its markers.
+    A token is left out if any of its bytes lies in a segment. So is the marker that ends a piece or a turn right after
+    such a token, because stopping there was part of the error. A call goes with all of its markers.
     """
     opening = tokenizer.special["<|assistant|>"]
     starts = [at for at, token in enumerate(ids) if token == opening]  # no text becomes a special token
@@ -176,8 +176,8 @@ def _leave_out(
 
 
 def _pieces(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[Span | None, Span, list[Span], int]:
-    """Where the parts of the assistant turn at `ids[at]` lie: reasoning, content, calls with their markers, and the
-    marker behind the turn."""
+    """Spans of the parts of the assistant turn at `ids[at]`: reasoning, content, calls with their markers, and the
+    index of the marker after the turn."""
     special = tokenizer.special
     marks = frozenset(special.values())
     reasoning, at = None, at + 1
@@ -198,7 +198,7 @@ def _pieces(ids: Sequence[int], at: int, tokenizer: Tokenizer) -> tuple[Span | N
 def _tokens_in(
     ids: Sequence[int], piece: Span, text: str, wrong: Sequence[Span], tokenizer: Tokenizer, strips: bool
 ) -> set[int]:
-    """Tokens of a piece that hold bytes of the characters `wrong` of its text, which was stripped where `strips`."""
+    """Tokens of a piece that contain bytes of the characters `wrong` of its text (stripped if `strips`)."""
     if not wrong:
         return set()
     shift, shown = 0, text

@@ -1,5 +1,4 @@
-"""Token shards: one flat file of ids per split, document borders and names, and a manifest that says what they are
-made of."""
+"""Token shards: one flat file of ids per split, document borders and names, and a manifest of their content."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _ENCODED_DOCUMENTS = 1024
 
 
 class Paths(Sequence[str]):
-    """Names of the documents of a split. The file is read when a name is first asked for; iterating keeps nothing."""
+    """Names of the documents of a split. The file is read on first access; iterating caches nothing."""
 
     def __init__(self, file: Path, count: int) -> None:
         self._file, self._count = file, count
@@ -60,8 +59,8 @@ class Paths(Sequence[str]):
 
 @dataclass(frozen=True)
 class Shard:
-    """One split. `tokens` is a memory-mapped id array; document i is tokens[borders[i]:borders[i + 1]], its end-of-text
-    token included; `num_bytes[i]` is the document's length in UTF-8 and `paths[i]` its name."""
+    """One split. `tokens` is a memory-mapped id array; document i is tokens[borders[i]:borders[i + 1]], including its
+    end-of-text token; `num_bytes[i]` is its length in UTF-8 and `paths[i]` its name."""
 
     tokens: np.ndarray
     borders: np.ndarray
@@ -101,7 +100,7 @@ class SplitWriter:
         self._paths.write(json.dumps(path).encode("ascii") + b"\n")
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush buffered data to the files."""
         self._files.close()
 
     def counts(self) -> dict[str, int]:
@@ -110,15 +109,15 @@ class SplitWriter:
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest type that holds all ids."""
+    """The narrowest dtype that can hold all ids."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 @contextmanager
 def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict[str, SplitWriter], dict[str, Any]]]:
-    """Yield the folder to be, a writer per split, and the manifest to fill; at the end `out` is complete or as it was.
+    """Yield the new folder, a writer per split, and the manifest to fill. `out` is replaced at the end, or unchanged.
 
-    The folder is handed out for intermediate files, which the caller deletes.
+    The caller may put intermediate files into the folder and must delete them.
     """
     dtype = id_dtype(tokenizer)
     with publish_dir(out) as folder, ExitStack() as stack:
@@ -134,7 +133,7 @@ def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Ids of each text with the end-of-text token behind."""
+    """Ids of each text, followed by the end-of-text token."""
     end, dtype = tokenizer.special["<|endoftext|>"], id_dtype(tokenizer)
     return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
 
@@ -143,7 +142,7 @@ def build_shards(
     documents: Sequence[Document], tokenizer: Tokenizer, out: Path, sources: Sequence[str]
 ) -> dict[str, int]:
     """Tokenise documents that are in memory, in this process, and publish `out` with the splits `train` and `held_out`;
-    returns token, document and byte counts. `glm5.data.build` does it for corpora of any size."""
+    returns token, document and byte counts. For a corpus of any size use `glm5.data.build`."""
     with publish_shards(out, tokenizer) as (_, writers, info):
         info["sources"] = [{"source": source} for source in sources]
         for start in range(0, len(documents), _ENCODED_DOCUMENTS):
@@ -155,7 +154,7 @@ def build_shards(
 
 
 def verify_shards(folder: Path, remedy: str = "Build the shards again with `glm5 data build`.") -> None:
-    """Check the hashes of a shard folder that has any. Raises DataError, whose message ends with the `remedy`."""
+    """Check the hashes of a shard folder, if it has any. Raises DataError, ending with `remedy`, if they differ."""
     verify_manifest(folder, DataError, "shard folder", remedy)
 
 
@@ -175,7 +174,7 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
 
 
 def open_split(folder: Path, split: str, dtype: np.dtype) -> Shard:
-    """Memory-map the files that a `SplitWriter` wrote. DataError where one is missing or does not fit the others."""
+    """Memory-map the files of a `SplitWriter`. Raises DataError if one is missing or does not fit the others."""
     path, paths = folder / f"{split}.tokens", folder / f"{split}.paths"
     try:
         borders = np.fromfile(folder / f"{split}.borders", dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Documents from sources. The source `stdlib` is built in: real text that every Python installation carries.
+"""Documents from sources. The source `stdlib` is built in: real text that every Python installation has.
 
 A source is one of
 - `stdlib`: the modules of the running Python without their tests,
 - `git:PATH` or `git:PATH@REVISION`: committed text files of a local repository,
-- `FILE.jsonl`, `FILE.ndjson`, `FILE.parquet`: one document a record, in the field or column `text`, or as
+- `FILE.jsonl`, `FILE.ndjson`, `FILE.parquet`: one document per record, in the field or column `text`, or in FIELD with
   `FILE.jsonl#FIELD`,
 - a folder: the text files below it; any other file: one document.
 """
@@ -31,10 +31,10 @@ _NO_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 def iter_sources(
     sources: Sequence[str], report: ReadReport | None = None, *, max_record_bytes: int = MAX_RECORD_BYTES
 ) -> Generator[Document]:
-    """Documents of all sources one by one, in an order that depends on nothing but their content.
+    """Documents of all sources one by one, in an order that depends only on their content.
 
-    `report` counts what was read, left out and malformed. DataError where a source does not exist, cannot be read, or
-    more records are malformed than the report tolerates.
+    `report` counts what was read, left out and malformed. Raises DataError if a source does not exist or cannot be
+    read, or if more records are malformed than the report tolerates.
     """
     report = report if report is not None else ReadReport()
     for source in sources:
@@ -50,7 +50,7 @@ def read_source(source: str) -> Iterator[Document]:
 
 
 def read_sources(sources: Sequence[str]) -> list[Document]:
-    """All documents of all sources in memory; an error when there is none."""
+    """All documents of all sources in memory. Raises DataError if there is none."""
     report = ReadReport()
     documents = list(iter_sources(sources, report))
     need_documents(report, sources)
@@ -77,7 +77,7 @@ def _documents(source: str, report: ReadReport, limit: int) -> Iterator[Document
 
 
 def _field(source: str) -> tuple[str, str]:
-    """File and field of `FILE#FIELD`; a # that belongs to an existing file or to another kind separates nothing."""
+    """File and field of `FILE#FIELD`. A # in an existing file's name or another kind of source is no separator."""
     name, separator, field = source.rpartition("#")
     if separator and field and name.endswith((*_JSONL, *_PARQUET)) and not Path(source).exists():
         return name, field

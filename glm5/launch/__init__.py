@@ -1,1 +1,1 @@
-"""Where processes live: chained stages, the local pipeline, and what works on this machine."""
+"""Runs as processes: chained stages, the local pipeline, and a check of this machine."""

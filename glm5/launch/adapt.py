@@ -1,9 +1,9 @@
-"""`glm5 adapt`: any dense MLA checkpoint through both DSA stages, beside a dense twin, with a record of how close the
+"""`glm5 adapt`: any dense MLA checkpoint through both DSA stages, with a dense baseline and a record of how close the
 result comes (§2.1.1).
 
-The run folder stands beside the new checkpoint: a folder per stage, `metrics.jsonl`, `adaptation.json`, `report.html`.
-Calling again goes on where a run was interrupted and ends with the same numbers. Rows continue over the stages: the
-sparse stage begins behind the last row of the warm-up, and the twin sees the rows of the sparse stage.
+The run folder is next to the new checkpoint: a folder per stage, `metrics.jsonl`, `adaptation.json`, `report.html`.
+Calling again resumes an interrupted run and ends with the same numbers. Rows continue over the stages: the sparse stage
+starts after the last row of the warm-up, and the dense baseline ("twin") sees the rows of the sparse stage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ POINTS = 8
 
 @dataclass
 class _Run:
-    """What the stages share."""
+    """State shared by the stages."""
 
     settings: Settings
     folder: Path
@@ -57,36 +57,36 @@ class _Run:
 
 
 class Options(Frozen):
-    """What can be chosen. None: by the stage presets `dsa_warmup` and `dsa_sparse`, scaled to the model."""
+    """Options of a run. None: from the stage presets `dsa_warmup` and `dsa_sparse`, scaled to the model."""
 
     steps: int = Field(100, ge=1)
     """Steps of the warm-up."""
     sparse_steps: int | None = Field(None, ge=1)
-    """Steps of the sparse stage and of its twin; None: as many as the warm-up has."""
+    """Steps of the sparse stage and of its twin; None: the steps of the warm-up."""
     index_topk: int | None = Field(None, ge=1)
     index_heads: int | None = Field(None, ge=1)
-    """None: what the model's configuration says."""
+    """None: from the model's configuration."""
     index_dim: int | None = Field(None, ge=1)
     rows: int = Field(8, ge=1)
     row_length: int | None = Field(None, ge=2)
-    """None: 512 tokens, or eight times index_topk where that is more, as far as the model has positions."""
+    """None: 512 tokens, or eight times index_topk if that is more, limited by the model's positions."""
     micro_rows: int | None = Field(None, ge=1)
     warmup_lr: float | None = Field(None, gt=0)
     sparse_lr: float | None = Field(None, gt=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """The warm-up's; the report does not say."""
+    """Optimizer of the warm-up; the report does not name one."""
     pretrain_tokens: float | None = Field(None, gt=0)
-    """What the model was trained on before; sets the default of `sparse_lr` and nothing else."""
+    """Tokens that the model was trained on before; only sets the default of `sparse_lr`."""
     save_every: int = Field(25, ge=0)
     held_out_length: int | None = Field(None, ge=2)
     """Tokens of a held-out row, at least four times index_topk; None: row_length."""
     held_out_tokens: int = Field(32_768, ge=1)
-    """Tokens that are scored at the end of every stage and eight times within the sparse ones."""
+    """Tokens scored at the end of every stage and eight times within the sparse ones."""
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: bool = False
     twin: bool = True
-    """Train a dense model on the rows of the sparse stage too, to compare."""
+    """Also train a dense baseline on the rows of the sparse stage."""
 
 
 def run(
@@ -94,8 +94,8 @@ def run(
 ) -> dict[str, Any]:
     """Adapt the checkpoint `model_dir` on the shards `data_dir`; the result goes to `out`, the run to `out`-adapt.
 
-    Prints the presets as scaled through `echo`. Returns what `adaptation.json` holds. Raises ConfigError, DataError or
-    CheckpointError where something does not fit.
+    Prints the scaled presets through `echo`. Returns the content of `adaptation.json`. Raises ConfigError, DataError or
+    CheckpointError if something does not fit.
     """
     options = options or Options()
     config, overrides = dense_config(model_dir)
@@ -127,7 +127,7 @@ def run(
 
 
 def _settings(model: str, data: str, o: Options, config: GLM5Config, echo: Callable[[str], None]) -> Settings:
-    """Everything decided: the presets scaled and printed, what was chosen over them."""
+    """All settings: the scaled presets (also printed), overridden by the options."""
     row_length = o.row_length or min(max(512, 8 * (o.index_topk or 0)), config.max_position_embeddings)
     stages, topk = [], 0
     own: dict[str, Any] = {"dtype": o.dtype, "recompute": o.recompute, "micro_rows": o.micro_rows}
@@ -159,8 +159,8 @@ def _settings(model: str, data: str, o: Options, config: GLM5Config, echo: Calla
 
 
 def dense_config(model_dir: Path) -> tuple[GLM5Config, dict[str, Any]]:
-    """Configuration of a dense MLA checkpoint, and what to override in it: a file of another tool that has no key of
-    sparse attention at all means a dense model, not our defaults; indexers that were never adapted start anew."""
+    """Configuration of a dense MLA checkpoint, and overrides for it. A foreign file without any key of sparse attention
+    means a dense model, not our defaults; indexers that were never adapted start anew."""
     config = GLM5Config.load(model_dir)
     overrides: dict[str, Any] = {}
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -172,7 +172,7 @@ def dense_config(model_dir: Path) -> tuple[GLM5Config, dict[str, Any]]:
 
 
 def _check(settings: Settings, config: GLM5Config) -> None:
-    """Raise now what would otherwise be found after hours."""
+    """Raise errors now that would otherwise come after hours."""
     length, topk = settings.held_out_length, settings.index_topk
     if length < 4 * topk:
         raise ConfigError(
@@ -187,7 +187,7 @@ def _check(settings: Settings, config: GLM5Config) -> None:
 
 
 def _check_ids(train: Shard, held_out: Shard, config: GLM5Config) -> None:
-    """Without a tokenizer to compare, the ids themselves have to fit."""
+    """Raise DataError if ids exceed the vocabulary; there is no tokenizer to compare."""
     for shard in (train, held_out):
         if len(shard.tokens) and int(shard.tokens.max()) >= config.vocab_size:
             raise DataError(f"The shards hold token ids beyond the model's vocabulary of {config.vocab_size}.")
@@ -203,7 +203,7 @@ def _claim(folder: Path, settings: Settings) -> None:
 
 
 def _stages(run: _Run, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict[str, Any]]:
-    """Run what is not finished; what each stage measured."""
+    """Run the unfinished stages; returns the measurements of each stage."""
     s = run.settings
     dense: list[dict[str, Any]] = []
 
@@ -249,7 +249,7 @@ def _one(
     train: Callable[[GLM5ForCausalLM, StageIO], dict[str, float]],
     before: Callable[[], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """One stage, from its finished entry or its own state if there is one; measured at its end."""
+    """Run one stage, from its finished entry or its own state if there is one, and measure it at its end."""
     folder = run.folder / f"{number:02d}-{name}"
     recover_dir(folder / MODEL)
     if (folder / DONE).exists():
@@ -283,8 +283,8 @@ def _finished(folder: Path) -> dict[str, Any]:
 
 
 def _losses(model: GLM5ForCausalLM, run: _Run) -> dict[str, Any]:
-    """Mean loss in nats of every held-out row: over all of it, over the tokens that have more than index_topk before
-    them (`beyond`), and over those that have more than four times as many (`far`; empty where rows are no longer)."""
+    """Mean loss in nats of every held-out row: over all of it, over the tokens with more than index_topk tokens before
+    them (`beyond`), and over those with more than four times as many (`far`; empty if rows are no longer)."""
     topk = run.settings.index_topk
     losses = dsa_adapt.position_losses(model, run.held_out)
     parts = {"all": losses, "beyond": losses[:, topk:], "far": losses[:, 4 * topk :]}
@@ -299,7 +299,7 @@ def _publish(model: GLM5ForCausalLM, tokenizer: Tokenizer | None, path: Path) ->
 
 
 def _results(run: _Run, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`results.json`, what reports of all kinds of runs begin with."""
+    """`results.json`, the input of reports on any run."""
     stages = [{key: entry[key] for key in ("name", "kind", "numbers")} for entry in entries.values()]
     times = {
         name: {key: entry[key] for key in ("train_seconds", "evaluation_seconds")} for name, entry in entries.items()
@@ -315,5 +315,5 @@ def _results(run: _Run, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, A
 
 
 def _few(numbers: Mapping[str, float]) -> dict[str, float]:
-    """What fits on a progress line."""
+    """The numbers that fit on a progress line."""
     return {key: numbers[key] for key in ("loss", "indexer_kl", "indexer_recall", "held_out_loss") if key in numbers}

@@ -1,4 +1,4 @@
-"""What `glm5 adapt` says about its result: `adaptation.json`."""
+"""The result of `glm5 adapt`: `adaptation.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARMUP, SPARSE, TWIN = "dsa-warmup", "dsa-sparse", "dense-twin"
 
 
 class Settings(Frozen):
-    """What a run was started with. It cannot change under a run that has begun."""
+    """Settings of a run. They cannot change after it has started."""
 
     model: str
     data: str
@@ -67,7 +67,7 @@ def record_of(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any
 
 
 def _held_out(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Sparse against dense over the tokens that have more than index_topk before them; the rest beside it."""
+    """Sparse against dense over the tokens with more than index_topk tokens before them; also over all tokens."""
     sparse, warm = entries[SPARSE]["losses"], entries[WARMUP]
     dense = entries[TWIN]["losses"] if TWIN in entries else None
     length = s.held_out_length

@@ -1,4 +1,4 @@
-"""What works on this machine."""
+"""Check what works on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glm5.tasks import sandbox_available
 
 
 def check() -> dict[str, Any]:
-    """Versions, cores, devices, the sandbox's mechanism and which extras are installed."""
+    """Versions, cores, devices, the sandbox's mechanism and the installed extras."""
     extras = {"serve": ("fastapi", "uvicorn"), "report": ("matplotlib",)}
     return {
         "glm5": __version__,

@@ -42,11 +42,11 @@ MODEL = "model"
 
 
 def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
-    """Run all stages that are not finished; returns the run folder, whose `results.json` holds everything measured.
+    """Run all unfinished stages; returns the run folder. Its `results.json` has everything measured.
 
-    A finished stage is one whose `stage.json` exists; the others resume from their own state. Interrupting at any
-    moment and calling again ends with the same numbers. The recipe of an existing run cannot change under it. The log
-    goes to `log.txt`; stderr hears warnings, and with `verbose` all of it.
+    A stage is finished if its `stage.json` exists; the others resume from their own state. Interrupting at any moment
+    and calling again ends with the same numbers. The recipe of an existing run cannot change. The log goes to
+    `log.txt`; stderr gets warnings, or with `verbose` all of it.
     """
     _check(recipe, world_size())
     run = Path(recipe.runs) / recipe.name
@@ -94,14 +94,14 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
 
 
 def _prepare(folder: Path) -> bool:
-    """Make a stage's folder fit for use; whether the stage is finished."""
+    """Prepare a stage's folder; returns whether the stage is finished."""
     folder.mkdir(parents=True, exist_ok=True)
     recover_dir(folder / MODEL)
     return (folder / DONE).exists()
 
 
 def _check(recipe: RunRecipe, world: int = 1) -> None:
-    """Raise now what would otherwise be found only when its stage begins."""
+    """Raise errors now that would otherwise come only when their stage begins."""
     check_sinks(recipe.sinks)
     check_indexers(recipe)
     if world > 1 or recipe.parallel.ep > 1:
@@ -128,8 +128,8 @@ def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:
 
 
 def _claim(run: Path, recipe: RunRecipe) -> None:
-    """Save the resolved recipe, or check that the run was started with the same one. A run that never got to write
-    anything else may start again with another."""
+    """Save the resolved recipe, or check that the run was started with the same one. A run that has written nothing
+    else may restart with another recipe."""
     run.mkdir(parents=True, exist_ok=True)
     path = run / "recipe.toml"
     text = dump_recipe(recipe)
@@ -141,7 +141,7 @@ def _claim(run: Path, recipe: RunRecipe) -> None:
 
 
 def _work(text: str) -> dict[str, Any] | None:
-    """What a saved recipe does: all but how processes divide the work and who is told; None where it cannot be read."""
+    """What a saved recipe computes: all but how processes divide the work and the sinks; None if it cannot be read."""
     try:
         recipe = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -152,7 +152,7 @@ def _work(text: str) -> dict[str, Any] | None:
 
 
 def _corpora(recipe: RunRecipe) -> dict[str, Path]:
-    """The shard folders that the recipe names, their hashes checked once per run."""
+    """The recipe's shard folders, with their hashes checked once per run."""
     named = recipe.data if isinstance(recipe.data, dict) else {CORPUS: recipe.data} if recipe.data else {}
     folders = {name: Path(folder) for name, folder in named.items()}
     for folder in folders.values():
@@ -208,7 +208,7 @@ def _save_checkpoint(model: GLM5ForCausalLM, tokenizer: Tokenizer, path: Path) -
 
 
 def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
-    """Take a finished stage's results and checkpoint instead of running it."""
+    """Load a finished stage's results and checkpoint instead of running it."""
     try:
         entry: dict[str, Any] = json.loads((folder / DONE).read_text(encoding="utf-8"))
         kind, exact = entry["kind"], entry["exact"]
@@ -263,7 +263,7 @@ def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) 
 
 
 def _notes(recipe: RunRecipe, stages: list[dict[str, Any]]) -> list[str]:
-    """Plain sentences about stages that did not raise the skills that they train."""
+    """Plain sentences about stages that did not improve the skills that they train."""
     notes = []
     families = {s.name: [f.name for f in _families([s])] for s in recipe.stages}
     for before, after in itertools.pairwise(stages):
@@ -278,7 +278,7 @@ def _notes(recipe: RunRecipe, stages: list[dict[str, Any]]) -> list[str]:
 
 
 def _shown(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The two or three numbers that fit on a progress line."""
+    """Two or three numbers that fit on a progress line."""
     wanted = (
         "loss",
         "reward",

@@ -53,7 +53,7 @@ CORPUS = "corpus"
 
 @dataclass
 class RunState:
-    """What is handed from stage to stage. `data` names shard folders, `checkpoints` maps finished stages to their
+    """State passed from stage to stage. `data` names shard folders, `checkpoints` maps finished stages to their
     checkpoint directories."""
 
     recipe: RunRecipe
@@ -72,7 +72,7 @@ class RunState:
         return self.tokenizer
 
     def need_model(self) -> GLM5ForCausalLM:
-        """The current model; made from the preset before the first training stage, its indexers not yet adapted."""
+        """The current model. Before the first training stage it comes from the preset, its indexers not yet adapted."""
         if self.model is None:
             tokenizer = self.need_tokenizer()
             recipe = self.recipe
@@ -85,7 +85,7 @@ class RunState:
         return self.model
 
     def shards(self, split: str) -> dict[str, Shard]:
-        """One split of every corpus; their hashes were checked when the run began."""
+        """One split of every corpus; their hashes were checked at the start of the run."""
         if not self.data:
             raise ConfigError(
                 f'{self.recipe.name}: no token shards. Begin with a stage of kind "tokenizer", or set `data`.'
@@ -93,13 +93,13 @@ class RunState:
         return {name: open_shard(path, split, self.tokenizer, verify=False) for name, path in self.data.items()}
 
     def held_out(self) -> Shard | None:
-        """The held-out text that the run is scored on: the first corpus's, where there is one."""
+        """The held-out text on which the run is scored: that of the first corpus, if there is one."""
         shard = next(iter(self.shards("held_out").values())) if self.data else None
         return shard if shard is not None and len(shard) else None
 
 
 def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
-    """Run one stage in place on `state`; returns the numbers it ended with."""
+    """Run one stage in place on `state`; returns its final numbers."""
     for kind, runner in _RUNNERS.items():
         if isinstance(stage, kind):
             return runner(state, stage, io)
@@ -141,7 +141,7 @@ def _by_hash(document: Document) -> str:
 
 
 def _chat_texts(recipe: RunRecipe, per_family: int = 200) -> list[str]:
-    """Conversations as the template writes them, so that the tokenizer knows the words of prompts and tool blocks."""
+    """Conversations as the template writes them, to teach the tokenizer the words of prompts and tool blocks."""
     plain = Tokenizer.byte_level(recipe.template)
     texts = []
     for stage in recipe.stages:
@@ -158,8 +158,8 @@ def _chat_texts(recipe: RunRecipe, per_family: int = 200) -> list[str]:
 
 
 def check_indexers(recipe: RunRecipe) -> None:
-    """Raise ConfigError where a run from scratch calls its indexers adapted: they select keys at random then, and a
-    selection has no gradient from which they could learn."""
+    """Raise ConfigError if a run from scratch calls its indexers adapted: they would select keys at random, and a
+    selection has no gradient to learn from."""
     if recipe.start is None and recipe.model.get("indexer_adapted"):
         raise ConfigError(
             f"{recipe.name}: model.indexer_adapted = true asks for sparse attention with untrained indexers; remove "
@@ -168,8 +168,8 @@ def check_indexers(recipe: RunRecipe) -> None:
 
 
 def _pretrain(state: RunState, stage: PretrainStage, io: StageIO) -> dict[str, float]:
-    """Pre-training and mid-training go on in the form of attention that they find, but never select keys by indexers
-    that nothing has trained (§2.1.1)."""
+    """Pre-training and mid-training keep the model's form of attention, but never select keys by untrained indexers
+    (§2.1.1)."""
     model = state.need_model()
     changes: dict[str, Any] = {}
     if model.config.selects_keys and dsa_adapt.untrained_indexers(model):
@@ -215,7 +215,7 @@ def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
 
 def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
     seed = state.recipe.seed
-    io.ranks.on_main(lambda: bool(sft.write_demonstrations(stage, io.folder, seed)))  # not all ranks side by side
+    io.ranks.on_main(lambda: bool(sft.write_demonstrations(stage, io.folder, seed)))  # only one rank writes
     shards = state.shards("train") if stage.text_share else None
     return sft.run(state.need_model(), stage, state.need_tokenizer(), io, seed, shards)
 
@@ -239,7 +239,7 @@ def _agentic(state: RunState, stage: AgenticStage, io: StageIO) -> dict[str, flo
 
 def _general(state: RunState, stage: GeneralStage, io: StageIO) -> dict[str, float]:
     families = (make_family(f.name, **f.options) for f in stage.families)
-    source = next(family for family in families if isinstance(family, GeneralFamily))  # the recipe was checked for one
+    source = next(family for family in families if isinstance(family, GeneralFamily))  # checked with the recipe
     reward_model, accuracy = train_reward_model(
         state.need_model(),
         state.need_tokenizer(),
@@ -264,8 +264,8 @@ def _distill(state: RunState, stage: DistillStage, io: StageIO) -> dict[str, flo
 
 
 def check_teachers(state: RunState) -> None:
-    """Raise ConfigError for teachers in directories that are missing or speak with another tokenizer than the run, as
-    far as it is known already."""
+    """Raise ConfigError if a teacher's directory is missing or its tokenizer differs from the run's, if that is known
+    yet."""
     for stage in state.recipe.stages:
         if isinstance(stage, DistillStage):
             for family in stage.families:
@@ -274,9 +274,9 @@ def check_teachers(state: RunState) -> None:
 
 
 def _teacher_folder(state: RunState, stage: DistillStage, name: str) -> Path:
-    """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities would be of something else."""
+    """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities are for another text."""
     if not is_path(name):
-        return state.checkpoints[name]  # the recipe was checked for stages that come before
+        return state.checkpoints[name]  # the recipe check allows only earlier stages
     folder = Path(name)
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).exists()]
     if missing:

@@ -1,4 +1,4 @@
-"""What a run tells: logs (`logs`), numbers (`metrics`, `sinks`) and where it stands (`progress`). Free of torch."""
+"""Observability of a run: logs (`logs`), metrics (`metrics`, `sinks`) and progress (`progress`). No import of torch."""
 
 from glm5.obs.logs import get_logger, logged, setup_logging
 from glm5.obs.metrics import Metrics, MetricsLog, MetricsWriter, NullMetrics, open_metrics, read_metrics

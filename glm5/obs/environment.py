@@ -1,4 +1,4 @@
-"""Where a run takes place: what its report shows beside the numbers. Free of torch."""
+"""Environment of a run, shown in its report beside the numbers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def describe() -> dict[str, str | int]:
 
 
 def write_environment(run: Path, extra: dict[str, str | int] | None = None) -> None:
-    """Write `environment.json` into a run folder, with what only the caller knows (its devices) as `extra`."""
+    """Write `environment.json` into a run folder; `extra` is what only the caller knows (its devices)."""
     run.mkdir(parents=True, exist_ok=True)
     fresh = run / f"{FILE}.tmp"
     fresh.write_text(json.dumps({**describe(), **(extra or {})}, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Logs that know their rank: rank 0 speaks, the other ranks speak only when something is wrong.
+"""Logs by rank: rank 0 logs normally, the other ranks only warnings and errors.
 
-The rank is read from the environment variable RANK, which torchrun and our own launchers set. Logs go to stderr,
-because `--json` owns stdout, and to the run's `log.txt` when `setup_logging` is told where that is.
+The rank comes from the environment variable RANK, which torchrun and our own launchers set. Logs go to stderr, because
+`--json` owns stdout, and to the run's `log.txt` if `setup_logging` gets its path.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _OURS = "_glm5_handler"
 
 
 def rank() -> int:
-    """This process's rank in its job; 0 where there is only one process."""
+    """This process's rank in its job; 0 if there is only one process."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 
 
 def get_logger(name: str = _ROOT) -> logging.Logger:
-    """The logger `name`, below "glm5". Silent until `setup_logging` or the host program configures logging, but for
+    """The logger `name`, below "glm5". Silent until `setup_logging` or the host program configures logging, except for
     warnings and errors, which Python prints by itself."""
     return logging.getLogger(name if name == _ROOT or name.startswith(f"{_ROOT}.") else f"{_ROOT}.{name}")
 
@@ -35,8 +35,8 @@ def setup_logging(
 ) -> None:
     """Send logs to stderr and, on rank 0, to `file` (appended, folder made). A second call replaces the first.
 
-    stderr hears from level `stderr` on (None: like the file), with `mark` before every line. Other ranks are heard from
-    WARNING on, with their rank in front.
+    stderr gets levels from `stderr` on (None: like the file), with `mark` before every line. Other ranks log from
+    WARNING on, with their rank first.
     """
     logger = logging.getLogger(_ROOT)
     _remove(logger)
@@ -54,9 +54,9 @@ def setup_logging(
 
 @contextlib.contextmanager
 def logged(file: Path, stderr: int = logging.WARNING) -> Iterator[None]:
-    """Logs go to `file`, and from level `stderr` on to stderr, for as long as a run takes.
+    """Logs go to `file`, and from level `stderr` on to stderr, until the context ends.
 
-    Lines on stderr begin with a bracket, like those of the progress display, which tells them from errors.
+    Lines on stderr begin with a bracket, as those of the progress display do; errors do not.
     """
     logger = logging.getLogger(_ROOT)
     level, propagate = logger.level, logger.propagate
@@ -82,7 +82,7 @@ def _install(logger: logging.Logger, handler: logging.Handler, form: logging.For
 
 
 class _Marked(logging.Formatter):
-    """The bare message, every line of it behind a mark."""
+    """Formats the bare message with a mark before every line."""
 
     def __init__(self, mark: str) -> None:
         super().__init__("%(message)s")
@@ -93,7 +93,7 @@ class _Marked(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment: a progress display replaces it while it is on the screen."""
+    """Writes to the current `sys.stderr`: a progress display replaces it while it is on the screen."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -103,22 +103,22 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        # None where the process was started without a stderr.
+        # None if the process was started without a stderr.
         if sys.stderr is not None and not sys.stderr.closed:
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A stderr that nobody reads any more is no reason to stop a run; a mistake in our own message is reported."""
+        """Ignore a closed stderr: it must not stop a run. Errors in our own messages are still reported."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class _FileHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Neither is a disk without room for the log: what matters more will fail in its own words."""
+        """Ignore a full disk too: more important writes will report it themselves."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is still to be written finds no room either
+        with contextlib.suppress(OSError):  # the disk is also full for the buffered rest
             super().close()

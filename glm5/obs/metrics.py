@@ -1,10 +1,10 @@
-"""`metrics.jsonl`: one JSON object a line with `stage`, `step`, `time` and flat numeric keys.
+"""`metrics.jsonl`: one JSON object per line with `stage`, `step`, `time` and flat numeric keys.
 
-The file is append-only while a run works. A run that is resumed from a checkpoint repeats the steps after it, so their
-lines are taken out first (`MetricsWriter.rewind`); a line cut off by a crash is dropped when the file is opened.
+The file is append-only during a run. A resumed run repeats the steps after its checkpoint, so their lines are removed
+first (`MetricsWriter.rewind`); a line cut off by a crash is dropped when the file is opened.
 
-The file is the source of truth. `open_metrics` gives what a run writes through: rank 0 has the file and the sinks that
-its recipe names (`glm5.obs.sinks`), the other ranks have nothing.
+The file is the source of truth. `open_metrics` returns a run's writer: on rank 0 the file and the sinks of the recipe
+(`glm5.obs.sinks`), on the other ranks nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESERVED = frozenset({"stage", "step", "time"})
 
 
 class MetricsLog(Protocol):
-    """What stages write their numbers to: `MetricsWriter` alone, `Metrics` with sinks, or `NullMetrics`."""
+    """Interface for the numbers of stages: `MetricsWriter` alone, `Metrics` with sinks, or `NullMetrics`."""
 
     def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -38,7 +38,7 @@ class MetricsLog(Protocol):
 
 
 class _Closing:
-    """Makes a context manager of what has `close`."""
+    """Makes a class with `close` a context manager."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -53,7 +53,7 @@ class _Closing:
 
 
 class MetricsWriter(_Closing):
-    """Appends to one metrics file. Every line is on its way to the disk when `write` returns. Usable from any thread.
+    """Appends to one metrics file. Every line is flushed when `write` returns. Thread-safe.
 
     One process writes a file; in a job of many ranks, rank 0.
     """
@@ -63,13 +63,13 @@ class MetricsWriter(_Closing):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         if self.path.exists():
-            read_metrics(self.path)  # refuses a file that is damaged elsewhere than in its last line
+            read_metrics(self.path)  # raises DataError if a line other than the last is damaged
             _repair_last_line(self.path)
         self._file = self.path.open("ab")
 
     def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None:
-        """Append one line. Tensors of one element and numpy scalars are numbers too; nan and infinities become null,
-        since JSON has no spelling for them. `time` is in seconds since the epoch."""
+        """Append one line. Tensors of one element and numpy scalars count as numbers. nan and infinities become null,
+        because JSON cannot spell them. `time` is in seconds since the epoch."""
         if clash := _RESERVED & numbers.keys():
             raise ValueError(f"the metric names {sorted(clash)} are taken by the line itself")
         line: dict[str, Any] = {"stage": stage, "step": int(step), "time": round(time.time(), 3)}
@@ -80,8 +80,8 @@ class MetricsWriter(_Closing):
             self._file.flush()
 
     def rewind(self, stage: str, step: int) -> int:
-        """Take out the lines of `stage` with a step above `step`; return how many they were. The file is replaced as a
-        whole, so that a crash leaves either the old or the new one."""
+        """Remove the lines of `stage` with a step above `step`; returns their number. The file is replaced as a whole,
+        so a crash leaves either the old or the new one."""
         with self._lock:
             self._file.flush()
             lines = self.path.read_bytes().splitlines(keepends=True)
@@ -103,7 +103,7 @@ class MetricsWriter(_Closing):
 
 
 class Metrics(_Closing):
-    """The metrics file and copies of its numbers in sinks. A sink that fails is warned about once and dropped."""
+    """The metrics file and copies of its numbers in sinks. A sink that fails is dropped with one warning."""
 
     def __init__(self, writer: MetricsWriter, sinks: Mapping[str, Sink]) -> None:
         self.writer = writer
@@ -119,7 +119,7 @@ class Metrics(_Closing):
             self._each(lambda sink: sink.write(stage, int(step), finite))
 
     def rewind(self, stage: str, step: int) -> int:
-        """As `MetricsWriter.rewind`; sinks prepare to see the steps again."""
+        """As `MetricsWriter.rewind`; sinks prepare for repeated steps."""
         removed = self.writer.rewind(stage, step)
         self._each(lambda sink: sink.rewind(stage, step))
         return removed
@@ -133,7 +133,7 @@ class Metrics(_Closing):
             for name, sink in list(self._sinks.items()):
                 try:
                     use(sink)
-                except Exception as error:  # whatever a foreign package raises: the run is worth more than a copy
+                except Exception as error:  # any error of a foreign package: the run matters more than a copy
                     del self._sinks[name]
                     said = " ".join(str(error).split())[:300] or type(error).__name__
                     get_logger(__name__).warning(
@@ -142,7 +142,7 @@ class Metrics(_Closing):
 
 
 class NullMetrics(_Closing):
-    """Takes metrics and keeps none: for the ranks that do not write."""
+    """Discards metrics: for the ranks that do not write."""
 
     def write(self, stage: str, step: int, numbers: Mapping[str, Number]) -> None:
         return None
@@ -163,11 +163,11 @@ def open_metrics(
     wandb_mode: str | None = None,
     main: bool | None = None,
 ) -> Metrics | NullMetrics:
-    """What this process writes metrics to: on rank 0 the file `path` and the sinks, in the folder of the file.
+    """The metrics writer of this process: on rank 0 the file `path` and the sinks, in the folder of the file.
 
-    `run_name` and `config` (the resolved recipe) are shown by W&B, and `wandb_mode` is used where WANDB_MODE is not
-    set; without both it is offline. `main` says whether this process is rank 0, where RANK does not. ConfigError on
-    every rank for a sink that cannot be.
+    W&B shows `run_name` and `config` (the resolved recipe). `wandb_mode` is used if WANDB_MODE is not set; without both
+    it is offline. `main` says whether this process is rank 0; the default is to ask RANK. Raises ConfigError on every
+    rank if a sink is not possible.
     """
     check_sinks(sinks)
     if not (rank() == 0 if main is None else main):
@@ -183,10 +183,10 @@ def open_metrics(
 
 
 def read_metrics(path: Path | str, stage: str | None = None) -> list[dict[str, Any]]:
-    """All lines of a metrics file in their order, or those of one stage. None stands for a number that was not finite.
+    """All lines of a metrics file in order, or those of one stage. None replaces a number that was not finite.
 
-    A last line without its line break was cut off and is left out unless it is whole. Any other line that is not an
-    object with stage and step is a DataError.
+    A last line without its line break was cut off; it is left out unless it is complete. Raises DataError if any other
+    line is not an object with stage and step.
     """
     path = Path(path)
     try:

@@ -1,8 +1,7 @@
-"""Where a pipeline stands: its stages with state, time, time left and the latest numbers.
+"""Progress of a pipeline: its stages with state, time, time left and the latest numbers.
 
-On a terminal the list is drawn in place; elsewhere (a file, a pipe, CI) plain lines are printed, few enough to read.
-All of it goes to stderr: `--json` owns stdout. That nobody reads is no reason to fail, so a closed stream only ends the
-output.
+A terminal shows the list in place. Elsewhere (a file, a pipe, CI) plain lines are printed, few enough to read. All
+output goes to stderr, because `--json` owns stdout. A closed stream is not an error; it only ends the output.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _STYLES = {"waiting": "dim", "running": "bold", "done": "green", "skipped": "dim
 @dataclass
 class _Stage:
     name: str
-    expected: float | None  # seconds, as the recipe's author measured or computed them
+    expected: float | None  # seconds, measured or computed by the recipe's author
     state: str = "waiting"
     total: int | None = None
     count: int = 0
     began: float = 0.0
-    base: tuple[float, int] | None = None  # time and count from which the pace is measured
-    seconds: float = 0.0  # final, once the stage has ended
+    base: tuple[float, int] | None = None  # time and count at the start of the pace measurement
+    seconds: float = 0.0  # final, after the stage has ended
     text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -43,9 +42,9 @@ class _Stage:
 class PipelineProgress:
     """Context manager around a pipeline; stages run one at a time, in any order of `stage_names`.
 
-    `expected_seconds` gives each stage's weight in the estimate of the whole; how fast this machine is gets corrected
-    by the stages that have run. `interval` is the least time in seconds between two plain lines of a running stage; it
-    grows with the stage's age, up to five minutes, so that a day of training gives some hundred lines.
+    `expected_seconds` gives each stage's weight in the total estimate; finished stages correct it for the speed of this
+    machine. `interval` is the minimum time in seconds between two plain lines of a running stage. It grows with the
+    stage's age, up to five minutes: a day of training gives some hundred lines.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class PipelineProgress:
             self._guard(self._live.stop)
 
     def start(self, stage: str, total: int | None = None) -> None:
-        """`stage` begins and will `advance` by `total` in all; None where that is not known."""
+        """Start `stage`; it will `advance` by `total` in all (None: unknown)."""
         if self._current is not None:
             raise ValueError(f"{self._current.name} has not finished; {stage} cannot start")
         current = self._stages[stage]
@@ -97,8 +96,8 @@ class PipelineProgress:
         self._line(current, f"started{'' if total is None else f', {total} steps'}")
 
     def advance(self, n: int = 1, **numbers: float) -> None:
-        """The running stage got on by `n`; `numbers` are its latest, shown beside it. A stage's first call without
-        numbers tells what an earlier process did: it counts, and says nothing about the pace."""
+        """Advance the running stage by `n`; `numbers` are its latest, shown beside it. A stage's first call without
+        numbers reports the steps of an earlier process: they count, but not for the pace."""
         current = self._running()
         current.count += n
         current.numbers.update(numbers)
@@ -110,20 +109,20 @@ class PipelineProgress:
             self._line(current, ", ".join(part for part in self._report(current, now) if part))
 
     def finish(self, stage: str, summary: str = "") -> None:
-        """The running stage came to its end."""
+        """End the running stage."""
         if self._running().name != stage:
             raise ValueError(f"{stage} is not the running stage, {self._running().name} is")
         self._end(self._running(), "done", summary)
 
     def skip(self, stage: str, reason: str = "already done") -> None:
-        """`stage` is not going to run, for `reason`."""
+        """Mark `stage` as not run, for `reason`."""
         skipped = self._stages[stage]
         skipped.state, skipped.text = "skipped", reason
         self._line(skipped, reason)
 
     def stage_seconds_left(self) -> float | None:
-        """Time that the running stage still takes, from its own pace, or from its expected time before the first step.
-        None without either, and when nothing runs."""
+        """Remaining time of the running stage, from its own pace, or from its expected time before the first step. None
+        without either, and if nothing runs."""
         current = self._current
         if current is None:
             return None
@@ -134,7 +133,7 @@ class PipelineProgress:
         return None if current.expected is None else max(current.expected * self._slowness() - spent, 0.0)
 
     def seconds_left(self) -> float | None:
-        """Time until the pipeline's end; None while a stage that is still to run has no expected time."""
+        """Time until the pipeline's end; None if any remaining stage has no expected time."""
         left = 0.0
         if self._current is not None:
             own = self.stage_seconds_left()
@@ -150,7 +149,7 @@ class PipelineProgress:
         return left
 
     def _slowness(self) -> float:
-        """Seconds that an expected second takes here, over the stages that ran and the one that runs."""
+        """Real seconds per expected second, over the finished stages and the running one."""
         pairs = [(s.seconds, s.expected) for s in self._stages.values() if s.state == "done" and s.expected]
         current = self._current
         if current is not None and current.expected and current.total:
@@ -161,7 +160,7 @@ class PipelineProgress:
         return sum(s for s, _ in pairs) / expected if expected > 0 else 1.0
 
     def _measured(self, stage: _Stage) -> tuple[float, int]:
-        """Seconds that this process spent on how many steps of the running stage."""
+        """(seconds, steps) of this process in the running stage."""
         since, before = stage.base or (stage.began, 0)
         return self._clock() - since, stage.count - before
 
@@ -189,7 +188,7 @@ class PipelineProgress:
         )
 
     def _line(self, stage: _Stage, text: str) -> None:
-        """One plain line; on a terminal the list says it already."""
+        """Print one plain line, except on a terminal, which already shows the list."""
         if self._live is None:
             position = f"[{list(self._stages).index(stage.name) + 1}/{len(self._stages)}]"
             self._guard(lambda: self._print(f"{position} {stage.name}: {text}"))
@@ -200,12 +199,12 @@ class PipelineProgress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _guard(self, output: Callable[[], None]) -> None:
-        """Run `output`; after the first failure of the stream stay silent."""
+        """Run `output`; silent after the first failure of the stream."""
         if self._broken:
             return
         try:
             output()
-        except (OSError, ValueError):  # ValueError: the file object was closed by the program itself
+        except (OSError, ValueError):  # ValueError: the program closed the file object itself
             self._broken = True
 
     def _table(self) -> Table:
@@ -231,14 +230,14 @@ class PipelineProgress:
 
 
 class QuietConsole(Console):
-    """A rich console on stderr that goes silent when its reader goes away, where rich's own ends the program."""
+    """A rich console on stderr that goes silent when its reader closes; rich's own ends the program."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # What is still buffered would fail once more when Python flushes at exit, and spoil the exit code.
+        # The buffered rest would fail again when Python flushes at exit, and spoil the exit code.
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.file.fileno())

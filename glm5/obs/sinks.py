@@ -1,7 +1,7 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an extra of the package.
+"""Metrics sinks besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an extra of the package.
 
-A sink copies what the file already holds, so none of them is allowed to stop a run: what raises is warned about once
-and dropped. Nothing is written before the first number, and nothing leaves the machine unless online mode is asked for.
+A sink only copies the file, so it must not stop a run: a sink that raises is dropped with one warning. Nothing is
+written before the first number, and nothing leaves the machine unless the user asks for online mode.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Sink(Protocol):
         """Add the numbers of one step."""
 
     def rewind(self, stage: str, step: int) -> None:
-        """The steps of `stage` above `step` are going to be written again and must not show twice."""
+        """Prepare to write the steps of `stage` above `step` again; they must not show twice."""
 
     def close(self) -> None:
-        """No more is coming."""
+        """End the output."""
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """ConfigError, before a run starts, for a sink that does not exist, is named twice or whose package is missing."""
+    """Before a run starts: raise ConfigError if a sink is unknown, named twice or its package is missing."""
     for place, name in enumerate(names):
         if name not in SINKS:
             raise ConfigError(f'sinks: "{name}" is unknown{nearest(name, SINKS)}; known are {", ".join(SINKS)}.')
@@ -48,10 +48,10 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 class TensorBoardSink(Sink):
-    """One event folder per stage, `folder/STAGE`, with tags `STAGE/KEY`; what was written is on disk at once.
+    """One event folder per stage, `folder/STAGE`, with tags `STAGE/KEY`; every write is on disk at once.
 
-    A stage has a folder of its own because TensorBoard forgets the steps that a resumed stage repeats for all tags of
-    a folder, and each stage counts its steps from 1.
+    Each stage has its own folder: TensorBoard forgets the repeated steps of a resumed stage for all tags of a folder,
+    and each stage counts its steps from 1.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,15 +91,15 @@ class TensorBoardSink(Sink):
 
 
 def _tensorboard(module: str) -> Any:
-    """A module of TensorBoard, which has no types."""
+    """An untyped module of TensorBoard."""
     return importlib.import_module(f"tensorboard.{module}")
 
 
 class WandbSink(Sink):
     """One W&B run per run folder, with keys `STAGE/KEY` over `STAGE/step`; files below `folder/wandb`.
 
-    WANDB_MODE decides whether it talks to a server; without it `mode` does, whose default is offline. W&B cannot take
-    points back, so the steps that a resumed stage repeats are not sent again: a seeded run repeats their numbers.
+    WANDB_MODE decides whether it contacts a server, otherwise `mode` does (default offline). W&B cannot remove points,
+    so the repeated steps of a resumed stage are not sent again: a seeded run repeats their numbers.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class WandbSink(Sink):
         self._run: Any = None
         self._known = folder / "wandb" / "glm5.json"
         self._id, self._marks = self._recall()
-        if self._id:  # else nothing was ever sent, whatever metrics.jsonl holds
+        if self._id:  # otherwise nothing was sent yet, whatever metrics.jsonl contains
             for stage, step in (sent or {}).items():
                 self._marks[stage] = max(step, self._marks.get(stage, 0))
             self._remember()
@@ -135,7 +135,7 @@ class WandbSink(Sink):
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             self._defined.add(stage)
         self._marks[stage] = max(step, self._marks.get(stage, 0))
-        # W&B's own step must never fall, also across the processes of a resumed run; this sum only rises.
+        # W&B's own step must never fall, even across the processes of a resumed run; this sum only rises.
         row = {f"{stage}/{key}": value for key, value in numbers.items()}
         self._run.log({f"{stage}/step": step, **row}, step=sum(self._marks.values()))
 
@@ -148,7 +148,7 @@ class WandbSink(Sink):
 
     def _start(self) -> None:
         if self._mode != "online":
-            # Set before the import: it would otherwise open a connection to report the library's own errors.
+            # Set before the import, which otherwise opens a connection to report the library's own errors.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         if not self._id:
@@ -162,12 +162,12 @@ class WandbSink(Sink):
             config=self._config,
             mode=self._mode,
             resume="allow" if self._mode == "online" else None,
-            # Terminal output holds text of models, and the progress display; neither is a metric.
+            # Terminal output contains model text and the progress display; neither is a metric.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
 
     def _recall(self) -> tuple[str, dict[str, int]]:
-        """The W&B run's id and the last steps that processes before the last one sent; empty for a new run."""
+        """The W&B run's id and the last steps sent before the previous process; empty for a new run."""
         try:
             saved = json.loads(self._known.read_text(encoding="utf-8"))
             return str(saved["id"]), {str(stage): int(step) for stage, step in saved["sent"].items()}

@@ -1,4 +1,4 @@
-"""What a run gave, for people: one self-contained HTML page and a table for the terminal. Free of torch."""
+"""Results of a run for readers: one self-contained HTML page and a table for the terminal. Does not import torch."""
 
 from glm5.report.report import build_report
 from glm5.report.skills import forgetting, recovered

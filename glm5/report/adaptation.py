@@ -1,4 +1,4 @@
-"""The section on a DSA adaptation, from its record: recall, attention mass, KL, and the loss beside a dense twin."""
+"""The section on a DSA adaptation, from its record: recall, attention mass, KL, and the loss beside a dense model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glm5.report.wording import number
 
 @dataclass(frozen=True)
 class AdaptationSection:
-    """`stage` is empty for a record of the run as a whole."""
+    """`stage` is empty if the record is of the run as a whole."""
 
     stage: str
     said: list[str]
@@ -22,7 +22,7 @@ class AdaptationSection:
 
 
 def adaptation_section(stage: str, record: Adaptation) -> AdaptationSection | None:
-    """None where the record holds nothing to show."""
+    """None if the record has nothing to show."""
     mass, twin = record.mass_curve, record.twin
     at = f" at k = {record.topk:,}" if record.topk is not None else ""
     losses = [Series("dense", _points(twin.tokens, twin.dense)), Series("sparse", _points(twin.tokens, twin.sparse))]
@@ -71,7 +71,7 @@ def _by_layer(recall: dict[str, float | None]) -> list[tuple[float, float]]:
 
 
 def _positive(label: str, k: Sequence[float], share: Sequence[float | None]) -> Series:
-    """Over a logarithmic axis, which has no place for 0."""
+    """Points for a logarithmic axis, without 0."""
     return Series(label, [(x, value) for x, value in _points(k, share) if x > 0], dots=True)
 
 

@@ -1,7 +1,7 @@
-"""What training leaves in a run folder besides numbers: samples by step, the optimizer's update table, the record of a
-DSA adaptation, a rollout token by token, the environment.
+"""Training files of a run folder besides numbers: samples by step, the optimizer's update table, the record of a DSA
+adaptation, a rollout token by token, the environment.
 
-A run that was killed may have left any of these half written, so what cannot be read is named and left out.
+A killed run may have left any of these half written, so unreadable files are listed and left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Record(BaseModel):
 
 
 class TrainingSample(_Record):
-    """What the model wrote after a prompt at a step of its training."""
+    """Model output for a prompt at one training step."""
 
     step: int
     prompt: str = ""
@@ -31,8 +31,8 @@ class TrainingSample(_Record):
 
 
 class Update(_Record):
-    """Parameters that the optimizer treats alike: the rule, in which blocks it orthogonalises, and how far a step moves
-    an entry (root mean square)."""
+    """Parameters that the optimizer treats alike: the rule, the blocks that it orthogonalises, and the change of an
+    entry per step (root mean square)."""
 
     rule: str = ""
     name: str = ""
@@ -44,7 +44,7 @@ class Update(_Record):
 
 
 class MassCurve(_Record):
-    """Share of attention on the k tokens that the indexer picks, and on the best k, by k."""
+    """Attention mass of the k tokens that the indexer picks, and of the best k, by k."""
 
     k: list[float] = []
     indexer: list[float | None] = []
@@ -52,7 +52,7 @@ class MassCurve(_Record):
 
 
 class Twin(_Record):
-    """Loss of the adapted model and of a twin that stays dense, by the tokens both were trained on."""
+    """Loss of the adapted model and of a dense baseline, by the tokens of the training that both had."""
 
     tokens: list[float] = []
     dense: list[float | None] = []
@@ -87,8 +87,8 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 class RolloutToken(_Finite):
-    """`ratio` is pi_theta / pi_rollout after the update, `rho` that before it, on which the loss decided: `masked` if
-    it left the token out, `clipped` if it limited it. `version` counts the weights that sampled the token."""
+    """`ratio` is pi_theta / pi_rollout after the update, `rho` that before it, which the loss uses: `masked` if the
+    loss left the token out, `clipped` if it limited it. `version` is that of the weights that sampled the token."""
 
     text: str = ""
     loss: bool = False
@@ -122,7 +122,7 @@ class Artifacts:
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """Files that could not be read, by their place in the run folder."""
+    """Unreadable files, by their path in the run folder."""
 
 
 def stage_folders(run: Path) -> dict[str, Path]:
@@ -133,7 +133,7 @@ def stage_folders(run: Path) -> dict[str, Path]:
 
 
 def read_artifacts(run: Path) -> Artifacts:
-    """All that the run folder and its stages hold. Files that do not exist are no problem."""
+    """All artifacts of the run folder and its stages. Missing files are not a problem."""
     problems: list[str] = []
     found = Artifacts(
         environment=_read(run, run / "environment.json", dict[str, Scalar], problems) or {}, problems=problems
@@ -151,7 +151,7 @@ def read_artifacts(run: Path) -> Artifacts:
 
 
 def read_text(path: Path) -> str:
-    """A text file's content, empty where it cannot be read."""
+    """A text file's content; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -162,7 +162,7 @@ def _read(run: Path, path: Path, shape: type[_T], problems: list[str]) -> _T | N
     if not path.is_file():
         return None
     try:
-        # NaN and Infinity are no JSON, but Python writes them; they say "no number" like null.
+        # NaN and Infinity are not JSON, but Python writes them; they mean "no number", like null.
         return TypeAdapter(shape).validate_python(json.loads(path.read_bytes(), parse_constant=lambda _: None))
     except (OSError, ValueError, RecursionError, ValidationError):
         problems.append(str(path.relative_to(run)))
@@ -170,7 +170,7 @@ def _read(run: Path, path: Path, shape: type[_T], problems: list[str]) -> _T | N
 
 
 def _samples(path: Path) -> list[TrainingSample]:
-    """The lines that are samples. A step that was repeated after a resume counts as written last."""
+    """The valid samples. If a step was repeated after a resume, the last one counts."""
     found: dict[tuple[int, str], TrainingSample] = {}
     for line in read_text(path).splitlines():
         try:

@@ -1,4 +1,4 @@
-"""How figures are drawn: colours for light and dark, matplotlib in our style, and its SVG made fit for a page."""
+"""Drawing of figures: colours for light and dark mode, matplotlib in our style, and its SVG adapted to a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from glm5.report.wording import safe
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, HEIGHT = 320, 196  # SVG units, which are CSS pixels when the panel has its natural width
+WIDTH, HEIGHT = 320, 196  # SVG units: CSS pixels at the panel's natural width
 ALONE = (560, 340)
 
 LIGHT = {
@@ -36,15 +36,15 @@ DARK = {
     "r6": "#d9ca55", "r7": "#f7a850",
 }  # fmt: skip
 
-# Names under which matplotlib knows these colours while a figure is drawn. An SVG is drawn with stand-ins, colours that
-# nobody would pick, which are then replaced by the variables of the page.
+# Names of these colours in matplotlib while a figure is drawn. An SVG is drawn with stand-ins, colours that nobody
+# would pick; they are then replaced by the variables of the page.
 _NAMES = {name: f"glm5:{name}" for name in LIGHT if name not in ("page", "card")}
 _STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_NAMES, start=1)}
 INK, LINE, STRONG, WARN = (_NAMES[name] for name in ("muted", "line", "ink", "warn"))
 SERIES = [_NAMES[f"s{i}"] for i in range(6)]
 """Colours of things of different kinds."""
 RAMP = [_NAMES[f"r{i}"] for i in range(8)]
-"""Colours of things in an order: layers, heads."""
+"""Colours of ordered things: layers, heads."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -73,11 +73,11 @@ _STYLE = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
-    "path.simplify": False,  # our own thinning keeps spikes that this may cut
+    "path.simplify": False,  # our own thinning keeps spikes that this may drop
 }
 _FONT = "font-size: 10px; font-family: system-ui, 'DejaVu Sans', sans-serif; "
 TEXT_CSS = Markup("text { font: 10px system-ui, 'DejaVu Sans', sans-serif; }")
-"""Stands once where the SVG is used, instead of at every number in it."""
+"""Once per page with SVGs, instead of at every number in them."""
 Draw = Callable[["Axes"], None]
 
 
@@ -94,7 +94,7 @@ def draw_svg(title: str, draw: Draw) -> Markup:
 
 
 def alone(path: Path | None, title: str, draw: Draw) -> str:
-    """Draw a figure with its own colours, write it to `path` if there is one, and return it as a data URI."""
+    """Draw a figure with its own colours, write it to `path` if given, and return it as a data URI."""
     suffix = path.suffix.lower() if path is not None else ".svg"
     if suffix not in (".svg", ".png"):
         raise ConfigError(f"{path}: figures are written as .svg or .png; choose one of these endings.")
@@ -138,8 +138,8 @@ def _figure(width: int, height: int, form: str, draw: Draw, pad: int = 2) -> byt
 
 
 def _fit(axes: Axes, pad: int) -> None:
-    """Give the axes all the room that their labels leave, less `pad` points; measured once, where matplotlib's own
-    layouts measure four times."""
+    """Give the axes all room that their labels leave, less `pad` points. Measures once; matplotlib's own layouts
+    measure four times."""
     figure, inner, outer = axes.get_figure(), axes.get_window_extent(), axes.get_tightbbox()
     assert figure is not None and outer is not None
     full, room = figure.bbox, pad * figure.dpi / 72
@@ -150,7 +150,7 @@ def _fit(axes: Axes, pad: int) -> None:
 
 @contextmanager
 def _matplotlib(colours: dict[str, str]) -> Iterator[None]:
-    """Matplotlib in our style whatever the user's is. Letters that its font lacks are the browser's business."""
+    """Matplotlib in our style, independent of the user's. The browser handles letters that the font lacks."""
     try:
         import matplotlib
         from matplotlib.colors import get_named_colors_mapping
@@ -160,14 +160,14 @@ def _matplotlib(colours: dict[str, str]) -> Iterator[None]:
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         for key, name in _NAMES.items():
-            known[name] = colours[key]  # one by one: only this makes matplotlib forget what the name meant before
+            known[name] = colours[key]  # one by one: otherwise matplotlib remembers the previous meaning
         matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing")
         yield
 
 
 def _inner(svg: str) -> str:
-    """What a stand-alone SVG file draws: no prologue, metadata, name spaces or ids that nothing refers to."""
+    """The drawing of a stand-alone SVG file: no prologue, metadata, name spaces or unused ids."""
     svg = svg[svg.index("<svg") :].strip()
     for part in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"<!--.*?-->"):
         svg = re.sub(part, "", svg, flags=re.DOTALL)
@@ -182,7 +182,7 @@ def _inner(svg: str) -> str:
 
 
 def _short_path(path: str) -> str:
-    """One decimal, which is a tenth of a pixel, and no spaces that say nothing."""
+    """One decimal (a tenth of a pixel) and no needless spaces."""
     path = re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.1f}".removesuffix(".0"), path)
     return re.sub(r"\s*([MLQCz])\s*", r"\1", path).strip()
 

@@ -1,7 +1,7 @@
-"""Figures: small panels of the report as inline SVG, whose colours are the page's and follow its light or dark mode,
-and larger figures that stand alone as files (`lines`).
+"""Figures: small panels of the report as inline SVG in the page's colours, which follow its light or dark mode, and
+larger figures as files of their own (`lines`).
 
-Title and legend of a panel are HTML around it, so its SVG holds nothing but axes, lines and numbers.
+Title and legend of a panel are HTML around it, so its SVG has only axes, lines and numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 COLOURS = len(SERIES)
 MOST_POINTS = 500
-"""Points that a curve is thinned to at most."""
+"""Maximum points of a curve after thinning."""
 PANEL_POINTS = 6000
-"""Points of all curves of a panel together."""
+"""Maximum points of all curves of a panel together."""
 MOST_NAMED = 11
-"""Places of a bar chart that are named at most."""
+"""Maximum named places of a bar chart."""
 MOST = 1e100
 SMOOTH_FROM = 24
-"""Curves with at least this many points get a running mean; the points themselves stay visible behind it."""
+"""Curves with at least this many points get a running mean; the points themselves stay visible below it."""
 
 Points = Sequence[tuple[float, float]]
 _T = TypeVar("_T")
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class Series:
     """One line: (x, y) points, and for points with an interval its (low, high). `dots` shows the single points, for
-    measurements that are few; `smooth` puts a running mean before many, which a number without noise does not need."""
+    sparse measurements; `smooth` draws a running mean over many points, for noisy numbers."""
 
     label: str
     points: Points
@@ -48,7 +48,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """How x is named and drawn. `unit` "count" is for whole numbers, "large" for 1.2M instead of 1200000."""
+    """Name and style of the x axis. `unit` "count" is for whole numbers, "large" for 1.2M instead of 1200000."""
 
     label: str = "step"
     unit: str = "count"
@@ -80,10 +80,9 @@ def curves(
     marks: Sequence[float] = (),
     log: bool = False,
 ) -> Panel | None:
-    """Metrics over steps or tokens; a series keeps its colour when others have no points. None when no series has any.
+    """Metrics over steps or tokens; a series keeps its colour even if others have no points. None if all are empty.
 
-    `reference` is a level that the curves are compared to, `marks` are places on the axis where something went wrong;
-    `log` is for the values.
+    `reference` is a level to compare the curves with, `marks` are x positions of errors; `log` applies to y.
     """
     shown = _shown(series)
     if not shown:
@@ -95,7 +94,7 @@ def curves(
         if reference:
             axes.axhline(reference[1], color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
         if marks:
-            # In units of the axes' height, so that they stand at the upper edge whatever the values are.
+            # In units of the axes' height, to place them at the upper edge for any values.
             places = _spread(list(marks), MOST_POINTS)
             at = [0.97] * len(places)
             axes.plot(places, at, "x", color=WARN, markersize=5, transform=axes.get_xaxis_transform())
@@ -141,7 +140,7 @@ def by_category(
     note: str = "",
     limits: tuple[float | None, float | None] = (None, None),
 ) -> Panel | None:
-    """Values at named places (stages, lengths), whose index is x. `limits` are the ends of the axis, None for any."""
+    """Values at named places (stages, lengths), with their index as x. `limits` are the axis ends, None for any."""
     shown = _shown(series)
     if not shown:
         return None
@@ -170,7 +169,7 @@ def bars(
     stacked: bool = False,
     log: bool = False,
 ) -> Panel | None:
-    """Bars at named places, whose index is x: of several series side by side, or stacked. None when none has any."""
+    """Bars at named places, with their index as x: several series side by side, or stacked. None if all are empty."""
     shown = _shown(series)
     if not shown:
         return None
@@ -196,7 +195,7 @@ def bars(
 
 
 def described(title: str, series: Sequence[Series]) -> str:
-    """A figure in words: its title, and of every line (six at most) where it begins, where it ends and its range."""
+    """A figure in words: its title, and per line (at most six) its start, end and range."""
     parts = []
     for one in [one for one in series if one.points][:6]:
         values = [value for _, value in one.points]
@@ -207,8 +206,7 @@ def described(title: str, series: Sequence[Series]) -> str:
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most `most` of the points: the lowest and the highest of every stretch, and both ends, so that no spike is
-    lost."""
+    """At most `most` points: the lowest and the highest of every stretch, and both ends, to keep every spike."""
     if len(points) <= most:
         return list(points)
     kept = {0, len(points) - 1}
@@ -220,7 +218,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
 
 
 def _tilt(axes: Axes, names: Sequence[str]) -> None:
-    """Turn the names of places where they are too long to stand side by side."""
+    """Turn the names of places if they are too long to fit side by side."""
     if max(len(name) for name in names) * len(names) > 40:
         axes.tick_params(axis="x", rotation=40)
         for label in axes.get_xticklabels():
@@ -255,8 +253,8 @@ def _finish_x(axes: Axes, axis: Axis) -> None:
 
 
 def _logarithmic(axes: Axes, which: str) -> None:
-    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on, where matplotlib writes formulas; at the powers
-    of ten alone where there are many."""
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on (matplotlib writes formulas); only at the powers
+    of ten if there are many."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
     axes.set(**{f"{which}scale": "log"})
@@ -272,7 +270,7 @@ def _shown(series: Sequence[Series]) -> list[tuple[Series, int]]:
 
 
 def _bounded(one: Series) -> Series:
-    """Without numbers so large that matplotlib's own arithmetic overflows."""
+    """Limit values that would overflow matplotlib's own arithmetic."""
     points, intervals = (
         [(max(-MOST, min(MOST, a)), max(-MOST, min(MOST, b))) for a, b in pairs]
         for pairs in (one.points, one.intervals)
@@ -289,15 +287,15 @@ def _xy(points: Points) -> tuple[list[float], list[float]]:
 
 
 def _spread(values: Sequence[_T], most: int) -> Sequence[_T]:
-    """At most `most` values at even distances, the first and the last among them."""
+    """At most `most` values at even distances, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def running_mean(points: Points, reach: int) -> list[tuple[float, float]]:
-    """Mean over `reach` neighbours on both sides; at the start no more on the right than there are on the left, so that
-    a steep curve keeps its height. At most `MOST_POINTS` points."""
+    """Mean over `reach` neighbours on both sides. At the start it takes no more on the right than on the left, so a
+    steep curve keeps its height. At most `MOST_POINTS` points."""
     means = []
     for i in _spread(range(len(points)), MOST_POINTS):
         window = [value for _, value in points[max(0, i - reach) : i + min(reach, i) + 1]]
@@ -312,8 +310,8 @@ def _short(name: str) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of `lines`: `y` over `x`, and where several seeds or samples lie behind it, the interval `low` to `high`
-    at each point. All of the same length."""
+    """One line of `lines`: `y` over `x`, and for several seeds or samples the interval `low` to `high` at each point.
+    All of the same length."""
 
     name: str
     x: Sequence[float]
@@ -330,10 +328,10 @@ def lines(
     title: str,
     logx: bool = False,
 ) -> str:
-    """A figure of lines with bands that stands alone, as a data URI for an `<img>`; also written to `path`.
+    """A figure of lines with bands as a data URI for an `<img>`; also written to `path`.
 
-    An SVG, which follows the reader's light or dark mode, or a PNG where `path` ends in `.png`. The same curves give
-    the same bytes. ConfigError for another ending, ValueError for a curve whose lengths differ.
+    The result is an SVG that follows the reader's light or dark mode, or a PNG if `path` ends in `.png`. The same
+    curves give the same bytes. Raises ConfigError for another ending, ValueError if a curve's lengths differ.
     """
     for curve in curves:
         parts = [curve.x, curve.y, *(part for part in (curve.low, curve.high) if part is not None)]

@@ -12,15 +12,15 @@ from glm5.report.sections import Cell, TableData, score_cell
 from glm5.report.wording import KINDS, duration, listing, number
 
 RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
-"""Edges of the bins in which the learner counts pi_theta / pi_rollout: `ratio_bin_00` lies below the first."""
+"""Bin edges of the learner's counts of pi_theta / pi_rollout: `ratio_bin_00` lies below the first."""
 _BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
 _MIDDLE = len(_BINS) // 2
 
 WORK = ("generate", "environment", "update", "publish")
 BARS = 30
-"""Bars of the time split at most; each then stands for several updates."""
+"""Maximum bars of the time split; each bar then covers several updates."""
 COMPARED = 5
-"""Updates at either end of a stage whose ratios are compared."""
+"""Updates at the start and at the end of a stage whose ratios are compared."""
 
 Points = list[tuple[float, float]]
 
@@ -36,7 +36,7 @@ class PolicySection:
 
 
 def policy_sections(run: Run) -> list[PolicySection]:
-    """The stages that were rewarded. A panel is there only where its numbers are."""
+    """The stages with rewards. A panel exists only if its numbers do."""
     return [_section(run, stage) for stage in run.results.stages if run.series(stage.name, "reward")]
 
 
@@ -78,7 +78,7 @@ def _section(run: Run, stage: Stage) -> PolicySection:
 
 
 def _lines(run: Run, stage: str, keys: dict[str, str]) -> list[Series]:
-    """A line per label; a metric that is another one at every step is drawn once."""
+    """One line per label; a metric that equals another one at every step is drawn once."""
     lines: list[Series] = []
     for label, key in keys.items():
         points = run.series(stage, key)
@@ -88,12 +88,12 @@ def _lines(run: Run, stage: str, keys: dict[str, str]) -> list[Series]:
 
 
 def _by_teacher(run: Run, stage: str) -> dict[str, str]:
-    """Keys of the reverse KL by label: over all tokens, then over those of every teacher."""
+    """Keys of the reverse KL by label: over all tokens, then per teacher."""
     return {"all": "reverse_kl"} | {f"to {name}": key for name, key in _parts(run, stage, "reverse_kl/").items()}
 
 
 def _parts(run: Run, stage: str, prefix: str) -> dict[str, str]:
-    """Metrics that begin with `prefix`, by what follows it."""
+    """Metrics that begin with `prefix`, by the rest of their name."""
     keys = dict.fromkeys(key for row in run.metrics.get(stage, ()) for key in row if key.startswith(prefix))
     return {key.removeprefix(prefix): key for key in keys}
 
@@ -103,7 +103,7 @@ def _any(lines: Sequence[Series]) -> bool:
 
 
 def _steps_said(run: Run, stage: str) -> str:
-    """Mean reward of the first and of the last tenth of the updates: single ones are noisy."""
+    """Mean reward of the first and of the last tenth of the updates, because single ones are noisy."""
     rewards = [value for _, value in run.series(stage, "reward")]
     part = max(1, len(rewards) // 10)
     first, last = (sum(some) / part for some in (rewards[:part], rewards[-part:]))
@@ -119,7 +119,7 @@ def _steps_said(run: Run, stage: str) -> str:
 
 
 def _left_out(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Shares of masked and clipped tokens; a sentence where there was none."""
+    """Shares of masked and clipped tokens; a sentence if there are none."""
     lines = _lines(run, stage, {"masked": "masked_share", "clipped": "clipped_share"})
     if not _any(lines):
         return None, "No token was masked or clipped." if any(line.points for line in lines) else ""
@@ -127,7 +127,7 @@ def _left_out(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def _weights(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Effective sample size; a sentence where all tokens counted alike."""
+    """Effective sample size; a sentence if all tokens counted alike."""
     lines = _lines(run, stage, {"share": "ess_share"})
     if lines[0].points and min(value for _, value in lines[0].points) >= 0.9999:
         return None, "All tokens weighed alike: the effective sample size was their number."
@@ -135,7 +135,7 @@ def _weights(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def _ratios(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Histogram of pi_theta / pi_rollout in the first and the last updates; a sentence where all are about 1."""
+    """Histogram of pi_theta / pi_rollout in the first and the last updates; a sentence if all are about 1."""
     rows = [[value for _, value in run.series(stage, key)] for key in _BINS]
     steps = min(len(row) for row in rows)
     if not steps:
@@ -168,7 +168,7 @@ def _shares(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _positive(shares: Sequence[float]) -> Points:
-    """What can stand on a logarithmic axis."""
+    """Positive values only, for a logarithmic axis."""
     return [(float(place), share) for place, share in enumerate(shares) if share > 0]
 
 
@@ -176,7 +176,7 @@ def _positive(shares: Sequence[float]) -> Points:
 
 
 def _mismatch(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """|log-probability of learner - of engine| with the same weights; a sentence where it is 0 throughout."""
+    """|log-probability of learner - of engine| with the same weights; a sentence if it is always 0."""
     lines = _lines(run, stage, {"largest": "mismatch_max", "mean": "mismatch_mean", "KL": "mismatch_kl"})
     if not any(line.points for line in lines):
         return None, ""
@@ -192,7 +192,7 @@ def _mismatch(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def _time(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Where the time went: seconds per update, stacked, over stretches of updates."""
+    """The time split: seconds per update, stacked, over stretches of updates."""
     columns = {work: dict(run.series(stage, f"{work}_seconds")) for work in WORK}
     steps = sorted({step for column in columns.values() for step in column})
     totals = {work: sum(column.values()) for work, column in columns.items() if column}
@@ -215,7 +215,7 @@ def _time(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def pass_at(results: Results) -> tuple[TableData, list[Panel]] | None:
-    """Greedy score and pass@k by skill after every stage. None where no answers were drawn."""
+    """Greedy score and pass@k by skill after every stage. None if no answers were drawn."""
     drawn = [(stage.name, found.skills) for stage, found in results.evaluated if _sampled(found.skills)]
     if not drawn:
         return None

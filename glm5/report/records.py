@@ -1,4 +1,4 @@
-"""Sections on what training left besides curves, as data for the template: samples by step, the update table."""
+"""Sections on training records other than curves, as data for the template: samples by step, the update table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_UPDATES = 400
 
 @dataclass(frozen=True)
 class StageSamples:
-    """What a stage's model wrote: per step (prompt, text) pairs. `left_out` steps lie between those shown."""
+    """Model output of a stage: per step (prompt, text) pairs. `left_out` steps lie between those shown."""
 
     stage: str
     steps: list[tuple[int, list[tuple[str, str]]]]
@@ -25,7 +25,7 @@ class StageSamples:
 
 @dataclass(frozen=True)
 class StageUpdates:
-    """How a stage's optimizer treats the parameters: by rule, and one by one."""
+    """How a stage's optimizer treats the parameters: by rule, and individually."""
 
     stage: str
     rules: TableData
@@ -34,7 +34,7 @@ class StageUpdates:
 
 
 def stage_samples(stage: str, samples: Sequence[TrainingSample]) -> StageSamples:
-    """At most `MOST_STEPS` steps at even distances, the first and the last among them."""
+    """At most `MOST_STEPS` steps at even distances, including the first and the last."""
     by_step: dict[int, list[tuple[str, str]]] = {}
     for sample in samples:
         by_step.setdefault(sample.step, []).append((sample.prompt, sample.text))

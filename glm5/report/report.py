@@ -1,4 +1,4 @@
-"""Run folder -> one self-contained HTML file: no script, no request, nothing that a model wrote can do anything."""
+"""Run folder -> one self-contained HTML file: no script, no request, and text of models cannot act."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DEMOS = {"laptop": "make demo", "smoke": "make smoke"}
 
 
 def build_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the page of a run and return its path, `run_dir/report.html` unless `out` says otherwise.
+    """Write the page of a run and return its path, by default `run_dir/report.html`.
 
-    Needs `results.json`, `metrics.jsonl` or both; what they lack is left out of the page. The same data give the same
-    bytes. DataError when there is nothing to report or a file is damaged; MissingExtraError without matplotlib.
+    Needs `results.json`, `metrics.jsonl` or both; anything missing is left out of the page. The same data give the same
+    bytes. Raises DataError if there is nothing to report or a file is damaged; MissingExtraError without matplotlib.
     """
     run_dir = Path(run_dir)
     run = load_run(run_dir)
@@ -56,7 +56,7 @@ def render(run: Run) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Applied to every value that the template prints and that is not HTML already."""
+    """Applied to every printed value of the template that is not already HTML."""
     return safe(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -99,7 +99,7 @@ def _context(run: Run) -> dict[str, Any]:
 
 
 def summary(run: Run) -> list[str]:
-    """What was run and what came out, in a few sentences that only say what the data hold."""
+    """The run and its results in a few sentences, from the data alone."""
     results = run.results
     model = "a model"
     if results.preset:
@@ -122,7 +122,7 @@ def summary(run: Run) -> list[str]:
 
 
 def _steps(results: Results) -> list[str]:
-    """Stages by what they are, runs of the same kind once: "pre-training, DSA warm-up, ..."."""
+    """Titles of the stages, each title once: "pre-training, DSA warm-up, ..."."""
     titles = []
     for stage in results.stages:
         title = KINDS[stage.kind].title if stage.kind in KINDS else stage.name
@@ -153,7 +153,7 @@ def _final(results: Results) -> str:
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the numbers that one looks for first: the last evaluation."""
+    """(label, value, remark) of the most wanted numbers: the last evaluation."""
     if not results.evaluated:
         return []
     _, last = results.evaluated[-1]
@@ -179,13 +179,13 @@ def _rollouts(run: Run) -> list[RolloutSection]:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """Where the run took place: from its results, or from what it noted when it began."""
+    """Environment of the run: from its results, or from its notes at the start."""
     facts = {**run.artifacts.environment, **run.results.environment, **run.results.software}
     return [(name, "–" if value is None else str(value)) for name, value in facts.items()]
 
 
 def _commands(run: Run) -> list[tuple[str, str]]:
-    """(command, what it does), to be typed in the repository."""
+    """(command, what it does), to run in the repository."""
     name = run.results.name
     folder = shlex.quote(clean(f"runs/{name}"))
     repeat = _DEMOS.get(name, f"glm5 pipeline {shlex.quote(clean(f'runs/{name}/recipe.toml'))}")

@@ -1,6 +1,6 @@
-"""Reads a run folder: `results.json`, and `metrics.jsonl` for the curves or, before a run has ended, for all there is.
+"""Reads a run folder: `results.json`, and `metrics.jsonl` for the curves or, before a run has ended, for everything.
 
-Both files may come from someone else, so their shape is checked here and every text in them counts as hostile later.
+Both files are untrusted: their shape is checked here, and all their text is later treated as hostile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from glm5.report.artifacts import Artifacts, read_artifacts, read_text, stage_fo
 SFT_KIND = "sft"
 DSA_KINDS = ("dsa_warmup", "dsa_sparse")
 REWARD_MODEL = "/reward_model"
-"""Ending of the stage name under which a stage's reward model writes its metrics."""
+"""Suffix of the stage name for the metrics of a stage's reward model."""
 
 
 class _Part(BaseModel):
-    """A part of results.json. Absent and null are the same; keys that the report does not know are ignored."""
+    """A part of results.json. Absent and null are the same; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -33,9 +33,9 @@ class _Part(BaseModel):
 class Score(_Part):
     """A mean score in [0, 1] with its 95% interval and the number of problems.
 
-    `asked` is how many problems were wanted, if there are no more than `n` distinct ones. `solved` is the outcome of
-    each problem, "1" or "0"; `pass_at` are pass@k by k, from `samples` drawn answers to each problem of which `passed`
-    were right ("3 0 8").
+    `asked` is how many problems were wanted, if there are only `n` distinct ones. `solved` is the outcome of each
+    problem, "1" or "0". `pass_at` is pass@k by k, from `samples` drawn answers per problem; `passed` counts the right
+    ones per problem ("3 0 8").
     """
 
     score: float
@@ -52,7 +52,7 @@ class Score(_Part):
 
     @property
     def outcomes(self) -> list[bool] | None:
-        """Whether each problem was solved; None where that is not stored, or not for all of them."""
+        """Whether each problem was solved; None if that is not stored, or not for all of them."""
         text = self.solved or ""
         return [c == "1" for c in text] if text and len(text) == self.n and not text.strip("01") else None
 
@@ -93,7 +93,7 @@ class Stage(_Part):
 
 
 class Agreement(_Part):
-    """How many sampled tokens the learner scored again, on how many the engine's log-probability had other bits."""
+    """Number of sampled tokens that the learner scored again, and how many log-probabilities differ in any bit."""
 
     tokens: int | None = None
     mismatches: int | None = None
@@ -120,7 +120,7 @@ class Corpus(_Part):
 
 
 class Results(_Part):
-    """All of results.json. `reference_bits_per_byte` is what a general compressor (xz) needs for the held-out text."""
+    """All of results.json. `reference_bits_per_byte` is that of a general compressor (xz) on the held-out text."""
 
     name: str = ""
     seed: int | None = None
@@ -137,37 +137,37 @@ class Results(_Part):
 
     @property
     def evaluated(self) -> list[tuple[Stage, Evaluation]]:
-        """The stages that were evaluated, each with what was found."""
+        """The evaluated stages, each with its evaluation."""
         return [(stage, stage.evaluation) for stage in self.stages if stage.evaluation is not None]
 
     @property
     def skills(self) -> list[str]:
-        """Names of all skills, in the order of their first appearance."""
+        """Names of all skills, in order of first appearance."""
         return list(dict.fromkeys(name for _, found in self.evaluated for name in found.skills))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds. `finished` is False where results.json is not written yet."""
+    """Content of a run folder. `finished` is False if results.json does not exist yet."""
 
     results: Results
     metrics: dict[str, list[dict[str, Any]]]
-    """Metrics lines by stage name, the stages in the order of their first line."""
+    """Metrics lines by stage name; stages in the order of their first line."""
     finished: bool
     artifacts: Artifacts = field(default_factory=Artifacts)
     recipe: str = ""
     """Text of the run's recipe.toml."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Steps that the recipe plans, by stage; for all stages with steps, those that have not begun too."""
+    """Steps planned in the recipe, by stage; includes stages that have not begun."""
 
     def series(self, stage: str, key: str) -> list[tuple[float, float]]:
-        """(step, value) of one metric of one stage, without the values that are absent or not finite."""
+        """(step, value) of one metric of one stage, without absent or non-finite values."""
         points = ((finite(row["step"]), finite(row.get(key))) for row in self.metrics.get(stage, ()))
         return [(step, value) for step, value in points if step is not None and value is not None]
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder; DataError where there is nothing to report or a file is damaged."""
+    """Read a run folder. Raises DataError if there is nothing to report or a file is damaged."""
     results_path, metrics_path = folder / "results.json", folder / "metrics.jsonl"
     artifacts = read_artifacts(folder)
     if not results_path.is_file() and not metrics_path.is_file() and not artifacts.adaptations:
@@ -188,7 +188,7 @@ def load_run(folder: Path) -> Run:
 
 
 def parse_results(data: object, where: str = "results") -> Results:
-    """Check the shape of a parsed results.json; DataError names the first part that is wrong."""
+    """Check the shape of a parsed results.json. Raises DataError that names the first wrong part."""
     try:
         return Results.model_validate(data)
     except ValidationError as error:
@@ -198,7 +198,7 @@ def parse_results(data: object, where: str = "results") -> Results:
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float, None where it is not a finite number."""
+    """`value` as a float; None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -210,7 +210,7 @@ def finite(value: object) -> float | None:
 
 def _read_json(path: Path) -> object:
     try:
-        # NaN and Infinity are no JSON, but Python writes them; they say "no number" like null.
+        # NaN and Infinity are not JSON, but Python writes them; they mean "no number", like null.
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
@@ -219,7 +219,7 @@ def _read_json(path: Path) -> object:
 
 
 def _parse_recipe(text: str) -> dict[str, Any]:
-    """The recipe as data; to the report it only adds names, so an unreadable one counts as none."""
+    """The recipe as data. The report only takes names from it, so an unreadable one counts as empty."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -242,8 +242,8 @@ def _planned(recipe: dict[str, Any]) -> dict[str, int]:
 
 
 def _so_far(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any], folder: Path) -> Results:
-    """What an unfinished run tells: the results of its finished stages, of the others the last numbers and the time
-    between first and last line."""
+    """Results of an unfinished run: those of its finished stages; of the others the last numbers and the time between
+    first and last line."""
     kinds = {str(entry.get("name")): str(entry.get("kind", "")) for entry in _entries(recipe)}
     done = {name: stage for name, path in stage_folders(folder).items() if (stage := _finished_stage(path)) is not None}
     stages, times = [], {}
@@ -254,7 +254,7 @@ def _so_far(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any], fo
         clock = [t for row in rows if (t := finite(row.get("time"))) is not None]
         times[name] = StageTimes(train_seconds=max(clock) - min(clock) if clock else None)
         numbers = {k: finite(v) for k, v in rows[-1].items() if k not in ("stage", "step", "time")} if rows else {}
-        # Recipes without a file to read name their stages after the kinds more often than not.
+        # Without a readable recipe: stages are most often named after their kinds.
         stages.append(done.get(name) or Stage(name=name, kind=kinds.get(name, name), numbers=numbers))
     seed, label, preset = recipe.get("seed"), recipe.get("name"), recipe.get("preset")
     return Results(
@@ -267,7 +267,7 @@ def _so_far(metrics: dict[str, list[dict[str, Any]]], recipe: dict[str, Any], fo
 
 
 def _finished_stage(folder: Path) -> Stage | None:
-    """What a finished stage left in its folder, before the run as a whole has results."""
+    """Saved results of a finished stage, before the run as a whole has results."""
     try:
         return Stage.model_validate(_read_json(folder / "stage.json"))
     except (DataError, ValidationError):

@@ -1,4 +1,4 @@
-"""One rollout token by token: which tokens were trained on, and where the update moved their probabilities."""
+"""One rollout token by token: which tokens were trained on, and how the update moved their probabilities."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from glm5.report.sections import Cell, TableData
 from glm5.report.wording import number, safe, signed, visible
 
 MOST_TOKENS = 3000
-"""Tokens that are shown."""
+"""Maximum tokens shown."""
 MOST_ROWS = 400
-"""Tokens in the table of numbers."""
+"""Maximum tokens in the table of numbers."""
 LEVELS = 4
-"""Shades of either colour."""
+"""Number of shades per colour."""
 MOST_LOG = 60.0
 """Ratios are coloured up to e^60."""
 CONTEXT = 1500
-"""Characters of one stretch of context that are shown."""
+"""Maximum characters shown of one stretch of context."""
 
 
 @dataclass(frozen=True)
 class RolloutSection:
-    """`html` is the text, `scale` the ratios at which the colours end (None: all ratios are 1)."""
+    """`html` is the text; `scale` are the ratios at the ends of the colour scale (None: all ratios are 1)."""
 
     stage: str
     facts: list[tuple[str, str]]
@@ -39,7 +39,7 @@ class RolloutSection:
 
 
 def rollout_section(stage: str, rollout: Rollout) -> RolloutSection | None:
-    """None where the record holds no token that was trained on."""
+    """None if the record has no token that was trained on."""
     shown = rollout.tokens[:MOST_TOKENS]
     trained = [token for token in rollout.tokens if token.loss]
     if not trained:
@@ -60,7 +60,7 @@ def rollout_section(stage: str, rollout: Rollout) -> RolloutSection | None:
 
 
 def _text(tokens: list[RolloutToken], most: float) -> Markup:
-    """Context in one piece, each trained token by itself."""
+    """Context in one piece, each trained token as its own element."""
     parts: list[Markup] = []
     for loss, some in itertools.groupby(tokens, lambda token: token.loss):
         if loss:
@@ -73,13 +73,13 @@ def _text(tokens: list[RolloutToken], most: float) -> Markup:
 
 def _span(token: RolloutToken, most: float) -> Markup:
     names = ["tok", _shade(token.ratio, most), *(n for n in ("masked", "clipped") if getattr(token, n))]
-    # Line breaks would have no colour to see; what the token says is otherwise shown as it is.
+    # A line break alone would show no colour; other text is shown as it is.
     text = safe(token.text.replace("\n", "↵\n")) if token.text else Markup("∅")
     return Markup('<span class="{}" title="{}">{}</span>').format(" ".join(filter(None, names)), _said(token), text)
 
 
 def _shade(ratio: float | None, most: float) -> str:
-    """`up4` for the ratio that rose most, `down4` for as far a fall; empty about 1."""
+    """`up4` for the largest rise, `down4` for a fall as large; empty about 1."""
     level = round(LEVELS * _log(ratio) / most) if most > 0 else 0
     return f"up{level}" if level > 0 else f"down{-level}" if level < 0 else ""
 

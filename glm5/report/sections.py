@@ -13,8 +13,7 @@ from glm5.report.wording import KINDS, METRICS, Change, bpb_change, duration, nu
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table (empty where there is none) with what stands below it: an interval or a count, and a change
-    since an earlier stage with a remark on it."""
+    """A table value (or empty), the interval or count below it, and a change since an earlier stage with a remark."""
 
     value: str
     interval: str = ""
@@ -44,7 +43,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One problem, and what the model made of it after some stages: (stage, output, reward) each."""
+    """One problem, and the model's answers after some stages: (stage, output, reward) each."""
 
     family: str
     prompt: str
@@ -74,8 +73,7 @@ def stage_rows(results: Results) -> list[StageRow]:
 
 
 def forgetting_table(results: Results) -> TableData | None:
-    """Skills and bits per byte after every stage, each compared to the best earlier stage. None without an
-    evaluation."""
+    """Skills and bits per byte after every stage, compared to the best earlier stage. None without an evaluation."""
     if not results.evaluated:
         return None
     columns = []
@@ -98,13 +96,13 @@ def score_cell(score: Score | None, change: Change | None = None) -> Cell:
 
 
 def change_interval(change: Change | None) -> str:
-    """`−0.21 to −0.08`; empty where there is none."""
+    """`−0.21 to −0.08`; empty if there is none."""
     known = change is not None and change.low is not None and change.high is not None
     return f"{signed(change.low, 2)} to {signed(change.high, 2)}" if known else ""  # type: ignore[union-attr, arg-type]
 
 
 def _since(best: str, change: Change | None) -> str:
-    """What a change that is beyond noise is counted from."""
+    """The reference stage of a change beyond noise."""
     real = change is not None and change.verdict != "same"
     return f"since {best}, " + change_interval(change).replace(" ", "\u00a0") if real else ""
 
@@ -121,7 +119,7 @@ def _bits_cells(results: Results) -> list[Cell]:
 
 
 def recovery_table(rows: Sequence[Recovery]) -> TableData | None:
-    """What distillation stages brought back, skill by skill. None without one."""
+    """Recovery by distillation stages, skill by skill. None without such stages."""
     if not rows:
         return None
     table = []
@@ -145,7 +143,7 @@ def needle(results: Results) -> tuple[TableData, Panel | None] | None:
     measured = [stage for stage, found in results.evaluated if found.needle]
     if not measured:
         return None
-    chosen: dict[str, str] = {}  # stage name -> what it stands for
+    chosen: dict[str, str] = {}  # stage name -> its label
     first_dsa = next((i for i, s in enumerate(results.stages) if s.kind in DSA_KINDS), None)
     if first_dsa is not None:
         earlier = {stage.name for stage in results.stages[:first_dsa]}
@@ -179,7 +177,7 @@ def _length_order(length: str) -> tuple[int, str]:
 
 
 def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
-    """Drafting with MTP by stage. None where nothing was measured."""
+    """Drafting with MTP by stage. None if nothing was measured."""
     found = [(stage.name, evaluation.mtp) for stage, evaluation in results.evaluated if evaluation.mtp]
     if not found:
         return None
@@ -206,7 +204,7 @@ def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
 
 
 def comparisons(results: Results) -> list[Comparison]:
-    """Per family its first problem, as answered after the first evaluated stage, after SFT and after the last stage."""
+    """The first problem of each family, as answered after the first evaluated stage, after SFT and at the end."""
     sampled = [(stage, evaluation.samples) for stage, evaluation in results.evaluated if evaluation.samples]
     if not sampled:
         return []
@@ -218,14 +216,14 @@ def comparisons(results: Results) -> list[Comparison]:
             answers.setdefault((sample.family, sample.prompt), []).append((stage.name, sample.output, sample.reward))
     found: dict[str, Comparison] = {}
     for (family, prompt), given in answers.items():
-        # The first problem, unless a later one was asked more often (the problems changed between stages).
+        # The first problem, unless a later one has more answers (the problems changed between stages).
         if family not in found or len(given) > len(found[family].answers):
             found[family] = Comparison(family, prompt, given)
     return list(found.values())
 
 
 def exactness(run: Run) -> TableData | None:
-    """Agreement of engine and learner per stage: as counted or, in an unfinished run, as the metrics tell so far."""
+    """Agreement of engine and learner per stage: the final counts or, in an unfinished run, the metrics so far."""
     exact = run.results.exact
     if exact is not None and exact.stages:
         rows = [

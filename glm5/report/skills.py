@@ -1,4 +1,4 @@
-"""What each stage gained and lost, skill by skill, and what distillation brought back, for page, terminal and cards."""
+"""Gains and losses of each stage, skill by skill, and recovery by distillation, for page, terminal and cards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DISTILL_KIND = "distill"
 
 @dataclass(frozen=True)
 class SkillCell:
-    """A skill after a stage (`score` None: not tested). `change` is that against `best`, the earlier stage with the
-    highest score, the first of several; empty where no earlier stage was tested."""
+    """A skill after a stage (`score` None: not tested). `change` is relative to `best`, the first earlier stage with
+    the highest score; empty if no earlier stage was tested."""
 
     stage: str
     kind: str
@@ -35,11 +35,11 @@ class SkillRow:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a distillation stage did for a skill.
+    """Effect of a distillation stage on a skill.
 
-    `before` and `after` are the scores around the stage, `best` the earlier stage with the highest score, `peak`.
-    `lost` is before - peak, `change` after - before. `share` is the part of the loss that came back, with its interval
-    where the outcomes of single problems are known (Fieller); None unless the loss itself is beyond noise.
+    `before` and `after` are the scores around the stage; `best` is the earlier stage with the highest score, `peak`.
+    `lost` is before - peak, `change` is after - before. `share` is the recovered part of the loss, with its interval if
+    the outcomes of single problems are known (Fieller). It is None unless the loss itself is beyond noise.
     """
 
     stage: str
@@ -56,9 +56,9 @@ class Recovery:
 
 
 def forgetting(results: Results | Mapping[str, Any]) -> list[SkillRow]:
-    """One row per skill: its score after every evaluated stage, with the change against the best earlier stage. The
-    changes are called by their interval, problem by problem where the outcomes of both stages are stored (see
-    `score_change`). DataError where `results` is not the content of a results.json."""
+    """One row per skill: its score after every evaluated stage, with the change against the best earlier stage.
+    Verdicts use the interval of the change, problem by problem if the outcomes of both stages are stored (see
+    `score_change`). Raises DataError if `results` is not the content of a results.json."""
     run = results if isinstance(results, Results) else parse_results(results)
     rows = []
     for skill in run.skills:
@@ -76,7 +76,7 @@ def forgetting(results: Results | Mapping[str, Any]) -> list[SkillRow]:
 
 
 def recovered(results: Results | Mapping[str, Any]) -> list[Recovery]:
-    """Per distillation stage and skill, what came back of what stages since the best one had cost (§3.5)."""
+    """Per distillation stage and skill: how much it recovered of the loss since the best stage (§3.5)."""
     run = results if isinstance(results, Results) else parse_results(results)
     found = []
     for place, (stage, evaluation) in enumerate(run.evaluated):
@@ -107,7 +107,7 @@ def _recovery(stage: str, skill: str, earlier: list[tuple[str, Score]], after: S
 
 
 def recovery_sentences(rows: list[Recovery]) -> list[str]:
-    """One sentence per distillation stage: what it brought back, and what it cost."""
+    """One sentence per distillation stage: its recoveries and its losses."""
     said = []
     for stage in dict.fromkeys(row.stage for row in rows):
         own = [row for row in rows if row.stage == stage]

@@ -1,4 +1,4 @@
-"""The table that a pipeline prints at its end: stages by skills, with what got better and worse."""
+"""The table at the end of a pipeline: stages by skills, with gains and losses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from glm5.report.sections import Cell, forgetting_table
 from glm5.report.skills import recovered, recovery_sentences
 from glm5.report.wording import clean
 
-# ASCII, because a terminal may be unable to show more.
+# ASCII, because a terminal may support nothing else.
 _MARKS = {"better": ("+", "bold blue"), "worse": ("-", "bold yellow"), "same": ("", "")}
 
 
 def summary_table(results: dict[str, Any]) -> Table:
     """Scores per skill and bits per byte after each stage, from the content of results.json.
 
-    A mark says that a number differs from the best earlier stage by more than noise (`score_change`, `bpb_change`).
-    Below stands what distillation brought back. DataError when `results` has another shape.
+    A mark means that a number differs from the best earlier stage by more than noise (`score_change`, `bpb_change`).
+    Recovery by distillation follows below. Raises DataError if `results` has another shape.
     """
     run = parse_results(results)
     caption = ["+ better, - worse than the best earlier stage by more than noise", *recovery_sentences(recovered(run))]
@@ -39,5 +39,5 @@ def summary_table(results: dict[str, Any]) -> Table:
 
 
 def _marked(cell: Cell) -> Text:
-    # All values of a column have the same width, so they line up at their left, with the mark behind.
+    # All values of a column have the same width, so they line up on the left, each followed by its mark.
     return Text.assemble(f"{cell.value} ", _MARKS[cell.change.verdict if cell.change else "same"])

@@ -12,9 +12,9 @@ from glm5.report.wording import number
 
 DEPTHS = range(1, 6)
 MOST = 1e18
-"""Tokens that are counted at most: more are a mistake in the file, and would make a figure that cannot be drawn."""
+"""Maximum token count: more are an error in the file, and could not be drawn."""
 HEAD_PANELS = 8
-"""Layers whose heads are drawn one by one: those with the largest logits."""
+"""Number of layers with a panel of their heads: those with the largest logits."""
 _HEAD = re.compile(r"max_logit/L(\d{1,4})/H(\d{1,4})")
 
 Points = list[tuple[float, float]]
@@ -22,7 +22,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Group:
-    """Panels that belong together, under one heading with one explanation; `folded` ones are shown on demand."""
+    """Panels under one heading with one explanation; `folded` ones are shown on demand."""
 
     title: str
     text: str
@@ -33,14 +33,14 @@ class Group:
 
 @dataclass(frozen=True)
 class StageCurves:
-    """All numbers of a stage as (step, tokens so far, value); by default drawn over tokens where those are counted."""
+    """All numbers of a stage as (step, tokens so far, value); drawn over tokens by default, if those are counted."""
 
     name: str
     axis: Axis
     length: tuple[float, float]
     columns: dict[str, list[tuple[float, float, float]]]
     skipped: list[tuple[float, float]]
-    """Where an update was left out because loss or gradient were not finite."""
+    """Steps without an update because loss or gradient were not finite."""
 
     def get(self, key: str, axis: Axis | None = None) -> Points:
         """(x, value) of one number."""
@@ -79,7 +79,7 @@ def stage_curves(run: Run, name: str) -> StageCurves:
 
 
 def training_groups(run: Run) -> list[Group]:
-    """The groups that hold a panel."""
+    """The groups that have a panel."""
     stages = [stage_curves(run, stage.name) for stage in run.results.stages]
     groups = [
         _loss(stages),
@@ -98,7 +98,7 @@ def _loss(stages: Sequence[StageCurves]) -> Group:
     panels = []
     for stage in stages:
         if stage.get("reward"):
-            continue  # the loss of a policy gradient is no measure of progress
+            continue  # the loss of a policy gradient does not measure progress
         series = [Series("training", stage.get("loss")), Series("held out", stage.get("held_out_loss"), dots=True)]
         panels.append(curves(stage.name, series, "", stage.axis))
     text = "Loss in nats per token, for the next token. Each panel has its own scale."
@@ -228,7 +228,7 @@ def _over_run(
     marked: bool = False,
     reference: tuple[str, float] | None = None,
 ) -> Panel | None:
-    """One panel with the stages one after the other, each in its colour."""
+    """One panel with the stages one after the other, each in its own colour."""
     shown = [stage for stage in stages if stage.get(key)]
     axis = _common(shown)
     column = 1 if axis == TOKENS else 0
@@ -254,7 +254,7 @@ def _by_layer(stage: StageCurves, key: str, title: str, note: str, level: float 
 
 
 def _common(stages: Sequence[StageCurves]) -> Axis:
-    """Tokens where all of the stages count them, else steps."""
+    """Tokens if all of the stages count them, otherwise steps."""
     return TOKENS if all(stage.axis == TOKENS for stage in stages) else STEPS
 
 
@@ -263,7 +263,7 @@ def _made(panels: Sequence[Panel | None]) -> list[Panel]:
 
 
 def _largest(lines: Sequence[Points]) -> Points:
-    """Maximum of several curves at every place where one of them has a point."""
+    """Maximum of several curves at every x of any of them."""
     best: dict[float, float] = {}
     for x, value in (point for line in lines for point in line):
         best[x] = max(value, best.get(x, value))
@@ -271,7 +271,7 @@ def _largest(lines: Sequence[Points]) -> Points:
 
 
 def standing(run: Run) -> str:
-    """Where an unfinished run stands."""
+    """Current position of an unfinished run."""
     said = (
         "This run has not finished: there is no results.json yet, so this page is built from metrics.jsonl and "
         "recipe.toml as they are now."
@@ -296,8 +296,8 @@ def training_sentence(run: Run) -> str:
 
 
 def training_tiles(run: Run) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of what one looks for first in a training run: the last numbers of the last stage that
-    has them. Empty where the stages count no tokens."""
+    """(label, value, remark) of the most wanted numbers of a training run: the last ones of the last stage that has
+    them. Empty if the stages count no tokens."""
     stages = [stage_curves(run, stage.name) for stage in run.results.stages]
     if all(stage.axis != TOKENS for stage in stages):
         return []

@@ -1,4 +1,4 @@
-"""How the report says things: names of stages and metrics, numbers, verdicts, and text of models made safe."""
+"""Wording of the report: names of stages and metrics, numbers, verdicts, and text of models made safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from glm5.stats import paired_shares
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of stage: what it does in one sentence, its section of the paper, the metrics that tell most."""
+    """A kind of stage: its work in one sentence, its section of the paper, its most important metrics."""
 
     title: str
     section: str
@@ -96,13 +96,13 @@ SKILLS = {
 }
 
 BPB_NOISE = 0.005
-"""Bits per byte come without an interval; a relative change below this counts as none."""
+"""Bits per byte come without an interval; a smaller relative change counts as none."""
 
 
 @dataclass(frozen=True)
 class Change:
     """A difference to an earlier stage. `verdict` is "better", "worse" or "same" (within noise). `low` and `high` are
-    its 95% interval where there is one, `paired` says that it compares problem by problem."""
+    its 95% interval if there is one; `paired` means that it compares problem by problem."""
 
     verdict: str
     delta: float
@@ -112,9 +112,9 @@ class Change:
 
 
 def score_change(before: Score, now: Score) -> Change | None:
-    """Compare two scores. Where both have the outcomes of the same number of problems, which an evaluation takes in one
-    order, pair them (`paired_shares`); else by Newcombe's interval for a difference, built from their own intervals,
-    which is slower to call a change real. None without either."""
+    """Compare two scores. If both have the outcomes of the same number of problems (an evaluation takes them in one
+    order), pair them (`paired_shares`). Otherwise use Newcombe's interval for a difference, from their own intervals;
+    it needs a larger change to call it real. None without either."""
     delta = now.score - before.score
     old, new = before.outcomes, now.outcomes
     if old and new and len(old) == len(new):
@@ -132,7 +132,7 @@ def _verdict(low: float, high: float) -> str:
 
 
 def bpb_change(before: float, now: float) -> Change:
-    """Compare bits per byte, of which fewer are better."""
+    """Compare bits per byte; fewer are better."""
     delta = now - before
     if abs(delta) <= BPB_NOISE * abs(before):
         return Change("same", delta)
@@ -140,14 +140,14 @@ def bpb_change(before: float, now: float) -> Change:
 
 
 def problem_count(score: Score) -> str:
-    """How many problems a score is the mean of, and how many were wanted if there are no more distinct ones."""
+    """How many problems a score averages, and how many were wanted if there are too few distinct ones."""
     if not score.n:
         return ""
     return f"n = {score.n:,}" + (f" distinct problems of {score.asked:,} asked for" if score.asked else "")
 
 
 def agreement(exact: Agreement | None) -> str:
-    """Whether the engine that sampled and the learner that trained computed the same numbers, in one sentence."""
+    """Whether the engine (sampling) and the learner (training) computed the same numbers, in one sentence."""
     if exact is None or not exact.tokens:
         return ""
     wrong = exact.mismatches or 0
@@ -159,7 +159,7 @@ def agreement(exact: Agreement | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for reading: thousands separated, `digits` significant ones below that, a dash for none."""
+    """A readable number: thousands separated, `digits` significant ones below that, a dash for None."""
     if value is None:
         return "–"
     if abs(value) >= 1000 or value == int(value):
@@ -190,20 +190,19 @@ def listing(parts: Iterable[str]) -> str:
 
 
 def clean(text: str) -> str:
-    """Text without characters that act instead of showing: controls but line break and tab, half surrogates, and those
-    that reorder or hide what stands around them. Each is spelled out, e.g. \\x1b."""
+    """Text without active characters: control characters except line break and tab, half surrogates, and those that
+    reorder or hide other text. Each is spelled out, e.g. \\x1b."""
     return "".join(_spelled(char) if _acts(char) else char for char in text)
 
 
 def safe(text: str) -> Markup:
-    """Any text as HTML that shows it and does nothing. Links are broken: with character references for their slashes
-    the page contains no address."""
+    """Any text as inert HTML. Links are broken: character references replace slashes, so the page has no address."""
     return Markup(str(escape(clean(text))).replace("://", ":&#47;&#47;"))
 
 
 def visible(text: str, limit: int = 4000) -> Markup:
-    """What a model read or wrote: as `safe`, with special tokens and control characters set apart, and cut off after
-    `limit` characters."""
+    """Input or output of a model: as `safe`, with special tokens and control characters marked, cut off after `limit`
+    characters."""
     parts = []
     for piece in _SPECIAL.split(text[:limit]):
         if _SPECIAL.fullmatch(piece):

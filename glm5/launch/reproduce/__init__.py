@@ -1,7 +1,7 @@
-"""`glm5 reproduce NAME`: the paper's claims as small experiments, arms against each other over several seeds.
+"""`glm5 reproduce NAME`: the paper's claims as small experiments that compare variants ("arms") over several seeds.
 
-One run is one arm with one seed. Runs are processes of one thread; each writes its result as a whole when it is done,
-so that the same command goes on after any interruption. What is claimed is computed from intervals over seeds.
+One run is one arm with one seed, in a process of one thread. It writes its whole result when it is done, so the same
+command resumes after any interruption. Verdicts are computed from intervals over seeds.
 """
 
 from __future__ import annotations

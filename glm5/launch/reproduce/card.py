@@ -1,4 +1,4 @@
-"""The card of an experiment: what ran, how to repeat it, what came out, what it shows and what not; and its figures."""
+"""The card of an experiment: what ran, how to repeat it, its results, what they show and do not show, its figures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
 
 
 def command(result: dict[str, Any]) -> str:
-    """What to type for the same runs."""
+    """The command line that repeats the runs."""
     if result["quick"]:
         return f"glm5 reproduce {result['name']} --quick"
     return f"glm5 reproduce {result['name']} --seeds {len(result['seeds'])} --steps {result['config']['steps']}"

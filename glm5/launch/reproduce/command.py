@@ -1,4 +1,4 @@
-"""What `glm5 reproduce` does: plan, run, judge, write."""
+"""The work of `glm5 reproduce`: plan, run, judge, write."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def reproduce(
     runs: Path = Path("runs/reproduce"),
     publish: Path | None = None,
 ) -> dict[str, Any]:
-    """Run an experiment and return its result, which is also `runs/NAME/result.json` beside `card.md` and figures.
+    """Run an experiment and return its result, also saved as `runs/NAME/result.json` beside `card.md` and figures.
 
-    Finished runs are kept, so calling again goes on, and more `seeds` add to what is there. `steps` is the length of
-    training; with `minutes` it is chosen by a trial so that all runs should fit, and none begins after that time.
-    `quick` proves that everything works and nothing else; it is kept apart. `workers=0` runs in this process, one after
-    the other. `publish` is a folder that gets a copy as `publish/NAME`.
+    Finished runs are kept, so calling again resumes, and more `seeds` add runs. `steps` is the length of training. With
+    `minutes` a trial chooses it so that all runs should fit, and no run starts after that time. `quick` only proves
+    that everything works; its folder is separate. `workers=0` runs in this process, one run after the other. `publish`
+    is a folder that gets a copy as `publish/NAME`.
 
-    Raises UsageError for an unknown name, ConfigError where the folder holds another plan, Glm5Error where a run failed
-    or no seed is complete.
+    Raises UsageError for an unknown name, ConfigError if the folder has another plan, Glm5Error if a run failed or no
+    seed is complete.
     """
     experiment = _known(name)
     if steps is not None and minutes is not None:
@@ -125,7 +125,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the runs were made on; every run has one thread."""
+    """The machine of the runs; every run has one thread."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -145,8 +145,8 @@ def _known(name: str) -> Experiment:
 
 
 def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None, fixed: bool) -> dict[str, Any]:
-    """Write down what will be run, or check that it is what the folder was started with. `fixed=False` takes the
-    folder's number of steps."""
+    """Write down the plan, or check that the folder was started with the same one. `fixed=False` takes the folder's
+    number of steps."""
     path = folder / PLAN
     before: dict[str, Any] | None = None
     if path.exists():
@@ -172,7 +172,7 @@ def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None,
 
 
 def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int, workers: int, seconds: float) -> int:
-    """How many steps fit, from a trial of a few steps of every arm side by side as the real runs will be."""
+    """How many steps fit, from a trial of a few steps of every arm, side by side as in the real runs."""
     trial = folder / "trial"
     sizes = experiment.sizes(quick, None)
     _say(f"a trial of {TRIAL_STEPS} steps, to see how many fit into {seconds / 60:g} minutes")
@@ -204,7 +204,7 @@ def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int
 
 
 def stage_steps(sizes: Sizes, arm: str) -> int:
-    """Optimizer steps of an arm: its own number where arms differ, else `steps`."""
+    """Optimizer steps of an arm: its own number if arms differ, otherwise `steps`."""
     steps: int = sizes.get("arm_steps", {}).get(arm, sizes["steps"])
     return steps
 

@@ -18,7 +18,7 @@ SOURCES = ["stdlib"]
 
 
 def build_corpus(folder: Path, vocab_size: int, max_bytes: int | None) -> dict[str, Any]:
-    """Make `folder` unless it is there; returns counts and `sha256`, which covers paths and texts of all documents.
+    """Make `folder` unless it exists; returns counts and `sha256`, which covers paths and texts of all documents.
 
     `max_bytes` limits the training text: documents in the order of their path's hash until it is reached.
     """

@@ -1,4 +1,4 @@
-"""On-policy cross-stage distillation (§3.5): what a later stage cost comes back, and what it taught stays."""
+"""On-policy cross-stage distillation (§3.5): recover skills that a later stage lost, keep those that it taught."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EARLY, LATE = reasoning.DOMAINS
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """The start knows both skills; the later stage goes on with one of them. Updates are of one sample per prompt, as
-    in the paper."""
+    """The start has both skills; the later stage continues with one of them. Updates use one sample per prompt, as in
+    the paper."""
     return reasoning.two_domains(quick, steps or (2 if quick else 32)) | {
         "later_steps": 2 if quick else 60,
         "problems": 4 if quick else 1000,
@@ -47,7 +47,7 @@ def run(work: Work) -> Outcome:
 
 
 def _runs(work: Work) -> Path:
-    """The experiment's folder, which has the runs of other arms."""
+    """The experiment's folder, with the runs of other arms."""
     return work.folder.parent.parent
 
 

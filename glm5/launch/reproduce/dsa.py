@@ -1,4 +1,4 @@
-"""DSA adaptation (§2.1.1, Tables 3 and 6): a dense base, then more dense training, warm-up alone, or both stages."""
+"""DSA adaptation (§2.1.1, Tables 3 and 6): a dense base, then more dense training, only warm-up, or both stages."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Train one arm and measure it as it would be served: the base and the continued model dense, the others sparse."""
+    """Train one arm and measure it as served: the base and the continued model dense, the others sparse."""
     s, steps = work.sizes, work.sizes["arm_steps"][work.arm]
     optim: dict[str, Any] = dict(steps=steps, save_every=s["save_every"], monitor_every=0)
     common: dict[str, Any] = dict(
         rows=s["rows"], row_length=s["row_length"], dtype=s["dtype"], corpus=DataOptions(needle_share=s["needle_share"])
     )
-    # Stages of one name draw the same batches: what follows the base is the same text, dense or sparse.
+    # Stages of one name draw the same batches: after the base comes the same text, dense or sparse.
     if work.arm == "base":
         model = GLM5ForCausalLM(work.config(), seed=work.seed)
         rates = dict(lr=s["lr"], final_lr=s["final_lr"], warmup=max(1, steps // 50))
@@ -87,7 +87,7 @@ def run(work: Work) -> Outcome:
 
 
 def _measure(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
-    """Losses of the same blocks after contexts of every length, retrieval, and what the indexer keeps."""
+    """Losses of the same blocks after contexts of every length, retrieval, and the attention that the indexer keeps."""
     s, shard = work.sizes, work.shard("held_out")
     found: dict[str, float] = {}
     block = s["index_topk"] // 2

@@ -1,4 +1,4 @@
-"""Reasoning RL on sparse attention against its dense twin (§2.1.1, §3.2): is there a bonus?"""
+"""Reasoning RL on sparse attention against a dense baseline (§2.1.1, §3.2): is there a bonus?"""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from glm5.launch.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """A quarter of the keys of an answer are kept."""
+    """Sparse attention keeps a quarter of the keys of an answer."""
     return policy.sizes(quick, steps, index_topk=4 if quick else 8, **policy.until_it_passes(quick))
 
 
 def run(work: Work) -> Outcome:
-    """Twins: one base, the same rows in the middle, the same demonstrations until both can do it, the same problems."""
+    """Dense or sparse from one base: same mid-training rows, same problems, demonstrations until both can do it."""
     if work.arm == "base":
         return policy.outcome(work, policy.prepare(work, ("pretrain",)), [])
     if work.arm in ("dense-start", "sparse-start"):

@@ -1,4 +1,4 @@
-"""IcePop (§3.2, Eq. 1): with and without pop, with and without KL, where the engine computes with other weights."""
+"""IcePop (§3.2, Eq. 1): with and without pop, with and without KL; the engine computes with other weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.rl.drivers.logical import LogicalDriver
 
 BLOCK = 32
-"""Rows of a weight that share a scale."""
+"""Rows of a weight that share one scale."""
 ARMS = {"pop": ("icepop", False), "pop-kl": ("icepop", True), "plain": ("grpo", False), "plain-kl": ("grpo", True)}
 
 
@@ -20,14 +20,14 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 class MismatchedDriver(LogicalDriver):
-    """The engine gets the learner's matrices rounded to FP8 with two bits of mantissa, as a coarse engine would."""
+    """Gives the engine the learner's matrices rounded to FP8 with two bits of mantissa, as in a coarse engine."""
 
     def weights(self) -> GLM5ForCausalLM:
         return rounded(super().weights())
 
 
 def rounded(model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-    """A copy with matrices in E5M2, one scale for every `BLOCK` rows; router biases and norms as they are."""
+    """A copy with matrices in E5M2, one scale per `BLOCK` rows; router biases and norms are unchanged."""
     copy = model.clone()
     with torch.no_grad():
         for weight in copy.parameters():

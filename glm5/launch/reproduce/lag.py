@@ -1,4 +1,4 @@
-"""Staleness (§4.1): what becomes of learning when rollouts come from weights that are several updates old."""
+"""Staleness (§4.1): the effect on learning if rollouts come from weights that are several updates old."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOSSES = {"double-sided": "double_sided", "ppo": "ppo", "none": "policy_gradient
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`lags` are the staleness of rollouts, in updates. The rate is a high one: slow weights do not grow stale."""
+    """`lags` are the staleness of rollouts, in updates. The rate is high: slowly changing weights do not get stale."""
     return policy.sizes(quick, steps, lags=[0, 1] if quick else [0, 2, 8], lr=5e-4)
 
 
 def run(work: Work) -> Outcome:
-    """An arm is a loss; it learns once for every lag, each time from the start."""
+    """An arm is a loss; it trains once per lag, each time from the start."""
     if work.arm == "start":
         start = policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
         start.metrics["sampled_last"] = start.metrics["sampled"]
@@ -49,7 +49,7 @@ def _learn(work: Work, model: GLM5ForCausalLM, lag: int) -> list[dict[str, Any]]
         loss=LOSSES[work.arm],
         max_staleness=lag,
         concurrency=(lag + 1) * s["prompts"] * s["group"],
-        # While an update takes its time, the engine gets as far ahead as it may: every batch is `lag` updates old.
+        # During an update the engine runs ahead as far as it may: every batch is `lag` updates old.
         train_ticks=(lag + 1) * _batch_steps(s) if lag else 0,
         reset_optimizer=False,
         env_ticks=0,
@@ -58,7 +58,7 @@ def _learn(work: Work, model: GLM5ForCausalLM, lag: int) -> list[dict[str, Any]]
 
 
 def _batch_steps(s: Sizes) -> int:
-    """Engine steps after which a batch of rollouts is certainly complete."""
+    """Upper bound of the engine steps for a batch of rollouts."""
     return int(s["prompts"] * s["group"] * s["max_context"] // CHUNK + s["max_tokens"])
 
 

@@ -1,4 +1,4 @@
-"""What is measured on held-out text after training: loss by length, attention logits, kept attention, drafts."""
+"""Measurements on held-out text after training: loss by length, attention logits, kept attention, drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAFTS = 3
 
 
 def held_out_batches(shard: Shard, rows: int, length: int) -> Iterator[Batch]:
-    """The same packed rows of held-out text for everyone, in parts that know the counts of the whole."""
+    """The same packed rows of held-out text for every model, in parts that have the counts of the whole."""
     loader = StreamLoader(shard, rows=rows, row_length=length, seed=0)
     if rows > loader.rows_per_epoch:
         raise DataError(f"The held-out text has {loader.rows_per_epoch} rows of {length} tokens, fewer than {rows}.")
@@ -40,7 +40,7 @@ def held_out_batches(shard: Shard, rows: int, length: int) -> Iterator[Batch]:
 @torch.no_grad()
 def text_numbers(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int, depths: int = 0) -> dict[str, float]:
     """Held-out `loss` and `accuracy`, those of MTP depths (`mtp1_loss`, …), the largest attention logit `max_logit`,
-    and `head_logit`, the median over all heads of the trunk of the largest logit that each has."""
+    and `head_logit`: the median over all heads of the trunk of each head's largest logit."""
     metrics = StepMetrics()
     heads: dict[int, Tensor] = {}
     for batch in held_out_batches(shard, rows, length):
@@ -56,8 +56,8 @@ def text_numbers(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int, d
 
 
 def blocks(shard: Shard, longest: int, block: int, count: int) -> list[tuple[int, int]]:
-    """(document, end) of `count` blocks of `block` held-out tokens that have `longest - block` tokens before them in
-    their document, drawn by a fixed seed from a grid."""
+    """(document, end) of `count` blocks of `block` held-out tokens with `longest - block` tokens before them in their
+    document, drawn by a fixed seed from a grid."""
     grid = [(index, end) for index in range(len(shard)) for end in range(longest, len(shard.document(index)), block)]
     if len(grid) < count:
         raise DataError(f"The held-out documents have {len(grid)} blocks with {longest} tokens, fewer than {count}.")
@@ -67,8 +67,8 @@ def blocks(shard: Shard, longest: int, block: int, count: int) -> list[tuple[int
 
 @torch.no_grad()
 def block_loss(model: GLM5ForCausalLM, shard: Shard, ends: list[tuple[int, int]], length: int, block: int) -> float:
-    """Nats per token of the last `block` tokens of rows that hold `length` tokens of one document. The tokens scored
-    are the same at every length, so that losses by length differ by the context alone."""
+    """Nats per token of the last `block` tokens of rows of `length` tokens of one document. The scored tokens are the
+    same at every length, so losses differ only by the context."""
     total, count = 0.0, 0
     rows = max(1, TOKENS_AT_ONCE // length)
     for start in range(0, len(ends), rows):
@@ -86,10 +86,10 @@ def block_loss(model: GLM5ForCausalLM, shard: Shard, ends: list[tuple[int, int]]
 
 
 class KeptAttention(IndexerLoss):
-    """Observer of dense attention: how much of it k keys keep, chosen by the indexer, by an oracle, or by nearness."""
+    """Observer of dense attention: the attention mass of k keys chosen by the indexer, by an oracle, or by nearness."""
 
     def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
-        """See `IndexerLoss`; all [B, t, s], and only `crowded` queries, which see more than k keys, count."""
+        """See `IndexerLoss`; all [B, t, s]. Only `crowded` queries, which see more than k keys, count."""
         low = float("-inf")
         ours = scores.masked_fill(~valid, low).topk(self.topk, dim=-1).indices
         best = target.masked_fill(~valid, -1.0).topk(self.topk, dim=-1).indices
@@ -120,9 +120,8 @@ def kept_attention(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int,
 
 
 def pinned_prompts(shard: Shard, tokenizer: Tokenizer, count: int, length: int, spare: int) -> list[dict[str, Any]]:
-    """Prompts of `length` tokens from held-out documents, evenly over documents, at offsets drawn by a hash of
-    the path: `path`, `offset` in tokens, `ids`, and the first line of the `text` for people. `spare` tokens follow.
-    """
+    """Prompts of `length` tokens from held-out documents, evenly over documents, at offsets drawn by a hash of the
+    path: `path`, `offset` in tokens, `ids`, and the first line of the `text` for readers. `spare` tokens follow."""
     long_enough = [i for i in range(len(shard)) if len(shard.document(i)) > length + spare]
     if not long_enough:
         raise DataError(f"No held-out document has {length + spare} tokens.")
@@ -139,8 +138,8 @@ def pinned_prompts(shard: Shard, tokenizer: Tokenizer, count: int, length: int, 
 
 def acceptance(model: GLM5ForCausalLM, prompts: list[dict[str, Any]], max_tokens: int) -> dict[str, float]:
     """Greedy speculative decoding with `DRAFTS` chained drafts: `accept_length` (tokens per verification, at most
-    DRAFTS + 1), `accept@k` = share of rounds that accept draft k, `accept_given@k` = among rounds that reached it, and
-    `repetition`, the share of the output's 4-grams that it has used before (loops are easy to draft)."""
+    DRAFTS + 1), `accept@k` = share of rounds that accept draft k, `accept_given@k` = the same among rounds that reached
+    it, and `repetition`, the share of repeated 4-grams in the output (loops are easy to draft)."""
     done = generate_speculative(model, [prompt["ids"] for prompt in prompts], max_tokens=max_tokens, drafts=DRAFTS)
     numbers = {"accept_length": done.accept_length, "repetition": repetition(done.token_ids)}
     reached = done.rounds
@@ -152,7 +151,7 @@ def acceptance(model: GLM5ForCausalLM, prompts: list[dict[str, Any]], max_tokens
 
 
 def repetition(outputs: list[list[int]], size: int = 4) -> float:
-    """Share of n-grams that stood in the same output before."""
+    """Share of n-grams that occurred earlier in the same output."""
     grams = [tuple(ids[i : i + size]) for ids in outputs for i in range(len(ids) - size + 1)]
     fresh = sum(len({tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}) for ids in outputs)
     return 1.0 - fresh / max(1, len(grams))

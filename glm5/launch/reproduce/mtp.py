@@ -45,7 +45,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Pre-train with one or three depths; draft three tokens with the same layer either way."""
+    """Pre-train with one or three depths; in both cases draft three tokens with the same layer."""
     s = work.sizes
     model = GLM5ForCausalLM(work.config(), seed=work.seed)
     optim = OptimConfig(

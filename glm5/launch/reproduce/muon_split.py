@@ -71,7 +71,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Pre-train one arm and look at held-out loss and attention logits."""
+    """Pre-train one arm and measure held-out loss and attention logits."""
     s = work.sizes
     model = GLM5ForCausalLM(work.config(**s["arms"][work.arm if work.arm != "mla-split" else "mla"]), seed=work.seed)
     if work.arm not in SPLIT:
@@ -111,17 +111,17 @@ def run(work: Work) -> Outcome:
 
 
 def whole_matrices(model: GLM5ForCausalLM) -> None:
-    """Orthogonalise MLA's up-projections whole, as Muon did before Muon Split; all other matrices stay as they are.
+    """Orthogonalise MLA's up-projections whole, as Muon did before Muon Split; all other matrices are unchanged.
 
-    The recipe switch `muon_split = false` would also join gate and up projections. `kv_b_proj` is one matrix, as it is
-    stored, where the paper names its key and value part.
+    The recipe switch `muon_split = false` would also join gate and up projections. The paper names the key and value
+    parts of `kv_b_proj`; here it is one matrix, as stored.
     """
     for module in model.modules():
         if isinstance(module, MLA):
             for name in ("q_b_proj.weight", "kv_b_proj.weight"):
                 weight = module.get_parameter(name)
                 declare_split(weight, (weight.shape[0],))
-                # What the module itself says it needs; the optimizer refuses matrices that miss their split.
+                # The declaration of the module itself; the optimizer refuses matrices without their split.
                 module.split_blocks = {**module.split_blocks, name: 1}
 
 
@@ -136,7 +136,7 @@ def attention_sizes(config: GLM5Config) -> dict[str, float]:
 
 
 def head_logits(work: Work) -> Points:
-    """Median over heads of the largest logit, over steps."""
+    """Median over heads of the largest logit, by step."""
     points: Points = []
     for row in work.rows():
         heads = [value for name, value in row.items() if name.startswith("max_logit/") and value is not None]
@@ -147,7 +147,7 @@ def head_logits(work: Work) -> Points:
 
 def head_update_ratio(model: GLM5ForCausalLM, batch: Batch) -> float:
     """RMS of a query head's update, largest over smallest, mean over layers: one held-out gradient of `q_b_proj`,
-    orthogonalised as this model's declared blocks say. 1 means that all heads move equally far."""
+    orthogonalised by this model's declared blocks. 1 means that all heads move equally far."""
     model.zero_grad(set_to_none=True)
     language_loss(model, batch, packed_context(batch.documents, exact=False))[0].backward()
     ratios = []
@@ -164,7 +164,7 @@ def head_update_ratio(model: GLM5ForCausalLM, batch: Batch) -> float:
 
 @torch.no_grad()
 def orthogonal(gradient: Tensor, heights: tuple[int, ...]) -> Tensor:
-    """The orthogonalised row blocks of a matrix, put together again."""
+    """The matrix with its row blocks orthogonalised."""
     return torch.cat([newton_schulz(block.unsqueeze(0))[0] for block in gradient.split(list(heights))])
 
 

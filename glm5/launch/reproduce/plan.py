@@ -1,4 +1,4 @@
-"""What an experiment is made of: arms, questions with the answer the paper gives, figures; and one run's work."""
+"""Parts of an experiment: arms, questions with the paper's answer, figures; and the work of one run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ METRICS = "metrics.jsonl"
 CURVE_POINTS = 60
 
 Sizes = dict[str, Any]
-"""All numbers that decide what a run computes, as JSON. `steps` is the one that the time budget scales."""
+"""All numbers that decide what a run computes, as JSON. The time budget scales only `steps`."""
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train. `after` names the arm whose model, of the same seed, it continues."""
+    """One variant of training. `after` names the arm that it continues: the model of the same seed."""
 
     name: str
     title: str
@@ -36,9 +36,9 @@ class Arm:
 class Question:
     """A statement about `left - right` of a metric, the two arms paired by seed.
 
-    `left_base` and `right_base` are subtracted first, so that two gaps can be compared. "equal" means within `margin`
-    times the mean of `right`. `chance` names a metric that `right` must exceed for the question to have an answer. The
-    verdict on the whole experiment rests on the `main` questions.
+    `left_base` and `right_base` are subtracted first, to compare two gaps. "equal" means within `margin` times the mean
+    of `right`. `chance` names a metric that `right` must exceed; otherwise the question has no answer. The verdict on
+    the whole experiment uses only the `main` questions.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Figure:
 
 @dataclass
 class Outcome:
-    """What one run measured. Everything here is the same when the run is repeated; times are kept elsewhere."""
+    """Measurements of one run. Repeating the run gives the same values; times are kept elsewhere."""
 
     metrics: dict[str, float]
     tokens: int
@@ -107,8 +107,8 @@ class Work:
         return GLM5ForCausalLM.from_pretrained(self.start)
 
     def train(self, runner: Callable[..., Any], model: GLM5ForCausalLM, stage: GradientStage) -> Points:
-        """Run a stage (`pretrain.run` or `dsa_adapt.run`), which goes on from its own state; saves the model and
-        returns the curve of its loss."""
+        """Run a stage (`pretrain.run` or `dsa_adapt.run`), which resumes from its own state; saves the model and
+        returns its loss curve."""
         with MetricsWriter(self.folder / METRICS) as metrics:
             io = StageIO(stage.name, self.folder, metrics, lambda steps, numbers: None)
             runner(model, stage, self.shard("train"), self.tokenizer, io, self.seed)
@@ -127,10 +127,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim of the paper, and how it is put to the test.
+    """A claim of the paper, and its test.
 
-    `sizes(quick, steps)` gives the numbers of all runs (None: the default length), `run` is one run. `labels` names
-    the metrics that the card shows, in order; `limits` are sentences about what the experiment does not show.
+    `sizes(quick, steps)` gives the numbers of all runs (None: the default length), `run` is one run. `labels` names the
+    metrics of the card, in order; `limits` are sentences about what the experiment does not show.
     """
 
     name: str
@@ -145,14 +145,14 @@ class Experiment:
     labels: Mapping[str, str]
     limits: tuple[str, ...]
     training: Callable[[Sizes], str] | None = None
-    """How it was trained, for the card, where that is not next-token training on text."""
+    """How it was trained, for the card, if not by next-token training on text."""
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """A metric over the steps of metrics lines that have it, thinned."""
+    """A metric over steps, thinned, from the metrics lines that have it."""
     return thinned([(float(row["step"]), row[name]) for row in rows if row.get(name) is not None])
 
 

@@ -1,4 +1,4 @@
-"""What the experiments on reinforcement learning share: a policy that can do half of it, updates, and held-out scores.
+"""Shared by the reinforcement-learning experiments: a policy that can solve half of a task, updates, held-out scores.
 
 The task is arithmetic with written-out working, unless an experiment names others. A start is pre-trained on text and
 fine-tuned on demonstrations; all arms of one seed continue the same start on the same problems.
@@ -36,8 +36,8 @@ from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 
 Part = Literal["pretrain", "dense", "sparse", "sft"]
-"""Steps on the way to a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA
-stages."""
+"""Steps that make a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA stages.
+"""
 
 STAGES: dict[str, type[PolicyStage]] = {"reasoning": ReasoningStage, "agentic": AgenticStage, "distill": DistillStage}
 
@@ -62,14 +62,14 @@ LABELS = {
     "end_clipped_share": "tokens clipped at the end",
     "end_length": "tokens of an answer at the end",
 }
-"""What cards call the metrics of one task."""
+"""Names of one task's metrics on cards."""
 
 SOLVED = Figure("solved", "Rollouts solved", "share", curve="solved")
 ENTROPY = Figure("entropy", "Entropy of the learner", "nats", curve="entropy")
 MISMATCH = Figure("mismatch", "KL of engine and learner", "nats per token", curve="mismatch_kl")
 
 LAST = 4
-"""Updates at the end of training over which metrics of training are averaged."""
+"""Number of last updates over which training metrics are averaged."""
 
 
 def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
@@ -104,8 +104,8 @@ def sizes(quick: bool, steps: int | None, **own: Any) -> Sizes:
 
 
 def until_it_passes(quick: bool) -> Sizes:
-    """Fine-tuning goes on until a quarter of the answers is right (see `tune_until`): skills of so small a model come
-    in jumps, at other steps for every seed, and a policy without any has nothing to reinforce."""
+    """Fine-tuning continues until a quarter of the answers is right (see `tune_until`). Skills of so small a model come
+    in jumps, at other steps for every seed, and a policy without any skill has nothing to reinforce."""
     return {
         "target": 1.0 if quick else 0.25,
         "chunk_steps": 2 if quick else 25,
@@ -115,7 +115,7 @@ def until_it_passes(quick: bool) -> Sizes:
 
 
 def training(s: Sizes) -> str:
-    """What ran, for cards."""
+    """How the runs were trained, for cards."""
     tasks = ", ".join(f"{task.name} {task.options}" for task in families(s))
     until = f" and more, until a pass rate of {s['target']:.0%} in each" if "target" in s else ""
     return (
@@ -127,17 +127,17 @@ def training(s: Sizes) -> str:
 
 
 def families(s: Sizes) -> list[FamilyConfig]:
-    """The tasks, weights as for rollouts."""
+    """The tasks, weighted as for rollouts."""
     return [FamilyConfig(render_tools=False, **task) for task in s["tasks"]]
 
 
 def task_labels(tasks: Sequence[str]) -> dict[str, str]:
-    """The same for the held-out scores of several tasks."""
+    """The same labels for the held-out scores of several tasks."""
     return {f"{task}_{name}": f"{task}: {LABELS[name]}" for name in ("solved", "sampled", "pass") for task in tasks}
 
 
 def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
-    """Take the model through `parts`, each with a folder of its own to go on from; the result is saved as the run's."""
+    """Train the model through `parts`, each with its own folder to resume from; saves the result as the run's model."""
     s = work.sizes
     model = GLM5ForCausalLM(work.config(), seed=work.seed) if work.start is None else work.model()
     rows = dict(rows=s["rows"], row_length=s["row_length"])
@@ -201,7 +201,7 @@ def tune(
 
 def tune_until(work: Work, model: GLM5ForCausalLM) -> None:
     """Fine-tune until every task's pass rate at temperature 1, on training problems, is at least `target`: in chunks of
-    steps, each with demonstrations of its own, most of them of the tasks that are below."""
+    steps, each with new demonstrations, most of them of the tasks below the target."""
     s, tasks = work.sizes, families(work.sizes)
     tune(work, model, s["sft_steps"], 6e-3, 4e-3)
     for chunk in range(s["most_chunks"]):
@@ -242,7 +242,7 @@ def _stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[Sta
 
 def stage_of(s: Sizes, kind: str, **own: Any) -> Any:
     """A reasoning, agentic or distill stage of the experiment's sizes. Rollouts are fast unless `own` says otherwise:
-    what is under test must then show against a mismatch of about 1e-6."""
+    the effect under test must then exceed a mismatch of about 1e-6."""
     values: dict[str, Any] = dict(
         name="rl",
         kind=kind,
@@ -268,7 +268,7 @@ def learn(
     driver: Callable[..., LogicalDriver] = LogicalDriver,
     algorithm: Algorithm | None = None,
 ) -> list[dict[str, Any]]:
-    """Train the policy in place; its metrics, one row per update."""
+    """Train the policy in place; returns its metrics, one row per update."""
     algorithm = algorithm or _algorithm(stage)
     with _stage_io(work, name, METRICS) as io:
         driver(model, work.tokenizer, stage, algorithm, io, work.seed).run()
@@ -284,7 +284,7 @@ def _algorithm(stage: PolicyStage) -> Algorithm:
 
 
 def outcome(work: Work, model: GLM5ForCausalLM, rows: list[dict[str, Any]]) -> Outcome:
-    """Held-out scores of the model and what its training looked like at the end."""
+    """Held-out scores of the model and its training metrics at the end."""
     metrics = scores(work, model)
     if rows:
         metrics |= at_the_end(rows)
@@ -299,13 +299,13 @@ def at_the_end(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def tokens_of(rows: list[dict[str, Any]]) -> int:
-    """Sampled tokens that were trained on."""
+    """Number of sampled tokens that were trained on."""
     return int(sum(row["tokens"] for row in rows))
 
 
 def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
-    """Of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all samples;
-    names begin with the task's where there are several."""
+    """Shares of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all
+    samples. If there are several tasks, names begin with the task's."""
     s, tasks = work.sizes, families(work.sizes)
     found: dict[str, float] = {}
     for task in tasks:
@@ -329,7 +329,7 @@ def _passed(
     temperature: float,
     split: str = "heldout",
 ) -> list[int]:
-    """How many of `samples` answers are right, for the first `problems` distinct problems of a split."""
+    """How many of `samples` answers are right, for each of the first `problems` distinct problems of a split."""
     s, tokenizer = work.sizes, work.tokenizer
     source = make_family(task.name, **task.options)
     counts = measure_pass_rates(
@@ -348,7 +348,7 @@ def _passed(
 
 
 def distinct(source: Family, count: int, split: str = "heldout") -> list[int]:
-    """Indices of the first `count` problems of a split that differ in content. DataError where there are too few."""
+    """Indices of the first `count` distinct problems of a split, by content. Raises DataError if there are too few."""
     found = DistinctProblems(source, split).indices(count)
     if len(found) < count:
         raise DataError(f"{source.name} has {len(found)} {split} problems, fewer than {count}; give it more levels.")

@@ -29,8 +29,8 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`continued_steps` of fine-tuning take as long as the updates of the policy; the arm with a bf16 engine is short
-    and there for its mismatch."""
+    """`continued_steps` of fine-tuning take as long as the policy updates. The arm with a bf16 engine is short; it only
+    measures the mismatch."""
     return two_domains(quick, steps or (2 if quick else 60)) | {
         "continued_steps": 2 if quick else 2000,
         "bf16_steps": 2 if quick else 16,

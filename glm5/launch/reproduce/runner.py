@@ -1,4 +1,4 @@
-"""Runs as processes: as many at a time as there are workers, in the order of seeds, so that whole seeds come first."""
+"""Runs as processes: one per worker at a time, in the order of seeds, to complete whole seeds first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Report:
-    """How the runs ended. `failed` says why by run, `left` were not begun in time or wait for one that failed."""
+    """How the runs ended. `failed`: the reason per run; `left`: not started in time, or waiting for a failed run."""
 
     done: list[Key] = field(default_factory=list)
     failed: dict[Key, str] = field(default_factory=dict)
@@ -41,9 +41,9 @@ def title(key: Key) -> str:
 def run_all(
     experiment: Experiment, folder: Path, seeds: Sequence[int], workers: int, say: Say, deadline: float | None = None
 ) -> Report:
-    """Do what is not done yet. `workers=0` does it in this process. None begins after `deadline` (of `time.monotonic`).
+    """Do the unfinished runs. `workers=0` does them in this process. None starts after `deadline` (`time.monotonic`).
 
-    Ctrl-C ends the workers; what they had saved is used by the next call, and finished runs are never repeated.
+    Ctrl-C ends the workers. The next call resumes from their saved state and never repeats finished runs.
     """
     keys = [(arm.name, seed) for seed in seeds for arm in experiment.arms]
     report = Report(done=[key for key in keys if read_run(folder, *key) is not None])
@@ -107,7 +107,7 @@ def _finish(folder: Path, key: Key, code: int, report: Report, total: int, say: 
 
 
 def _reason(log: Path, code: int) -> str:
-    """Why a worker ended: its signal, or the last line that it wrote."""
+    """Why a worker ended: its signal, or the last line of its log."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []

@@ -1,4 +1,4 @@
-"""Deterministic top-k (§3.2): Reasoning RL on sparse attention whose ties are broken by position, or by chance."""
+"""Deterministic top-k (§3.2): Reasoning RL on sparse attention that breaks ties by position, or at random."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from glm5.seeds import derive_seed
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """Few keys and few indexer heads, so that the choice matters in answers of thirty tokens and ties are common."""
+    """Few keys and few indexer heads: the choice matters in answers of thirty tokens, and ties are common."""
     found = policy.sizes(quick, steps, index_topk=4 if quick else 6, **policy.until_it_passes(quick))
     found["model"] |= dict(index_n_heads=2, index_head_dim=16)
     return found
 
 
 def run(work: Work) -> Outcome:
-    """Both arms choose by FP8 scores, as a fast indexer has them; they differ in the order of equal scores only."""
+    """Both arms select by FP8 scores, as a fast indexer does; they differ only in the order of equal scores."""
     if work.arm == "start":
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sparse", "sft")), [])
     generator = torch.Generator().manual_seed(derive_seed(work.seed, "ties")) if work.arm == "random" else None

@@ -1,4 +1,4 @@
-"""From runs to statements: intervals over seeds, and what they settle."""
+"""From runs to statements: intervals over seeds, and verdicts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from glm5.stats import Interval, mean_interval, paired_difference
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "not supported", "undecided"
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]
-"""arm -> metric -> one value per seed, in the same order everywhere."""
+"""arm -> metric -> one value per seed, all in the same order."""
 
 
 def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
-    """What an interval settles about a difference.
+    """The verdict of an interval on a difference.
 
-    "lower" and "higher" are supported where the whole interval lies on that side of 0, and not supported where it lies
-    on the other. "equal" is supported where it lies within [-margin, margin], and not where it lies outside. All else
+    "lower" and "higher" are supported if the whole interval lies on that side of 0, and not supported if it lies on the
+    other. "equal" is supported if it lies within [-margin, margin], and not if it lies outside. Otherwise the verdict
     is undecided.
     """
     low, high = difference.low, difference.high
@@ -62,12 +62,12 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
 
 
 def above(scores: Sequence[float], chance: Sequence[float]) -> bool:
-    """Whether scores exceed what guessing gives, at 95 % confidence over seeds."""
+    """Whether scores exceed those of guessing, at 95 % confidence over seeds."""
     return paired_difference(scores, chance).low > 0
 
 
 def overall(answers: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict on the claim: all main questions supported, one of them not supported, or undecided."""
+    """The verdict on the claim: supported if all main questions are, not supported if one is not, else undecided."""
     found = [entry["verdict"] for entry in answers if entry["main"]]
     if CONTRADICTED in found:
         return CONTRADICTED
@@ -75,7 +75,7 @@ def overall(answers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plain(interval: Interval) -> dict[str, float | None]:
-    """For JSON, which has no infinity: an end that a single seed leaves open is null."""
+    """For JSON, which has no infinity: an end is null if a single seed leaves it open."""
     ends = {"low": interval.low, "high": interval.high}
     return {"mean": interval.value} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
 

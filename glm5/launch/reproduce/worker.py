@@ -1,4 +1,4 @@
-"""One run in a process of its own: `python -m glm5.launch.reproduce.worker FOLDER ARM SEED`."""
+"""One run in its own process: `python -m glm5.launch.reproduce.worker FOLDER ARM SEED`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULT = "run.json"
 
 
 def run_folder(folder: Path, arm: str, seed: int) -> Path:
-    """Where a run keeps its state, its metrics and, once it is done, its result."""
+    """Folder of a run's state, metrics and, after it is done, result."""
     return folder / "runs" / f"{arm}-{seed}"
 
 
@@ -39,7 +39,7 @@ def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any] | None:
 
 
 def run_one(folder: Path, arm: str, seed: int) -> None:
-    """Do a run of the plan in `folder`, unless it is done. Waits where another process is doing it."""
+    """Do a run of the plan in `folder`, unless it is done. Waits if another process is doing it."""
     from glm5.launch.reproduce.experiments import EXPERIMENTS
     from glm5.launch.reproduce.plan import Work
 
@@ -60,21 +60,21 @@ def run_one(folder: Path, arm: str, seed: int) -> None:
 
 
 def _training_seconds(folder: Path) -> dict[str, float]:
-    """Seconds in steps, over all attempts of this run, their number and the median step."""
+    """Seconds in steps over all attempts of this run, the number of steps, and the median step."""
     from statistics import median
 
     from glm5.launch.reproduce.plan import METRICS
     from glm5.obs.metrics import read_metrics
 
     if not (folder / METRICS).exists():
-        return {"training": 0.0, "steps": 0, "step": 0.0}  # a start, whose length does not follow from `steps`
+        return {"training": 0.0, "steps": 0, "step": 0.0}  # a start; its length does not follow from `steps`
     steps = [row["step_seconds"] for row in read_metrics(folder / METRICS) if row.get("step_seconds") is not None]
     return {"training": sum(steps), "steps": len(steps), "step": median(steps)} if steps else {}
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by whoever works in a run's folder: a worker that outlived its parent must not meet its successor."""
+    """Lock a run's folder: a worker that outlived its parent must not meet its successor."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -84,7 +84,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """One thread, whatever the machine has: workers run side by side, and results must not depend on how many."""
+    """One thread on any machine: workers run side by side, and results must not depend on the number of threads."""
     from glm5 import process
 
     process.tune()
