@@ -126,8 +126,8 @@ class GrammarState:
         self._ends = {"tools": words.ends_calls, "any": words.ends}.get(spec.kind, words.ends_answer)
         self._thinking = spec.after_thinking
         self._thought = 0
-        self._tail = b""  # the end of the text that begins a marker
-        self._past: list[tuple[bool, bytes, bool, bool]] = []  # thinking, tail, done, whether the matcher moved
+        self._spelled = 0  # the state of the spelling of markers
+        self._past: list[tuple[bool, int, bool, bool]] = []  # thinking, spelled, done, whether the matcher moved
 
     @property
     def thinking(self) -> bool:
@@ -158,11 +158,11 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """`token` was sampled."""
-        now = (self._thinking, self._tail, self.done)
+        now = (self._thinking, self._spelled, self.done)
         moved = False
         if not self.done and self.failed is None:
             marker = token in self._words.special
-            self._tail = b"" if marker else self._words.spelling(self._markers).tail(self._tail, token)
+            self._spelled = 0 if marker else self._words.spelling(self._markers).after(self._spelled, token)
             if self._thinking:
                 self._thought += 1
                 self._thinking = token != self._words.end_of_thought
@@ -178,7 +178,7 @@ class GrammarState:
         """Take the last `count` tokens back."""
         in_matcher = 0
         for _ in range(count):
-            self._thinking, self._tail, self.done, moved = self._past.pop()
+            self._thinking, self._spelled, self.done, moved = self._past.pop()
             in_matcher += moved
             self._thought -= self._thinking
         if in_matcher:
@@ -201,7 +201,7 @@ class GrammarState:
             return _has(self._next(), token)
         if token in self._words.stops:
             return _has(self._ends, token) and bool(self._matcher.is_accepting())
-        spelled_out = not _has(self._words.spelling(self._answer).allowed(self._tail), token)
+        spelled_out = not _has(self._words.spelling(self._answer).allowed(self._spelled), token)
         return not spelled_out and self._matcher.validate_tokens([token]) == 1
 
     def _next(self) -> Mask:
@@ -210,14 +210,14 @@ class GrammarState:
         if self._thinking:
             if self._budget is not None and self._thought >= self._budget:
                 return self._words.only_end_of_thought
-            return self._words.thought & self._words.spelling(_THINKING).allowed(self._tail)
+            return self._words.thought & self._words.spelling(_THINKING).allowed(self._spelled)
         if self._matcher is None:
             return self._words.everything
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
             self.failed = _reason(self._matcher)
             return self._ends
-        found = found & self._words.spelling(self._answer).allowed(self._tail) & (self._ends | self._words.no_stop)
+        found = found & self._words.spelling(self._answer).allowed(self._spelled) & (self._ends | self._words.no_stop)
         if not found.any():
             self.failed = "no token fits"
             return self._ends
