@@ -22,6 +22,7 @@ from typing import Any
 from glm5.chat.arguments import ArgumentType, ToolSchemas
 from glm5.chat.messages import function_of
 from glm5.chat.tokenizer import Tokenizer
+from glm5.engine import given_grammars
 from glm5.errors import EngineError
 from glm5.records import GrammarSpec
 
@@ -33,13 +34,6 @@ MAX_DEPTH = 16
 MAX_NESTING = 100
 MAX_OPTIONAL = 300
 MAX_DIVISORS = 10_000
-MAX_GRAMMAR = 64 * 1024
-"""Characters of a grammar from outside."""
-MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
-"""Rules and brackets, conjunctions and negations, and repetitions in a grammar from outside, in this order. The library
-follows references on the stack and survives some 1,500 in a row; 200 conjunctions keep it busy for minutes."""
-MAX_HIDDEN = 1000
-"""Colons and brackets in its texts and expressions too; the library may see these with other eyes than we do."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -73,36 +67,9 @@ def _written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
             raise EngineError(f"The list of choices must hold 1 to {MAX_CHOICES} texts that are not empty.")
         return f"start: {' | '.join(map(_literal, choices))}\n"
     if spec.kind == "grammar":
-        return _given(spec.value)
+        return given_grammars.checked(spec.value)
     tools = _parsed(spec.value, list, "The list of tools", "a list of tools")
     return _Calls(tools, tokenizer).grammar(spec.many)
-
-
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
-"""Texts, expressions and comments of a grammar in Lark's notation."""
-
-
-def _given(text: str) -> str:
-    """A grammar that the client wrote, in Lark's notation: checked, and translated from GBNF where it is that."""
-    if len(text) > MAX_GRAMMAR:
-        raise EngineError(f"The grammar has {len(text):,} characters; at most {MAX_GRAMMAR:,} are allowed.")
-    if re.search(r"(?m)^\s*root\s*::=", text):
-        from llguidance.gbnf_to_lark import gbnf_to_lark  # present wherever a grammar can be enforced at all
-
-        try:
-            text = gbnf_to_lark(text).removeprefix("%llguidance {}")
-        except Exception as error:  # it raises what Python has
-            raise EngineError(f"The grammar is no GBNF: {str(error)[:200]}.") from None
-    if any(len(quoted) > MAX_PATTERN for quoted in _QUOTED.findall(text)):
-        raise EngineError(f"A text or an expression of a grammar may have {MAX_PATTERN} characters.")
-    bare = _QUOTED.sub(" ", text)
-    limits = [(marks, limit, bare) for marks, limit in MAX_MARKS] + [(":([", MAX_HIDDEN, text)]
-    for marks, limit, where in limits:
-        if sum(map(where.count, marks)) > limit:
-            raise EngineError(f"The grammar has more than {limit} of {' '.join(marks)}, the limit of this server.")
-    if odd := re.search(r"%(?!ignore\b)\w*|<[^>\s]*|@\w*", bare):
-        raise EngineError(f"The grammar holds {odd[0][:50]!r}; only rules of texts, expressions and %ignore are taken.")
-    return text
 
 
 def _parsed(text: str, kind: type, what: str, form: str) -> Any:
