@@ -23,7 +23,6 @@ from glm5.engine.scheduler import Scheduler
 from glm5.engine.steps import Counts, Steps
 from glm5.engine.stops import StopWatch
 from glm5.engine.weights import check_fit
-from glm5.engine.words import Spelling
 from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Completion, SamplingParams
@@ -185,7 +184,7 @@ class Engine:
         check_params(params, vocab)
         if params.stop and self.tokenizer is None:
             raise EngineError("Stop strings need a tokenizer; this model directory has none. Use stop_token_ids.")
-        spelling = Spelling(self.grammars.words, params.bad_words) if params.bad_words else None
+        spelling = self.grammars.words.spelling(params.bad_words) if params.bad_words else None
         if grammar is None and params.grammar is not None:
             grammar = self.grammars.compile(params.grammar)
         stops = set(params.stop_token_ids)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
@@ -23,10 +24,14 @@ from glm5.engine.words import Mask, Words
 from glm5.errors import EngineError, MissingExtraError
 from glm5.records import GrammarSpec
 
-KEPT_BYTES = 64 << 20
-"""Compiled grammars of so many bytes are kept for later requests: thousands of usual size."""
-OWN_BYTES, BYTES_PER_CHARACTER = 16 << 10, 64
-"""What a compiled grammar takes, by the length of its text; measured, on the safe side."""
+KEPT_BYTES = 256 << 20
+"""Compiled grammars that count for so many bytes are kept for later requests: 32 of usual size..."""
+KEPT_STEPS = 50_000
+"""...each for so many tokens of its samples, which leave in it what they have met."""
+OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
+"""What a compiled grammar counts for, by the length of its text. Usual ones take 0.1 MB; expressions over classes of
+Unicode take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
+LEXER_STATES = 16_000
 COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 50_000
 """Work that a grammar may cause when it is compiled and for each token; beyond it, it is refused or fails."""
 
@@ -41,18 +46,19 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.words = Words(tokenizer)
-        self._compiled: OrderedDict[tuple[str, str, bool], tuple[Any, int]] = OrderedDict()  # with their sizes
-        self._bytes = 0
+        self._kept: OrderedDict[tuple[str, str, bool], _Source] = OrderedDict()
+        self._known = WeakValueDictionary[tuple[str, str, bool], _Source]()  # what is kept or in use
+        self._living = WeakSet[_Source]()  # these, and what was forgotten while it was in use
         self._lock = threading.Lock()
 
     def check(self, spec: GrammarSpec) -> None:
         """Compile ahead of time. Raises EngineError for a grammar that cannot be enforced, with the reason, and
         MissingExtraError without llguidance."""
-        self._matcher(spec)
+        self._source(spec)
 
     def compile(self, spec: GrammarSpec) -> Compiled:
         """Ready for any number of samples. Raises EngineError like `check`."""
-        return Compiled(self.words, self._matcher(spec), spec, self._lock)
+        return Compiled(self.words, self._source(spec), spec, self._lock)
 
     def state(self, spec: GrammarSpec) -> GrammarState:
         """A fresh state for one sample. Raises EngineError like `check`."""
@@ -67,48 +73,87 @@ class Grammars:
             raise MissingExtraError("llguidance", "grammar") from None
         vocabulary: Any = _Vocabulary(self.tokenizer)
         limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, verbose_errors=False
-        )
+            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS,
+            max_lexer_states=LEXER_STATES, verbose_errors=False,
+        )  # fmt: skip
         return llguidance, llguidance.LLTokenizer(vocabulary, eos_token=list(self.tokenizer.stop_token_ids)), limits
 
-    def _matcher(self, spec: GrammarSpec) -> Any:
+    def has_room(self, spec: GrammarSpec, limit: int) -> bool:
+        """Whether this grammar and all others that are in use count for at most `limit` bytes. Kept ones make room."""
+        with self._lock:
+            if spec.kind == "any" or self._fresh(spec) is not None:
+                return True
+            size = _size(spec.value)
+            while self._kept and self._bytes() + size > limit:
+                self._kept.popitem(last=False)
+            return self._bytes() + size <= limit
+
+    def _bytes(self) -> int:
+        return sum(source.size for source in self._living)
+
+    def _fresh(self, spec: GrammarSpec) -> _Source | None:
+        """The grammar, if it is there and not worn; worn ones are kept no longer."""
+        for key in [key for key, source in self._kept.items() if source.worn]:
+            del self._kept[key]
+        found = self._known.get((spec.kind, spec.value, spec.many))
+        return None if found is None or found.worn else found
+
+    def _source(self, spec: GrammarSpec) -> _Source | None:
         if spec.kind == "any":
             return None
+        with self._lock:
+            source = self._fresh(spec)
+        if source is None:
+            library, tokens, limits = self._library
+            text = written(spec, self.tokenizer)
+            matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
+            matcher.compute_bitmask()  # some limits show only here
+            if matcher.is_error():
+                raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
+            source = _Source(matcher, _size(text))
         key = (spec.kind, spec.value, spec.many)
         with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return self._compiled[key][0]
-        library, tokens, limits = self._library
-        text = written(spec, self.tokenizer)
-        matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
-        matcher.compute_bitmask()  # some limits show only here
-        if matcher.is_error():
-            raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
-        size = OWN_BYTES + BYTES_PER_CHARACTER * len(text)
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = (matcher, size)
-                self._bytes += size
-            while self._bytes > KEPT_BYTES and len(self._compiled) > 1:
-                self._bytes -= self._compiled.popitem(last=False)[1][1]
-        return matcher
+            self._living.add(source)
+            self._known[key] = self._kept[key] = source
+            self._kept.move_to_end(key)
+            while len(self._kept) > 1 and sum(kept.size for kept in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return source
+
+
+def _size(text: str) -> int:
+    return OWN_BYTES + BYTES_PER_CHARACTER * len(text)
+
+
+@dataclass(eq=False)
+class _Source:
+    """A grammar as the library compiled it, which its samples copy. The copies share a lexer that grows with what they
+    meet, so that it is forgotten after so many steps, or when one of them failed."""
+
+    matcher: Any
+    size: int
+    steps: int = 0
+    failed: bool = False
+
+    @property
+    def worn(self) -> bool:
+        return self.failed or self.steps >= KEPT_STEPS
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar that is ready to use; `matcher` stays at its beginning."""
+    """A grammar that is ready to use; `source` stays at its beginning."""
 
     words: Words
-    matcher: Any
+    source: _Source | None
     spec: GrammarSpec
     lock: threading.Lock
 
     def state(self) -> GrammarState:
         """A fresh state for one sample."""
         with self.lock:
-            matcher = None if self.matcher is None else self.matcher.deep_copy()
-        return GrammarState(self.words, matcher, self.spec)
+            matcher = None if self.source is None else self.source.matcher.deep_copy()
+        return GrammarState(self.words, matcher, self.spec, self.source)
 
 
 class GrammarState:
@@ -116,18 +161,19 @@ class GrammarState:
     accepted. `failed` says why no token fits any more (a limit of the library, or an answer that cannot be ended); the
     sample must then be ended too."""
 
-    def __init__(self, words: Words, matcher: Any, spec: GrammarSpec) -> None:
+    def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
         self.failed: str | None = None
         self._words = words
         self._matcher = matcher
+        self._source = source or _Source(None, 0)
         self._budget = spec.thinking_tokens
         self._answer = _ANSWER.get(spec.kind, ())
         self._ends = {"tools": words.ends_calls, "any": words.ends}.get(spec.kind, words.ends_answer)
         self._thinking = spec.after_thinking
         self._thought = 0
-        self._tail = b""  # the end of the text that begins a marker
-        self._past: list[tuple[bool, bytes, bool, bool]] = []  # thinking, tail, done, whether the matcher moved
+        self._spelled = 0  # the state of the spelling of markers
+        self._past: list[tuple[bool, int, bool, bool]] = []  # thinking, spelled, done, whether the matcher moved
 
     @property
     def thinking(self) -> bool:
@@ -158,11 +204,11 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """`token` was sampled."""
-        now = (self._thinking, self._tail, self.done)
+        now = (self._thinking, self._spelled, self.done)
         moved = False
         if not self.done and self.failed is None:
             marker = token in self._words.special
-            self._tail = b"" if marker else self._words.spelling(self._markers).tail(self._tail, token)
+            self._spelled = 0 if marker else self._words.spelling(self._markers).after(self._spelled, token)
             if self._thinking:
                 self._thought += 1
                 self._thinking = token != self._words.end_of_thought
@@ -170,15 +216,16 @@ class GrammarState:
                 self.done = True
             elif self._matcher is not None:
                 moved = bool(self._matcher.consume_token(token))
+                self._source.steps += 1
                 if not moved:
-                    self.failed = _reason(self._matcher)
+                    self._fail(_reason(self._matcher))
         self._past.append((*now, moved))
 
     def rollback(self, count: int) -> None:
         """Take the last `count` tokens back."""
         in_matcher = 0
         for _ in range(count):
-            self._thinking, self._tail, self.done, moved = self._past.pop()
+            self._thinking, self._spelled, self.done, moved = self._past.pop()
             in_matcher += moved
             self._thought -= self._thinking
         if in_matcher:
@@ -201,8 +248,12 @@ class GrammarState:
             return _has(self._next(), token)
         if token in self._words.stops:
             return _has(self._ends, token) and bool(self._matcher.is_accepting())
-        spelled_out = not _has(self._words.spelling(self._answer).allowed(self._tail), token)
+        spelled_out = not _has(self._words.spelling(self._answer).allowed(self._spelled), token)
         return not spelled_out and self._matcher.validate_tokens([token]) == 1
+
+    def _fail(self, reason: str) -> None:
+        self.failed = reason
+        self._source.failed = True
 
     def _next(self) -> Mask:
         if self.done or self.failed is not None:
@@ -210,14 +261,14 @@ class GrammarState:
         if self._thinking:
             if self._budget is not None and self._thought >= self._budget:
                 return self._words.only_end_of_thought
-            return self._words.thought & self._words.spelling(_THINKING).allowed(self._tail)
+            return self._words.thought & self._words.spelling(_THINKING).allowed(self._spelled)
         if self._matcher is None:
             return self._words.everything
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         if self._matcher.is_error():
-            self.failed = _reason(self._matcher)
+            self._fail(_reason(self._matcher))
             return self._ends
-        found = found & self._words.spelling(self._answer).allowed(self._tail) & (self._ends | self._words.no_stop)
+        found = found & self._words.spelling(self._answer).allowed(self._spelled) & (self._ends | self._words.no_stop)
         if not found.any():
             self.failed = "no token fits"
             return self._ends

@@ -22,6 +22,7 @@ from typing import Any
 from glm5.chat.arguments import ArgumentType, ToolSchemas
 from glm5.chat.messages import function_of
 from glm5.chat.tokenizer import Tokenizer
+from glm5.engine import given_grammars
 from glm5.errors import EngineError
 from glm5.records import GrammarSpec
 
@@ -29,22 +30,21 @@ MAX_TEXT = 256 * 1024
 """Characters of a schema, an expression or a list. What may be compiled within it, the library's own limits say."""
 MAX_PATTERN = 2000
 MAX_CHOICES = 2000
-MAX_DEPTH = 16
+MAX_HOPS = 16
 MAX_NESTING = 100
 MAX_OPTIONAL = 300
 MAX_DIVISORS = 10_000
-MAX_GRAMMAR = 64 * 1024
-"""Characters of a grammar from outside."""
-MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
-"""Rules and brackets, conjunctions and negations, and repetitions in a grammar from outside, in this order. The library
-follows references on the stack and survives some 1,500 in a row; 200 conjunctions keep it busy for minutes."""
-MAX_HIDDEN = 1000
-"""Colons and brackets in its texts and expressions too; the library may see these with other eyes than we do."""
+MAX_WRITTEN = 1 << 20
+"""Characters of what the library gets to read."""
+MAX_SHARED = 4_000_000
+"""Characters of the schemas of all arguments together, that of a tool counted again for each that holds a reference:
+the measure of our own work on forced calls."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 _ANNOTATIONS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title",
                 "description", "$schema", "$id", "$comment", "examples", "default", "strict"}  # fmt: skip
+_ENDS_KEY = ("</arg_key>", "</tool_call>")
 _KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 
 
@@ -53,6 +53,10 @@ def written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
     if len(spec.value) > MAX_TEXT:
         raise EngineError(f"The grammar has {len(spec.value):,} characters; at most {MAX_TEXT:,} are allowed.")
     text = _written(spec, tokenizer)
+    if len(text) > MAX_WRITTEN:
+        raise EngineError(
+            f"The grammar takes {len(text):,} characters written out; at most {MAX_WRITTEN:,} are allowed."
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -73,36 +77,9 @@ def _written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
             raise EngineError(f"The list of choices must hold 1 to {MAX_CHOICES} texts that are not empty.")
         return f"start: {' | '.join(map(_literal, choices))}\n"
     if spec.kind == "grammar":
-        return _given(spec.value)
+        return given_grammars.checked(spec.value)
     tools = _parsed(spec.value, list, "The list of tools", "a list of tools")
     return _Calls(tools, tokenizer).grammar(spec.many)
-
-
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')
-"""Texts, expressions and comments of a grammar in Lark's notation."""
-
-
-def _given(text: str) -> str:
-    """A grammar that the client wrote, in Lark's notation: checked, and translated from GBNF where it is that."""
-    if len(text) > MAX_GRAMMAR:
-        raise EngineError(f"The grammar has {len(text):,} characters; at most {MAX_GRAMMAR:,} are allowed.")
-    if re.search(r"(?m)^\s*root\s*::=", text):
-        from llguidance.gbnf_to_lark import gbnf_to_lark  # present wherever a grammar can be enforced at all
-
-        try:
-            text = gbnf_to_lark(text).removeprefix("%llguidance {}")
-        except Exception as error:  # it raises what Python has
-            raise EngineError(f"The grammar is no GBNF: {str(error)[:200]}.") from None
-    if any(len(quoted) > MAX_PATTERN for quoted in _QUOTED.findall(text)):
-        raise EngineError(f"A text or an expression of a grammar may have {MAX_PATTERN} characters.")
-    bare = _QUOTED.sub(" ", text)
-    limits = [(marks, limit, bare) for marks, limit in MAX_MARKS] + [(":([", MAX_HIDDEN, text)]
-    for marks, limit, where in limits:
-        if sum(map(where.count, marks)) > limit:
-            raise EngineError(f"The grammar has more than {limit} of {' '.join(marks)}, the limit of this server.")
-    if odd := re.search(r"%(?!ignore\b)\w*|<[^>\s]*|@\w*", bare):
-        raise EngineError(f"The grammar holds {odd[0][:50]!r}; only rules of texts, expressions and %ignore are taken.")
-    return text
 
 
 def _parsed(text: str, kind: type, what: str, form: str) -> Any:
@@ -119,14 +96,15 @@ def _parsed(text: str, kind: type, what: str, form: str) -> Any:
 def _check_size(value: Any, what: str) -> None:
     """The time to compile an object grows with the square of the properties that it may leave out, and time and memory
     with the divisors of `multipleOf`: one state for each remainder."""
-    level, divisors = [value], list[int]()
+    level, remainders, together = [value], 0, 1
     for _ in range(MAX_NESTING):
         inner: list[Any] = []
         for node in level:
             inner += node.values() if isinstance(node, dict) else node
             if isinstance(node, dict) and isinstance(node.get("multipleOf"), int | float):
-                divisors.append(_states(node["multipleOf"]))
-                if sum(divisors) > MAX_DIVISORS or math.lcm(*divisors) > MAX_DIVISORS:
+                states = _states(node["multipleOf"])
+                remainders, together = remainders + states, math.lcm(together, states)
+                if max(remainders, together) > MAX_DIVISORS:
                     text = f"{what} has `multipleOf` with too many remainders; at most {MAX_DIVISORS} can be enforced."
                     raise EngineError(text)
             properties = node.get("properties") if isinstance(node, dict) else None
@@ -177,6 +155,7 @@ class _Calls:
         self._schemas = ToolSchemas(tools)
         self._special = tokenizer.special
         self._rules: list[str] = []
+        self._work = 0
 
     def grammar(self, many: bool) -> str:
         calls = [self._call(i, function) for i, function in enumerate(self._functions)]
@@ -198,16 +177,18 @@ class _Calls:
         parameters = function.get("parameters")
         if parameters is None:
             parameters = {"properties": {}, "additionalProperties": False}
-        parameters = _resolved(parameters, parameters)
+        parameters = _References(parameters).resolved(parameters)
         if not isinstance(parameters, Mapping):
             raise EngineError(f"{where}: parameters must be a JSON schema.")
         odd = sorted(key for key in parameters if key not in _ANNOTATIONS and not key.startswith("x-"))
         if odd:
             raise EngineError(f'{where}: a forced call cannot keep "{odd[0]}" of its parameters; drop it.')
         properties = parameters.get("properties") or {}
-        required = parameters.get("required") or []
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
+        listed = parameters.get("required") or []
+        if not isinstance(properties, Mapping) or not isinstance(listed, list):
             raise EngineError(f"{where}: properties must be an object and required a list.")
+        required = dict.fromkeys(_word(key, f"{where}: an argument", _ENDS_KEY) for key in listed)
+        root = _References(parameters)
         extra = parameters.get("additionalProperties", True)
         parts = []
         for key, schema in [*properties.items(), *((key, extra) for key in required if key not in properties)]:
@@ -215,33 +196,39 @@ class _Calls:
                 if key in required:
                     raise EngineError(f'{where}: the argument "{key}" is required and forbidden at once.')
                 continue
-            key_text = _literal(_word(key, f"{where}: an argument", ("</arg_key>", "</tool_call>")))
-            pair = self._pair(key_text, self._value(name, key, schema, parameters))
+            key_text = _literal(_word(key, f"{where}: an argument", _ENDS_KEY))
+            pair = self._pair(key_text, self._value(name, key, schema, root))
             parts.append(pair if key in required else f"({pair})?")
         if extra is not False and not properties and not required:
-            parts.append(f"({self._pair(self._rule(_KEY, True), self._value(name, '', extra, parameters))})*")
+            parts.append(f"({self._pair(self._rule(_KEY, True), self._value(name, '', extra, root))})*")
         return self._rule(" ".join([_literal(name), *parts]))
 
     def _pair(self, key: str, value: str) -> str:
         opens, closes = self._mark("<arg_key>"), self._mark("</arg_key>")
         return self._rule(f"{opens} {key} {closes} {self._mark('<arg_value>')} {value} {self._mark('</arg_value>')}")
 
-    def _value(self, tool: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+    def _value(self, tool: str, key: str, schema: Any, root: _References) -> str:
         """The rule for the text of an argument."""
         schema = {} if schema is True else schema
         if not isinstance(schema, Mapping):
             raise EngineError(f'The schema of the argument "{key}" must be an object.')
-        types = self._schemas.type_of(tool, key).types
-        shared = {word: root[word] for word in ("$defs", "definitions") if word in root and word not in schema}
-        if "string" not in types:
+        own = json.dumps(schema)
+        refers = '"$ref"' in own
+        self._work += len(own) + root.size * refers
+        if self._work > MAX_SHARED:
+            raise EngineError("The tools' arguments refer to too much; use fewer references, or smaller schemas.")
+        read_as = self._schemas.type_of(tool, key)
+        shared = {word: root.schema[word] for word in ("$defs", "definitions") if refers and word in root.schema}
+        shared = {word: schemas for word, schemas in shared.items() if word not in schema}
+        if "string" not in read_as.types:
             return self._rule(_json_rule({**schema, **shared}))
         texts = _texts(schema, root)
-        if types == {"string"}:
+        if read_as.types == {"string"}:
             return self._rule(" | ".join(texts), True)
-        return self._mixed(schema, root, texts, shared, self._schemas.type_of(tool, key))
+        return self._mixed(schema, root, texts, shared, read_as)
 
     def _mixed(
-        self, schema: Mapping[str, Any], root: Mapping[str, Any], texts: list[str], shared: Mapping[str, Any],
+        self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
         """A string or something else: the parser prefers JSON of another type to a string. Where the schema restricts
@@ -280,24 +267,69 @@ _ABOUT_OTHERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "
 """Words that forbid no string, but values of other types."""
 
 
-def _texts(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[str]:
+class _References:
+    """The places in a tool's parameters, each found once."""
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema
+        self.size = len(json.dumps(schema))
+        self._places: dict[str, Any] = {}
+
+    def resolved(self, schema: Any) -> Any:
+        """What a reference leads to; other schemas as they are."""
+        passed: list[str] = []
+        while isinstance(schema, Mapping) and schema.get("$ref") is not None:
+            ref = str(schema["$ref"])
+            if set(schema) - _HARMLESS - {"$ref"}:
+                raise _no_way(ref)
+            if len(passed) == MAX_HOPS:
+                raise EngineError("A reference of a tool's schema leads nowhere.")
+            passed.append(ref)
+            schema = self._places[ref] if ref in self._places else self._place(ref)
+        self._places.update(dict.fromkeys(passed, schema))
+        return schema
+
+    def _place(self, ref: str) -> Any:
+        head, *path = ref.split("/", MAX_NESTING + 2)
+        place: Any = self.schema if head == "#" else None
+        for part in path:
+            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+        if place is None:
+            raise _no_way(ref)
+        return place
+
+
+def _no_way(ref: str) -> EngineError:
+    return EngineError(f"The reference {ref[:100]!r} cannot be followed in a forced call.")
+
+
+def _texts(schema: Any, root: _References) -> list[str]:
     """The strings that a schema allows, as alternatives of a terminal: literals and expressions."""
-    schema = _resolved(schema, root)
-    if schema is True:
-        return [_ANY_TEXT]
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or "string" not in _declared(schema):
-        return []
-    words = set(schema) - _HARMLESS - _ABOUT_OTHERS
+    found, waiting, seen = dict[str, None](), [schema], set[int]()
+    while waiting:
+        schema = root.resolved(waiting.pop())
+        if id(schema) in seen:  # what refers to itself adds nothing
+            continue
+        seen.add(id(schema))
+        if schema is True:
+            found[_ANY_TEXT] = None
+        elif isinstance(schema, Mapping) and "string" in _declared(schema):
+            words = set(schema) - _HARMLESS - _ABOUT_OTHERS
+            branches = schema[next(iter(words))] if words in ({"anyOf"}, {"oneOf"}, {"allOf"}) else None
+            if isinstance(branches, list) and (words != {"allOf"} or len(branches) < 2):
+                waiting += reversed(branches)
+            else:
+                found.update(dict.fromkeys(_own_texts(schema, words)))
+    return list(found)
+
+
+def _own_texts(schema: Mapping[str, Any], words: set[str]) -> list[str]:
+    """Those of a schema without branches; `words` are the ones that say something about strings."""
     if words & {"enum", "const"}:
         options = schema.get("enum", [schema.get("const")])
         if len(words) > 1 or not isinstance(options, list):
             raise EngineError(f"A forced call supports no enum together with {', '.join(sorted(words - {'enum'}))}.")
         return [_literal(_free_of(o, ("</arg_value>",), "an option")) for o in options if isinstance(o, str)]
-    for word in ("anyOf", "oneOf", "allOf"):
-        if words == {word} and isinstance(schema[word], list):
-            if word == "allOf" and len(schema[word]) > 1:
-                break
-            return list(dict.fromkeys(text for branch in schema[word] for text in _texts(branch, root, depth + 1)))
     if odd := sorted(words - {"pattern", "minLength", "maxLength"}):
         raise EngineError(f'A forced call cannot keep "{odd[0]}" of a string; drop it or force no call.')
     parts = [_search(schema["pattern"])] if "pattern" in schema else []
@@ -320,22 +352,6 @@ def _search(pattern: Any) -> str:
     return _expression(f"{'' if starts else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}")
 
 
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within `root` leads to; other schemas as they are."""
-    for _ in range(MAX_DEPTH):
-        ref = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if ref is None:
-            return schema
-        head, *path = str(ref).split("/")
-        place: Any = root if head == "#" else None
-        for part in path:
-            place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-        if place is None or set(schema) - _HARMLESS - {"$ref"}:
-            raise EngineError(f"The reference {str(ref)[:100]!r} cannot be followed in a forced call.")
-        schema = place
-    raise EngineError("A reference of a tool's schema leads nowhere.")
-
-
 def _declared(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names; all of them where it names none."""
     kind = schema.get("type")
@@ -343,17 +359,22 @@ def _declared(schema: Mapping[str, Any]) -> set[str]:
     return kinds | {"integer"} if "number" in kinds else kinds
 
 
-def _is_free(schema: Any, root: Mapping[str, Any], kind: str, depth: int = 0) -> bool:
+def _is_free(schema: Any, root: _References, kind: str) -> bool:
     """Whether every value of a type is certain to fit a schema."""
-    schema = _resolved(schema, root)
-    if schema is True:
-        return True
-    if not isinstance(schema, Mapping) or kind not in _declared(schema) or depth > MAX_DEPTH:
-        return False
-    words = set(schema) - _HARMLESS
-    if words == {"anyOf"} and isinstance(schema["anyOf"], list):
-        return any(_is_free(branch, root, kind, depth + 1) for branch in schema["anyOf"])
-    return not words - {"pattern", "minLength", "maxLength"}
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        schema = root.resolved(waiting.pop())
+        if schema is True:
+            return True
+        if id(schema) in seen or not isinstance(schema, Mapping) or kind not in _declared(schema):
+            continue
+        seen.add(id(schema))
+        words = set(schema) - _HARMLESS
+        if words == {"anyOf"} and isinstance(schema["anyOf"], list):
+            waiting += schema["anyOf"]
+        elif not words - {"pattern", "minLength", "maxLength"}:
+            return True
+    return False
 
 
 def _free_of(text: str, marks: Sequence[str], what: str) -> str:

@@ -23,6 +23,8 @@ HIGHEST_TEMPERATURE = 1e6
 """Beyond them, logits divided by the temperature may overflow, or the divisor; 0 means greedy."""
 HIGHEST_PENALTY = 10
 HIGHEST_BIAS = 1000
+MAX_BAD_BYTES = 4096
+"""Of all `bad_words` together, in UTF-8; each costs some hundred bytes of memory."""
 
 
 class SamplerState:
@@ -30,7 +32,7 @@ class SamplerState:
 
     `advance` after every token that was kept. A request that is preempted keeps its state: nothing here depends on the
     cache. The counts of the penalties, [V] each, exist only where a penalty is asked for; `forbidden`, [V] too, only if
-    the parameters allow some ids alone. `spelling` knows the `bad_words`, `tail` is where in them the answer stands.
+    the parameters allow some ids alone. `spelling` knows the `bad_words`, `spelled` is where in them the answer stands.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class SamplerState:
         self.stop_ids = sorted(i for i in stop_ids if 0 <= i < vocab_size)
         self.bias = [(i, value) for i, value in params.logit_bias if value and 0 <= i < vocab_size]
         self.spelling = spelling
-        self.tail = b""
+        self.spelled = 0
         self.forbidden: Tensor | None = None
         if params.allowed_token_ids is not None:
             self.forbidden = _all_but(tuple(params.allowed_token_ids), vocab_size)
@@ -80,7 +82,7 @@ class SamplerState:
         if self.grammar is not None:
             self.grammar.accept(token)
         if self.spelling is not None:
-            self.tail = self.spelling.tail(self.tail, token)
+            self.spelled = self.spelling.after(self.spelled, token)
 
     def uniform(self, purpose: str = "token", ahead: int = 0) -> float:
         """The number from [0, 1) that belongs to (seed, purpose, position + ahead)."""
@@ -137,6 +139,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise EngineError("allowed_token_ids excludes a grammar, a schema, a forced call and a limit of thinking.")
     if not all(p.bad_words):
         raise EngineError("bad_words holds an empty text; every text contains that.")
+    if sum(len(word.encode("utf-8", "replace")) for word in p.bad_words) > MAX_BAD_BYTES:
+        raise EngineError(f"bad_words may hold {MAX_BAD_BYTES:,} bytes in all; give fewer or shorter ones.")
     limit = p.grammar.thinking_tokens if p.grammar is not None else None
     if limit is not None and limit < 0:
         raise EngineError("thinking_tokens of a grammar must be at least 0.")
@@ -215,11 +219,11 @@ def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: 
         return
     masks = np.full((len(mine), -(-logits.shape[1] // 32)), -1, dtype=np.int32)
     for i, row in enumerate(mine):
-        spelling, tail = states[row].spelling, states[row].tail
+        spelling, spelled = states[row].spelling, states[row].spelled
         assert spelling is not None
         for token in drafted[row]:
-            tail = spelling.tail(tail, token)
-        allowed = spelling.allowed(tail)
+            spelled = spelling.after(spelled, token)
+        allowed = spelling.allowed(spelled)
         masks[i, : len(allowed)] = allowed
     lines = logits[mine]
     without = lines.masked_fill(_cleared(masks, logits), float("-inf"))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.stops import automaton
 
 Mask = NDArray[np.int32]
 """One bit per id, 32 in a word, the lowest first; ids beyond the vocabulary are 0."""
-KEPT_TAILS = 512
-"""So many masks of a `Spelling` are kept."""
+KEPT_MASKS = 64
+"""So many masks of a `Spelling` are kept..."""
+KEPT_SPELLINGS = 16
+"""...and so many of these, beside those that are in use."""
 
 
 class Words:
@@ -27,7 +32,9 @@ class Words:
         self.end_of_thought = special["</think>"]
         self.bytes = [tokenizer.decode_bytes([i]) for i in range(self.size)]
         self.ordinary = sorted((text, i) for i, text in enumerate(self.bytes) if i not in self.special)
-        self._spellings: dict[tuple[str, ...], Spelling] = {}
+        self.order = np.array([i for _, i in self.ordinary], dtype=np.intp)
+        self.longest = max((len(text) for text, _ in self.ordinary), default=0)
+        self.spelling = lru_cache(KEPT_SPELLINGS)(partial(Spelling, self))  # of a tuple of texts; shared by all samples
         plain = set(range(self.size)) - self.special
         self.thought = self.mask(plain | {self.end_of_thought})
         self.only_end_of_thought = self.mask({self.end_of_thought})
@@ -38,58 +45,84 @@ class Words:
         self.everything = self.mask(set(range(self.size)))
         self.no_stop = self.mask(set(range(self.size)) - self.stops)
 
-    def mask(self, ids: set[int]) -> Mask:
+    def mask(self, *sets: Collection[int] | NDArray[np.intp]) -> Mask:
         bits = np.zeros(-(-self.size // 32) * 32, dtype=np.uint8)
-        bits[list(ids)] = 1
+        for ids in sets:
+            bits[ids if isinstance(ids, np.ndarray) else list(ids)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def starting_with(self, text: bytes) -> list[int]:
-        """The ordinary tokens that begin with `text`."""
-        found = []
-        for at in range(bisect_left(self.ordinary, (text, -1)), len(self.ordinary)):
-            if not self.ordinary[at][0].startswith(text):
-                break
-            found.append(self.ordinary[at][1])
-        return found
+    def starting_with(self, text: bytes) -> NDArray[np.intp]:
+        """The ordinary tokens that begin with `text`: a part of `order`."""
+        first = bisect_left(self.ordinary, (text, -1))
+        last = bisect_right(self.ordinary, text, lo=first, key=lambda one: one[0][: len(text)])
+        return self.order[first:last]
 
-    def spelling(self, markers: tuple[str, ...]) -> Spelling:
-        """For texts that every request shares; kept."""
-        if markers not in self._spellings:
-            self._spellings[markers] = Spelling(self, markers)
-        return self._spellings[markers]
+    def holding(self, texts: Sequence[bytes]) -> NDArray[np.intp]:
+        """The ordinary tokens in which one of some texts of whole characters occurs."""
+        if not texts:
+            return self.order[:0]
+        anywhere = re.compile(b"(?:" + b"|".join(map(re.escape, texts)) + b")[^\xff]*")
+        found = [match.start() for match in anywhere.finditer(self._joined)]
+        return self.order[np.searchsorted(self._starts, found, side="right") - 1]
+
+    @cached_property
+    def _joined(self) -> bytes:
+        """All ordinary tokens, with a byte between them that no character has."""
+        return b"\xff".join(text for text, _ in self.ordinary)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.intp]:
+        """Where in `_joined` each of them begins."""
+        lengths = np.array([len(text) + 1 for text, _ in self.ordinary], dtype=np.intp)
+        return np.cumsum(lengths) - lengths
 
 
 class Spelling:
     """Texts that must not be completed in ordinary tokens, however they are cut into these.
 
-    What is known of the text so far is its `tail`, the longest end that begins one of the texts; a special token, which
-    is no text, empties it.
+    What is known of the text so far is a state, a number: the longest end that begins one of the texts. A special
+    token, which is no text, takes it back to 0.
     """
 
     def __init__(self, words: Words, texts: Sequence[str]) -> None:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
-        self._begins = {text[:n] for text in self._texts for n in range(1, len(text))}
-        self._longest = max(map(len, self._begins), default=0)
-        self._masks: dict[bytes, Mask] = {}
-        whole = {i for text, i in words.ordinary if any(bad in text for bad in self._texts)}
-        self._whole = ~words.mask(whole)
+        self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
+        # What is left of a text where so much of it has come, by state: as long as a token may be, at most.
+        self._rests: dict[int, list[bytes]] = {}
+        for text in self._texts:
+            state = 0
+            for n, char in enumerate(text.decode("latin-1")):
+                if n and len(text) - n <= words.longest:
+                    self._rests.setdefault(state, []).append(text[n:])
+                state = self._next[state][char]
+        self._ends: dict[int, list[NDArray[np.intp]]] = {}  # the tokens that begin with these
+        self._masks: dict[int, Mask] = {}
+        self._whole = ~words.mask(words.holding(self._texts))
 
-    def tail(self, tail: bytes, token: int) -> bytes:
-        """The tail behind one more token."""
+    def after(self, state: int, token: int) -> int:
+        """The state behind one more token."""
         if token in self._words.special or token >= self._words.size:
-            return b""
-        text = (tail + self._words.bytes[token])[-self._longest :] if self._longest else b""
-        return next((text[at:] for at in range(len(text)) if text[at:] in self._begins), b"")
+            return 0
+        for char in self._words.bytes[token].decode("latin-1"):
+            while state and char not in self._next[state]:
+                state = self._fail[state]
+            state = self._next[state].get(char, 0)
+        return state
 
-    def allowed(self, tail: bytes) -> Mask:
-        """All tokens but those that complete one of the texts behind `tail`. Bits beyond the vocabulary are set."""
-        found = self._masks.get(tail)
+    def allowed(self, state: int) -> Mask:
+        """All tokens but those that complete one of the texts. Bits beyond the vocabulary are set."""
+        found = self._masks.get(state)
         if found is None:
-            rests = {text[n:] for text in self._texts for n in range(1, len(text)) if tail.endswith(text[:n])}
-            ends = {i for rest in rests for i in self._words.starting_with(rest)}
-            found = self._whole & ~self._words.mask(ends)
-            if len(self._masks) >= KEPT_TAILS:
+            ends: list[NDArray[np.intp]] = []
+            at = state
+            while at:
+                if at in self._rests and at not in self._ends:
+                    self._ends[at] = [self._words.starting_with(rest) for rest in dict.fromkeys(self._rests[at])]
+                ends += self._ends.get(at, ())
+                at = self._fail[at]
+            found = self._whole & ~self._words.mask(*ends) if ends else self._whole
+            if len(self._masks) >= KEPT_MASKS:
                 self._masks.clear()
-            self._masks[tail] = found
+            self._masks[state] = found
         return found

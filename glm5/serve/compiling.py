@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from glm5.engine.grammar import Compiled, Grammars
@@ -15,12 +15,23 @@ WORKERS = 2
 WAITING = 128
 """Grammars that may be under way at once, those in work included."""
 SECONDS = 20.0
+IN_USE_BYTES = 512 << 20
+"""Grammars that are kept or in use count for so many bytes at most: 64 different ones of usual size."""
+FORMS = 16
+"""Different grammars of one request."""
+
+
+def check_forms(specs: Iterable[GrammarSpec | None]) -> None:
+    """Raise EngineError if the prompts of a request ask for too many forms of answers."""
+    count = len({(spec.kind, spec.value, spec.many) for spec in specs if spec is not None})
+    if count > FORMS:
+        raise EngineError(f"The request has {count} different grammars or schemas; at most {FORMS} are allowed.")
 
 
 class Compiler:
     """At most `workers` grammars are in work, `waiting` under way, and a request waits `seconds` for its own. Requests
     for the same grammar share the work. The size and the work of a grammar are bounded by `glm5.engine.grammar`, so a
-    thread always comes back."""
+    thread always comes back. All grammars that are in use count for `in_use` bytes at most."""
 
     def __init__(
         self,
@@ -29,8 +40,10 @@ class Compiler:
         workers: int = WORKERS,
         waiting: int = WAITING,
         seconds: float = SECONDS,
+        in_use: int = IN_USE_BYTES,
     ) -> None:
         self._grammars = grammars
+        self._in_use = in_use
         self._waiting, self._seconds = waiting, seconds
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="glm5-grammar")
         self._work: dict[GrammarSpec, Future[Compiled]] = {}
@@ -42,13 +55,13 @@ class Compiler:
 
         Raises:
             EngineError: it cannot be enforced, or not in time.
-            Overloaded: too many others are under way.
+            Overloaded: too many others are under way, or in use.
             MissingExtraError: llguidance is not installed.
         """
         if spec not in self._work:
             if len(self._work) >= self._waiting:
                 raise Overloaded("The server is busy compiling the grammars of others; try again in a moment.")
-            self._work[spec] = self._pool.submit(lambda: self._grammars().compile(spec))
+            self._work[spec] = self._pool.submit(self._compiled, spec)
         work = self._work[spec]
         self._readers[spec] = self._readers.get(spec, 0) + 1
         try:
@@ -70,6 +83,12 @@ class Compiler:
                     self._work.pop(spec, None)
                 else:
                     work.add_done_callback(lambda _: self._work.pop(spec, None))
+
+    def _compiled(self, spec: GrammarSpec) -> Compiled:
+        grammars = self._grammars()
+        if not grammars.has_room(spec, self._in_use):
+            raise Overloaded("The server is busy with the grammars of others; try again in a moment.")
+        return grammars.compile(spec)
 
     def close(self) -> None:
         """Drop what has not begun."""

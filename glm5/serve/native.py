@@ -211,7 +211,7 @@ class Plain:
         )
         # With special tokens in the text, a stop string is looked for in that text.
         self._decoder = None if params.skip_special_tokens else StreamDecoder(tokenizer)
-        self._matcher = StopMatcher(params.stops(), keep=keep)
+        self._matcher = StopMatcher(() if self._decoder is None else params.stops(), keep=keep)
 
     def feed(self, delta: Delta) -> None:
         self.ids += delta.token_ids

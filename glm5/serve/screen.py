@@ -48,6 +48,7 @@ class Screen:
 
     def _read_line(self, prompt: str) -> str:
         self.end_line()
+        prompt = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", prompt).replace("\n", " ")  # it may name a model's call
         if self.interactive:
             return input(prompt)
         if self._talks:

@@ -21,7 +21,7 @@ from glm5.engine.steps import caught
 from glm5.errors import EngineError, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
-from glm5.serve.compiling import Compiler
+from glm5.serve.compiling import Compiler, check_forms
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
 from glm5.serve.metrics import Metrics
 from glm5.serve.samples import Delta as Delta
@@ -110,10 +110,9 @@ class EngineThread:
         are compiled too. Raises ApiError for a grammar that cannot be enforced."""
         stream = Stream(self, parts, deadline)
         if stream.size > self.max_samples:
-            text = (
-                f"The request asks for {stream.size} samples; this server takes at most {self.max_samples} at a time."
-            )
-            raise EngineError(text)
+            most = f"this server takes at most {self.max_samples} at a time"
+            raise EngineError(f"The request asks for {stream.size} samples; {most}.")
+        check_forms(part.params.grammar for part in parts)
         with self._wake:
             self.check()
             if self._taken() + stream.size > self.max_samples:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
+from glm5.engine.given_grammars import MAX_GRAMMAR, checked
 from glm5.engine.grammar import Grammars
 from glm5.errors import EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -29,6 +32,7 @@ SUMS = 'root ::= term ("+" term){0,3}\nterm ::= [0-9]{1,2} | "(" root ")"\n'
         ('start: WORD ("-" WORD)~2\nWORD: /[a-c]{2}/', "[a-c]{2}(-[a-c]{2}){2}"),
         ('root ::= item+ "."\nitem ::= [a-c] | "<" # (((', "[a-c<]+[.]"),
         (SUMS, r"[0-9+()]+"),
+        ('# it\'s 5" wide\nstart: "yes" // 5/6 of "them\n', "yes"),
     ],
 )
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -65,6 +69,11 @@ HOSTILE = {
     "hidden brackets": ("start: /" + "[(]" * 600 + "/", "more than 1000"),
     "one expression": ("start: /" + "a" * 5000 + "/", "2000"),
     "long": ("start: " + '"a" | ' * 20_000 + '"b"', "65,536"),
+    "many rules, GBNF": ("root ::= a\n" * 400, "rules"),
+    "long chain, GBNF": ("root ::= a0\n" + chain(200, "a{} ::= " + '"x" ' * 50 + "a{}", "a200"), "rules times"),
+    "open text": ('start: "a', 'a " without'),
+    "open expression": ("start: /a\nb/", "a / without"),
+    "open quotes": ('start: "a" ' + '"\\' * 30_000, 'a " without'),
     "half a character": ('start: "\ud800"', "surrogate"),
 }
 
@@ -74,6 +83,34 @@ def test_hostile_grammars_end_in_a_sentence(name: str) -> None:
     grammar, word = HOSTILE[name]
     with pytest.raises(EngineError, match=word):
         GRAMMARS.compile(GrammarSpec("grammar", grammar))
+
+
+@pytest.mark.parametrize(
+    ("start", "unit"),
+    [
+        ('start: "a"', "\n"),
+        ("", " "),
+        ("", "root "),
+        ("start: ", "/\\"),
+        ("start: ", '"\\'),
+        ("start: ", '"'),
+        ("start: ", "/a"),
+        ("start: a", "<"),
+        ('root ::= "a"', "\n"),
+        ('root ::= "a"\n', "#\n"),
+        ("root ::= ", '"a" | '),
+        ("root ::= ", "("),
+    ],
+)
+def test_checks_take_time_in_proportion_to_the_text(start: str, unit: str) -> None:
+    def seconds(length: int) -> float:
+        text, began = start + unit * ((length - len(start)) // len(unit)), time.process_time()
+        with contextlib.suppress(EngineError):
+            checked(text)
+        return time.process_time() - began
+
+    seconds(2048)
+    assert seconds(MAX_GRAMMAR) < 64 * max(seconds(2048), 1e-2)
 
 
 def test_quoted_marks_are_no_rules() -> None:

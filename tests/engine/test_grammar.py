@@ -620,11 +620,54 @@ def test_compiled_grammars_are_kept_and_samples_share_nothing(monkeypatch: pytes
     monkeypatch.setattr(grammar, "KEPT_BYTES", 20 * grammar.OWN_BYTES)
     for i in range(70):
         grammars.check(GrammarSpec("choice", json.dumps([str(i)])))
-        assert grammars._bytes == sum(size for _, size in grammars._compiled.values()) <= grammar.KEPT_BYTES
-    assert 15 <= len(grammars._compiled) <= 20
-    grammars.check(GrammarSpec("choice", json.dumps(["x" * 2000] * 10)))  # larger than all that is kept
-    assert len(grammars._compiled) == 1
+        assert sum(source.size for source in grammars._kept.values()) <= grammar.KEPT_BYTES
+    assert 15 <= len(grammars._kept) <= 20
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 1)
+    grammars.check(GrammarSpec("choice", '["xy"]'))  # larger than all that is kept
+    assert len(grammars._kept) == 1
     assert allowed(compiled.state()) == allowed(two)  # who has one does not ask again
+
+
+def test_grammars_in_use_are_counted_and_kept_ones_make_room() -> None:
+    grammars, limit = Grammars(MERGED), 4 * grammar.OWN_BYTES + 4096
+    specs = [GrammarSpec("choice", json.dumps([str(i)])) for i in range(6)]
+    used = [grammars.state(spec) for spec in specs[:4]]
+    assert not grammars.has_room(specs[4], limit) and grammars.has_room(specs[3], limit)
+    assert grammars.has_room(GrammarSpec("any"), limit)
+    del used[0]
+    assert grammars.has_room(specs[4], limit)
+    grammars.check(specs[4])  # kept, and no sample has it
+    assert grammars.has_room(specs[5], limit) and len(grammars._living) == 3
+    again = grammars.state(specs[3])  # in use still, so that its samples share one
+    assert len(grammars._living) == 3 and allowed(again) == allowed(used[-1])
+
+
+def test_a_grammar_is_forgotten_after_so_many_steps_and_when_a_sample_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "KEPT_STEPS", 3)
+    grammars, spec = Grammars(MERGED), GrammarSpec("regex", "a{9}")
+    (a,), (b,) = MERGED.encode("a"), MERGED.encode("b")
+    for tokens, kept in (((a, a), True), ((a,), False), ((a, a), True), ((b,), False)):
+        source = grammars.compile(spec).source
+        state = grammars.state(spec)
+        for token in tokens:
+            state.accept(token)
+        assert (grammars.compile(spec).source is source) == kept
+
+
+def test_what_samples_leave_in_a_grammar_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expression with a new state of the lexer at every step: the samples end, and the next one begins afresh."""
+    monkeypatch.setattr(grammar, "LEXER_STATES", 500)
+    grammars = Grammars(MERGED)
+    spec = GrammarSpec("regex", "|".join(f".*{c}.{{300}}" for c in "abcdefghij"))
+    draw = random.Random(0)
+    for _ in range(2):
+        state, steps = grammars.state(spec), 0
+        while state.failed is None and steps < 300:
+            letters = [i for i in allowed(state, grammars=grammars) if i < 256]
+            if state.failed is None:
+                state.accept(draw.choice(letters))
+            steps += 1
+        assert steps > 5 and "too many states" in str(state.failed)
 
 
 # --------------------------------------------------------------------------------------------- a budget of thoughts

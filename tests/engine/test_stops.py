@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +111,18 @@ def test_work_is_linear_in_the_text() -> None:
 
     seconds(1000)
     assert seconds(40_000) < 40 * max(seconds(4000), 1e-3)
+
+
+def test_samples_with_the_same_stop_strings_share_what_finds_them() -> None:
+    stops = [chr(97 + i) + "z" * 255 for i in range(16)]
+    tracemalloc.start()
+    try:
+        watches = [StopWatch(BYTES, list(stops)) for _ in range(64)]
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    texts = [feed(watch, BYTES.encode("x" + stop + "y")) for watch, stop in zip(watches, stops, strict=False)]
+    assert texts == ["x"] * 16 and [watch.matched for watch in watches[:17]] == [*stops, None]
 
 
 @pytest.mark.parametrize("stop", ["jk", "9. ab"])

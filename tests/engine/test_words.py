@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +42,8 @@ def forbidden(mask: Any) -> set[int]:
     st.integers(0, 10**6),
 )
 def test_a_token_is_forbidden_exactly_if_it_completes_a_bad_word(bad: list[str], seed: int) -> None:
-    """Against a search of the whole text; the walk takes forbidden tokens too, so that it sees all tails."""
-    spelling, draw, tail, text = Spelling(WORDS, bad), random.Random(seed), b"", b""
+    """Against a search of the whole text; the walk takes forbidden tokens too, so that it sees all states."""
+    spelling, draw, state, text = Spelling(WORDS, bad), random.Random(seed), 0, b""
     wanted = [word.encode() for word in bad]
     pool = [i for i in ORDINARY if set(WORDS.bytes[i]) <= set(TEXT.encode())]
     for _ in range(25):
@@ -53,10 +55,39 @@ def test_a_token_is_forbidden_exactly_if_it_completes_a_bad_word(bad: list[str],
                 for word in wanted
             )
         }
-        assert forbidden(spelling.allowed(tail)) == want
+        assert forbidden(spelling.allowed(state)) == want
         token = draw.choice([*pool, min(WORDS.special)])
         text = b"" if token in WORDS.special else text + WORDS.bytes[token]
-        tail = spelling.tail(tail, token)
+        state = spelling.after(state, token)
+
+
+def test_long_bad_words_cost_little(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their beginnings are ends of the text all the time; samples share what is known of them."""
+    bad = tuple("a" * 255 + last for last in "bcdefghijklmnopq")
+    (a,) = MERGED.encode("a")
+    params = SamplingParams(max_tokens=2, n=2, bad_words=bad)
+    tracemalloc.start()
+    try:
+        states = [request.state for _ in range(20) for request in engine.submit(PROMPT, params)]
+        spelling = states[0].spelling
+        assert spelling is not None and all(state.spelling is spelling for state in states)
+        state, looked = 0, []
+        search = Words.starting_with
+
+        def looking(self: Words, text: bytes) -> Any:
+            looked.append(text)
+            return search(self, text)
+
+        monkeypatch.setattr(Words, "starting_with", looking)
+        for _ in range(300):
+            state = spelling.after(state, a)
+            spelling.allowed(state)
+        assert len(looked) <= sum(len(word.encode()) for word in bad)
+        assert tracemalloc.get_traced_memory()[0] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        engine.abort_all()
+    assert forbidden(spelling.allowed(state)) == {i for i in ORDINARY if re.match(b"a*[b-q]", WORDS.bytes[i])}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +146,7 @@ def test_a_stop_that_is_not_allowed_never_comes_and_an_only_one_comes_at_once(en
         ({"allowed_token_ids": (-1,)}, "vocabulary"),
         ({"allowed_token_ids": (5,), "grammar": GrammarSpec("json")}, "excludes"),
         ({"bad_words": ("a", "")}, "empty"),
+        ({"bad_words": ("é" * 256,) * 9}, "4,096 bytes"),
     ],
 )
 def test_what_has_no_meaning_is_refused(engine: Engine, params: dict[str, Any], word: str) -> None:

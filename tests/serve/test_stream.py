@@ -15,7 +15,7 @@ import pytest
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.engine.grammar import Grammars
+from glm5.engine.grammar import OWN_BYTES, Grammars
 from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
 from glm5.serve import stream as stream_module
@@ -445,6 +445,36 @@ def test_limits_of_compiling(tokenizer: Tokenizer, slow_grammars: threading.Even
         compiler.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_grammars_in_use_are_bounded(tokenizer: Tokenizer) -> None:
+    pytest.importorskip("llguidance")
+    specs = [GrammarSpec("choice", f'["{i}"]') for i in range(4)]
+
+    async def work() -> None:
+        grammars = Grammars(tokenizer)
+        compiler = Compiler(lambda: grammars, in_use=3 * OWN_BYTES)
+        held = [(await compiler.compile(spec)).state() for spec in specs[:2]]
+        with pytest.raises(Overloaded, match="busy"):
+            await compiler.compile(specs[2])
+        held.append((await compiler.compile(specs[1])).state())  # a sample more of the same
+        held.pop(0)
+        held.append((await compiler.compile(specs[2])).state())
+        compiler.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_request_has_few_forms(scripted: Any) -> None:
+    pytest.importorskip("llguidance")
+    client, _ = scripted("a")
+    params = [{"regex": f"a{{1,{i + 1}}}", "max_new_tokens": 1} for i in range(17)]
+    for count, status in ((17, 400), (16, 200)):
+        answer = client.post("/generate", json={"input_ids": [[1]] * count, "sampling_params": params[:count]})
+        assert answer.status_code == status, answer.text
+    params = [{"regex": "a", "max_new_tokens": 1}] * 17
+    answer = client.post("/generate", json={"input_ids": [[1]] * 17, "sampling_params": params})
+    assert answer.status_code == 200, answer.text
 
 
 def test_an_idle_thread_sleeps(engine_of: EngineOf) -> None:

@@ -30,6 +30,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Message, SamplingParams
+from glm5.serve.screen import Screen
 
 ROOT = Path(__file__).parents[2]
 TOOL = {
@@ -293,6 +294,15 @@ def test_control_characters_of_the_model_do_not_reach_the_terminal(scripted: Cha
     said, _ = scripted(["\x1b[2J</think>a\x1b]0;x\x07\tb\r\x9b<|user|>"], "hi\n/thinking\n")
     assert said.out == "a\ufffd]0;x\ufffd\tb\ufffd\ufffd\n"
     assert "\x1b" not in said.err
+
+
+def test_the_name_of_a_call_does_not_reach_the_terminal_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, ask = Screen(), mock.Mock(return_value="4")
+    monkeypatch.setattr("builtins.input", ask)
+    for screen.interactive in (True, False):
+        monkeypatch.setattr("sys.stdin", io.StringIO("4\n"))
+        assert screen.read("result of f\x1b]0;owned\x07\x1b[2J\x9b\n> > ") == "4"
+    ask.assert_called_once_with("result of f\ufffd]0;owned\ufffd\ufffd[2J\ufffd > > ")
 
 
 @pytest.mark.parametrize(
