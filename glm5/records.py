@@ -66,8 +66,7 @@ class SamplingParams:
     `seed=None` draws from the engine's own stream; with a seed the result is a function of (seed, sample index) alone.
 
     Applied in this order:
-    - `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt and answer so far (1:
-      off);
+    - `repetition_penalty` divides positive and multiplies negative logits of all tokens so far (prompt too; 1: off);
     - `presence_penalty` is subtracted from logits of tokens in the answer so far, `frequency_penalty` per occurrence;
     - `logit_bias` adds to single ids (pairs of id and bias);
     - `grammar` allows only tokens that fit, `allowed_token_ids` only its ids (None: all); the two exclude each other;

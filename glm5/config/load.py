@@ -221,7 +221,7 @@ def _list_index(items: list[Any], part: str, where: str, at: str) -> int:
 
 
 def _label(items: Sequence[Any], index: int) -> str:
-    """Name of a list entry in messages: its `name` if it has one, otherwise its index."""
+    """Name of a list entry in messages: its `name` if that is unique, otherwise its index."""
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     name = names[index] if index < len(names) else None
     return name if isinstance(name, str) and names.count(name) == 1 else str(index)

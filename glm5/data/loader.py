@@ -67,7 +67,7 @@ class RowLoader:
         return self.build(indices[rows] if rows is not None else indices)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Epochs of each source completed before this step, by name."""
+        """Epochs (fractional) of each source before this step, by name."""
         return {"rows": step * self.rows / self.rows_per_epoch} if self.rows_per_epoch else {}
 
 

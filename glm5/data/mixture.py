@@ -31,8 +31,8 @@ def check_names(weights: Mapping[str, object], sources: Mapping[str, object]) ->
 
 
 def whole_parts(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
-    """Integer weights without a common factor: exact if their sum stays within RESOLUTION, otherwise rounded to it. A
-    positive weight has at least one part; sources of weight 0 are left out.
+    """Integer weights without a common factor: exact if their sum stays within RESOLUTION, otherwise the nearest that
+    sum to it. A positive weight has at least one part; sources of weight 0 are left out.
 
     Raises ConfigError if a weight is negative or not finite, or if none is positive.
     """
@@ -118,7 +118,7 @@ class Mixture(RowLoader):
         return {name: period * self._parts[k] + int(self._before[k, at]) for k, name in enumerate(self.sources)}
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Epochs of each source completed before this step; sources that never repeat are left out."""
+        """Epochs (fractional) of each source before this step; sources that never repeat are left out."""
         counts = self.counts(step * self.rows)
         return {n: counts[n] / s.rows_per_epoch for n, s in self.sources.items() if s.rows_per_epoch}
 

@@ -31,8 +31,8 @@ class StepCounts:
 class Batch:
     """Packed token rows, all tensors [B, T].
 
-    `documents` numbers each row's documents from 0; -1 is padding. `loss_mask` marks target tokens: the loss of token i
-    is its prediction from the tokens before it in the same document. `sparse_targets` means that only a few tokens are
+    `documents` numbers each row's documents from 0; -1 is padding. `loss_mask` marks target tokens: the loss predicts
+    token i from the tokens before it in the same document. `sparse_targets` means that only a few tokens are
     targets (answers, assistant turns), too few to train multi-token prediction. `step` counts the optimizer step that
     the batch belongs to; None means that the batch is the whole step. `before` is the number of cells, padding
     included, in all rows of the stage before this step.

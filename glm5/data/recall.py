@@ -38,8 +38,8 @@ def assignment(rng: random.Random) -> tuple[str, str]:
 
 
 def recall_text(seed: int, index: int, target_bytes: int) -> Pieces:
-    """A training document of about `target_bytes` bytes that asks for every line again. First come the lines `name =
-    value`, then all of them again in another order.
+    """A training document of about `target_bytes` bytes that asks for every line again. First come the lines
+    `name = value`, then all of them again in another order.
 
     The (name, value) pairs belong to the training split of `tasks.needle.needle_text`.
     """

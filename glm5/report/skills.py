@@ -38,8 +38,8 @@ class Recovery:
     """Effect of a distillation stage on a skill.
 
     `before` and `after` are the scores around the stage; `best` is the earlier stage with the highest score, `peak`.
-    `lost` is before - peak, `change` is after - before. `share` is the recovered part of the loss, with its interval if
-    the outcomes of single problems are known (Fieller). It is None unless the loss itself is beyond noise.
+    `lost` is before - peak, `change` is after - before. `share` is the recovered part of the drop, with its interval if
+    the outcomes of single problems are known (Fieller). It is None unless the drop itself is beyond noise.
     """
 
     stage: str
@@ -76,7 +76,7 @@ def forgetting(results: Results | Mapping[str, Any]) -> list[SkillRow]:
 
 
 def recovered(results: Results | Mapping[str, Any]) -> list[Recovery]:
-    """Per distillation stage and skill: how much it recovered of the loss since the best stage (§3.5)."""
+    """Per distillation stage and skill: how much of the drop since the best stage it recovered (§3.5)."""
     run = results if isinstance(results, Results) else parse_results(results)
     found = []
     for place, (stage, evaluation) in enumerate(run.evaluated):

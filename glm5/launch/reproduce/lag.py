@@ -49,7 +49,7 @@ def _learn(work: Work, model: GLM5ForCausalLM, lag: int) -> list[dict[str, Any]]
         loss=LOSSES[work.arm],
         max_staleness=lag,
         concurrency=(lag + 1) * s["prompts"] * s["group"],
-        # During an update the engine runs ahead as far as it may: every batch is `lag` updates old.
+        # During an update the engine runs ahead to its limit: every batch is `lag` updates old.
         train_ticks=(lag + 1) * _batch_steps(s) if lag else 0,
         reset_optimizer=False,
         env_ticks=0,
