@@ -21,7 +21,7 @@ from glm5.engine.request import Request
 from glm5.engine.runner import Runner
 from glm5.engine.scheduler import Scheduler
 from glm5.engine.steps import Counts, Steps
-from glm5.engine.stops import StopWatch
+from glm5.engine.stops import StopStringDetector
 from glm5.engine.weights import check_fit
 from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -201,7 +201,7 @@ class Engine:
             )
             watch = None
             if params.stop and self.tokenizer is not None:
-                watch = StopWatch(self.tokenizer, params.stop, silent=stops, min_tokens=params.min_tokens)
+                watch = StopStringDetector(self.tokenizer, params.stop, silent=stops, min_tokens=params.min_tokens)
             self._numbered += 1
             requests.append(
                 Request(ids, params, seed, frozenset(stops), state, watch, namespace, number=self._numbered)

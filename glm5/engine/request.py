@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from glm5.engine.penalties import SamplerState
-from glm5.engine.stops import StopWatch
+from glm5.engine.stops import StopStringDetector
 from glm5.errors import RequestFailed
 from glm5.records import Completion, SamplingParams
 
@@ -29,7 +29,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     state: SamplerState
-    watch: StopWatch | None = None
+    watch: StopStringDetector | None = None
     namespace: str | None = ""
     completion: Completion = field(default_factory=Completion)
     number: int = 0

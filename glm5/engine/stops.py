@@ -1,7 +1,7 @@
 """Stop strings, found while tokens arrive: one object per sample, constant work per character.
 
-The engine and whoever shows text to a client feed the same tokens to a `StopWatch` each, so that both end a sample at
-the same place. A stop string may begin in one token and end in another, and a character may be split over tokens.
+The engine and the code that shows text to a client each feed the same tokens to a `StopStringDetector`, so both end a
+sample at the same place. A stop string may span tokens, and so may a character.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StopMatcher:
         return data if self._keep else data[: len(data) - len(found)]
 
 
-class StopWatch:
+class StopStringDetector:
     """Tokens of one sample in, its text out, up to the first stop string.
 
     Args:

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
-from glm5.model.few_tokens import run_few
+from glm5.model.fused_decode import run_fused
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
 from glm5.model.layers import MLP, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
-from glm5.ops import thin
+from glm5.ops import small_batch
 from glm5.seeds import derive_seed
 
 
@@ -92,8 +92,8 @@ class GLM5Model(nn.Module):
         """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
         x = ctx.flat(self.embed_tokens(input_ids))
         indices: Tensor | None = None
-        with thin.allowed(not ctx.exact):
-            if not run_few(self, self.config, self.layers, x, ctx):
+        with small_batch.allowed(not ctx.exact):
+            if not run_fused(self, self.config, self.layers, x, ctx):
                 for layer in self.layers:
                     x, indices = call(layer, x, ctx, indices)
         return self.norm(x)
@@ -179,7 +179,7 @@ class GLM5ForCausalLM(nn.Module):
         """One MTP depth: next_ids [B, T] are one token ahead of `hidden` [M, D]; returns [M, D]."""
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
-        with thin.allowed(not ctx.exact):
+        with small_batch.allowed(not ctx.exact):
             return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
 
     def routers(self) -> list[tuple[int, Router]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from glm5.ops import thin
+from glm5.ops import small_batch
 from glm5.ops.elementwise import rms_norm, swiglu
 
 
@@ -28,7 +28,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return thin.linear(x, self.weight)
+        return small_batch.linear(x, self.weight)
 
 
 def linear(inputs: int, outputs: int, split: tuple[int, ...] = ()) -> Linear:
@@ -66,7 +66,7 @@ class MLP(nn.Module):
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        native = thin.thin(x, self.down_proj.weight)
+        native = small_batch.kernels_for(x, self.down_proj.weight)
         if native is not None:
-            return thin.mlp(native, x, self.gate_up_proj.weight, self.down_proj.weight)
+            return small_batch.mlp(native, x, self.gate_up_proj.weight, self.down_proj.weight)
         return self.down_proj(swiglu(self.gate_up_proj(x)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext, RouterStats
 from glm5.model.layers import MLP, declare_split
-from glm5.ops import thin
+from glm5.ops import small_batch
 from glm5.ops.elementwise import sigmoid, swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 
@@ -78,10 +78,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         local = not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None
-        native = thin.thin(x, self.experts.down_proj) if local else None
+        native = small_batch.kernels_for(x, self.experts.down_proj) if local else None
         if native is not None:
             gate, routed, shared = self.gate, self.experts, self.shared_experts
-            return thin.moe(
+            return small_batch.moe(
                 native,
                 x,
                 gate.weight,

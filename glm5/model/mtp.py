@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
-from glm5.model.few_tokens import run_few
+from glm5.model.fused_decode import run_fused
 from glm5.model.layers import RMSNorm, linear
 
 
@@ -38,6 +38,6 @@ class MTPLayer(nn.Module):
     def forward(self, embedded: Tensor, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """embedded and hidden [M, D] flat -> hidden state of the next depth [M, D], after the norm."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        if not run_few(self, self.config, [self.block], x, ctx):
+        if not run_fused(self, self.config, [self.block], x, ctx):
             x, _ = self.block(x, ctx, None)
         return self.shared_head.norm(x)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from glm5.ops import ROW_TILE, thin
+from glm5.ops import ROW_TILE, small_batch
 from glm5.ops.native import kernels
 from glm5.ops.wide import operand, product, wide
 
@@ -90,9 +90,9 @@ def _logit_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, grad: T
 
 def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight^T: [M, D], [V, D] -> [M, V] in fp32 (or wider), for engine and learner. No gradient."""
-    native = thin.thin(hidden, weight)
+    native = small_batch.kernels_for(hidden, weight)
     if native is not None:
-        return thin.wide_linear(native, hidden, weight)
+        return small_batch.wide_linear(native, hidden, weight)
     return product(hidden, operand(weight).T)
 
 

@@ -20,8 +20,8 @@ from glm5.tasks.difficulty import (
     read_pass_counts,
     write_pass_counts,
 )
+from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import open_episode
-from glm5.tasks.reactions import Reactions
 
 SPLIT = "rl"
 """Rollouts and measurements use problems that neither demonstrations nor evaluations have."""
@@ -69,7 +69,7 @@ class PromptStream:
         """What metrics call the family of a group."""
         return self._labels[self._mixture.domain(group)]
 
-    def episode(self, group: int, tokenizer: Tokenizer, threads: Reactions) -> Episode:
+    def episode(self, group: int, tokenizer: Tokenizer, threads: EnvThreadPool) -> Episode:
         """A fresh episode of the problem of group number `group`; its environment starts in `threads`."""
         entry = self._mixture.domain(group)
         config = self.stage.families[entry]

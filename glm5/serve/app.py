@@ -25,6 +25,7 @@ from glm5.serve import anthropic, native, openai, responses
 from glm5.serve.access import KEY_ALONE, Access, add_guard
 from glm5.serve.connection import Server, ServerConfig, fitted
 from glm5.serve.document import add_document
+from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.limits import Limits
 from glm5.serve.listen import address_error, announce, bind, hosts_answered
@@ -33,7 +34,6 @@ from glm5.serve.options import EngineOptions
 from glm5.serve.page import page_route
 from glm5.serve.schema import Sampling
 from glm5.serve.service import Service
-from glm5.serve.stream import EngineThread
 
 log = get_logger("serve")
 

@@ -21,10 +21,11 @@ from fastapi.responses import JSONResponse, Response
 from glm5 import __version__
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
 from glm5.engine import weights
-from glm5.engine.stops import StopMatcher, StopWatch
+from glm5.engine.stops import StopMatcher, StopStringDetector
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
+from glm5.serve.engine_thread import Delta, Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.limits import check_samples
 from glm5.serve.native_schema import (
@@ -40,7 +41,6 @@ from glm5.serve.reply import finite
 from glm5.serve.schema import Body
 from glm5.serve.service import Service
 from glm5.serve.sse import DONE, EventResponse, event, framed, unless_gone
-from glm5.serve.stream import Delta, Stream
 from glm5.serve.writing import json_answer, json_pieces
 
 log = get_logger("serve")
@@ -206,7 +206,7 @@ class Plain:
         self._tokenizer = tokenizer
         self._early = params.min_tokens or 0  # no stop string begins in so many tokens
         keep = params.no_stop_trim
-        self._watch = StopWatch(
+        self._watch = StopStringDetector(
             tokenizer, params.stops(), silent=stop_ids, min_tokens=params.min_tokens or 0, keep=keep
         )
         # With special tokens in the text, a stop string is looked for in that text.

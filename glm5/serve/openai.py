@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion
+from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.limits import check_samples
 from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -24,7 +25,6 @@ from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_log
 from glm5.serve.schema import OpenAISampling
 from glm5.serve.service import Service, collect, follow, openai_usage
 from glm5.serve.sse import DONE, EventResponse, event, unless_gone
-from glm5.serve.stream import Stream
 from glm5.serve.writing import json_answer
 
 log = get_logger("serve")

@@ -27,10 +27,10 @@ from glm5.chat.parsers import (
     merge_events,
 )
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
-from glm5.engine.stops import VISIBLE_MARKERS, StopWatch
+from glm5.engine.stops import VISIBLE_MARKERS, StopStringDetector
 from glm5.records import ToolCall
+from glm5.serve.engine_thread import Delta
 from glm5.serve.prompts import Prompt
-from glm5.serve.stream import Delta
 
 IMPOSSIBLE = -9999.0
 """What OpenAI writes for a log-probability of minus infinity, which JSON cannot."""
@@ -74,7 +74,7 @@ class Reply:
         self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
-        self._watch = StopWatch(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
+        self._watch = StopStringDetector(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
         hidden = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS}
         self._silent = self._stop_ids | hidden
         self._ends_thought = {tokenizer.special["</think>"], tokenizer.special["<tool_call>"]}

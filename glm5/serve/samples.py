@@ -15,7 +15,7 @@ from glm5.records import SamplingParams
 from glm5.serve.errors import TooLate
 
 if TYPE_CHECKING:
-    from glm5.serve.stream import EngineThread
+    from glm5.serve.engine_thread import EngineThread
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
+from glm5.serve.engine_thread import EngineThread, Part, Stream
 from glm5.serve.errors import ApiError, TooLate
 from glm5.serve.limits import Limits, read_body
 from glm5.serve.metrics import Metrics
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply
 from glm5.serve.schema import Body, Sampling, parse
-from glm5.serve.stream import EngineThread, Part, Stream
 
 log = get_logger("serve")
 

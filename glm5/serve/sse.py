@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from glm5.serve.writing import encode
 
 if TYPE_CHECKING:  # a process in front of engines does without torch
-    from glm5.serve.stream import Stream
+    from glm5.serve.engine_thread import Stream
 
 DONE = "data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -23,8 +23,8 @@ from glm5.errors import DataError
 from glm5.files import atomic_write
 from glm5.records import Completer, Outcome, SamplingParams
 from glm5.tasks.contract import Family
+from glm5.tasks.env_threads import LIMIT_S
 from glm5.tasks.episode import open_episodes, play
-from glm5.tasks.reactions import LIMIT_S
 
 FIELDS = {"policy": str, "family": str, "index": int, "passed": int, "tries": int}
 

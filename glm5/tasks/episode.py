@@ -42,7 +42,7 @@ from glm5.records import (
 )
 from glm5.seeds import derive_seed
 from glm5.tasks.contract import Problem
-from glm5.tasks.reactions import LIMIT_S, Reactions, current_switch
+from glm5.tasks.env_threads import LIMIT_S, EnvThreadPool, current_cancel_token
 
 NOT_SAMPLED = -1  # weight version of tokens that no policy produced
 
@@ -217,8 +217,8 @@ class Episode:
             cause = _CAUSES.get(type(error), "crash")
             said = "".join(traceback.format_exception_only(error)).strip() if cause == "crash" else str(error)
             self._env_error(cause, said)
-            switch = current_switch()
-            if switch is None or not switch.thrown:  # what is ended together with its threads did not fail
+            token = current_cancel_token()
+            if token is None or not token.cancelled:  # what is ended together with its threads did not fail
                 _log.warning("%s: the environment failed (%s).", self.problem, cause, exc_info=error)
 
 
@@ -255,7 +255,7 @@ def _checked(result: StepResult) -> StepResult:
     return dataclasses.replace(result, reward=reward, outcome=Outcome(result.outcome), detail=dict(result.detail))
 
 
-def open_episode(problem: Problem, tokenizer: Tokenizer, threads: Reactions, **options: Any) -> Episode:
+def open_episode(problem: Problem, tokenizer: Tokenizer, threads: EnvThreadPool, **options: Any) -> Episode:
     """An episode of the problem with the `options` of `Episode`; its environment is made and started in a thread. If
     that fails or takes too long, the episode is over already, as an environment error."""
     try:
@@ -279,11 +279,11 @@ def open_episodes(
     problems: Iterable[tuple[int, Problem]], tokenizer: Tokenizer, env_seconds: float = LIMIT_S, **options: Any
 ) -> list[Episode]:
     """`open_episode` for pairs of group number and problem, one after the other."""
-    with Reactions(limit_s=env_seconds) as threads:
+    with EnvThreadPool(limit_s=env_seconds) as threads:
         return [open_episode(problem, tokenizer, threads, group=group, **options) for group, problem in problems]
 
 
-def settle(episode: Episode, answer: Future[None], threads: Reactions) -> None:
+def settle(episode: Episode, answer: Future[None], threads: EnvThreadPool) -> None:
     """Wait for the reaction to a completion (`threads.submit(episode.accept, completion)`), up to the limit."""
     try:
         threads.wait(answer)
@@ -308,7 +308,7 @@ def play(
     params = params or SamplingParams()
     if params.n != 1:
         raise ConfigError(f"play: n={params.n}; make one episode per sample instead.")
-    with Reactions(limit_s=env_seconds) as threads:
+    with EnvThreadPool(limit_s=env_seconds) as threads:
         while live := [(i, episode) for i, episode in enumerate(episodes) if episode.pending() is not None]:
             prompts = [episode.pending() or [] for _, episode in live]
             asked = [_params_of(params, i, episode) for i, episode in live]

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from glm5.errors import GradingError
-from glm5.tasks.reactions import Switch, current_switch
+from glm5.tasks.env_threads import CancelToken, current_cancel_token
 from glm5.tasks.sandbox_room import Job as Job
 from glm5.tasks.sandbox_room import Limits as Limits
 from glm5.tasks.sandbox_room import command_of, memory_file, request_of
@@ -207,8 +207,8 @@ def _run(mode: str, limits: Limits, job: Job) -> SandboxResult:
 
 
 def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
-    switch = current_switch()
-    if switch is not None and switch.thrown:
+    token = current_cancel_token()
+    if token is not None and token.cancelled:
         raise GradingError(INTERRUPTED)
     request_fd = memory_file(request_of(limits, job))
     stdin_fd = memory_file(job.stdin.encode("utf-8", "surrogateescape"))
@@ -237,7 +237,7 @@ def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
         for descriptor in (stdin_fd, *inherited):
             os.close(descriptor)
     try:
-        captured, stopped = _collect(process, status_read, limits, switch)
+        captured, stopped = _collect(process, status_read, limits, token)
     finally:
         os.close(status_read)
         _end(mode, process, control_write)
@@ -262,10 +262,10 @@ def _end(mode: str, process: subprocess.Popen[bytes], control_fd: int) -> None:
 
 
 def _collect(
-    process: subprocess.Popen[bytes], status_fd: int, limits: Limits, switch: Switch | None = None
+    process: subprocess.Popen[bytes], status_fd: int, limits: Limits, token: CancelToken | None = None
 ) -> tuple[dict[str, bytes], str | None]:
     """Read until all streams end. Returns the bytes by stream and why we stopped early: None, "wall" or "output".
-    Raises GradingError once the switch is thrown.
+    Raises GradingError once the token is cancelled.
 
     What is there at the deadline is still read: the caller may have slept longer than the program ran."""
     assert process.stdout is not None and process.stderr is not None  # both are pipes
@@ -278,15 +278,15 @@ def _collect(
             (status_fd, "status"),
         ):
             selector.register(descriptor, selectors.EVENT_READ, name)
-        if switch is not None:
-            selector.register(switch.descriptor, selectors.EVENT_READ, "switch")
-        while len(selector.get_map()) > (switch is not None):
+        if token is not None:
+            selector.register(token.descriptor, selectors.EVENT_READ, "token")
+        while len(selector.get_map()) > (token is not None):
             left = clock.left()
             late += left <= 0
             events = selector.select(max(left, 0))
             if late and (late > LATE_READS or not events):
                 return captured, "wall"
-            if any(key.data == "switch" for key, _ in events):
+            if any(key.data == "token" for key, _ in events):
                 raise GradingError(INTERRUPTED)
             for key, _ in sorted(events, key=lambda event: event[0].data != "status"):  # first: has it begun?
                 chunk = os.read(key.fd, 65536)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.engine.stops import StopMatcher, StopWatch
+from glm5.engine.stops import StopMatcher, StopStringDetector
 from glm5.records import SamplingParams
 
 TEXT = st.text("aabé", max_size=40)
@@ -61,7 +61,7 @@ def test_a_held_text_comes_out_as_soon_as_it_cannot_match() -> None:
 @given(st.text("aé😀b", max_size=20), st.lists(st.sampled_from(["é", "😀b", "aé", "é😀"]), max_size=2))
 def test_tokens_that_split_characters(text: str, stops: list[str]) -> None:
     tokenizer = BYTES
-    watch = StopWatch(tokenizer, stops)
+    watch = StopStringDetector(tokenizer, stops)
     found = ""
     for token in tokenizer.encode(text):
         found += watch.feed(token)
@@ -75,27 +75,27 @@ def test_tokens_that_split_characters(text: str, stops: list[str]) -> None:
 BYTES = Tokenizer.byte_level()
 
 
-def feed(watch: StopWatch, ids: list[int]) -> str:
+def feed(watch: StopStringDetector, ids: list[int]) -> str:
     return "".join(map(watch.feed, ids)) + watch.finish()
 
 
 def test_special_tokens_have_text_only_where_it_is_part_of_an_answer() -> None:
     ids = BYTES.encode("a</think>b<|user|>c<|assistant|>d", allow_special=True)
-    assert feed(StopWatch(BYTES, []), ids) == "a</think>bcd"
-    watch = StopWatch(BYTES, ["|user", "bc"])
+    assert feed(StopStringDetector(BYTES, []), ids) == "a</think>bcd"
+    watch = StopStringDetector(BYTES, ["|user", "bc"])
     assert (feed(watch, ids), watch.matched, watch.cut) == ("a</think>", "bc", 9)
-    assert feed(StopWatch(BYTES, [], silent={BYTES.encode("b")[0]}), ids) == "a</think>cd"
+    assert feed(StopStringDetector(BYTES, [], silent={BYTES.encode("b")[0]}), ids) == "a</think>cd"
 
 
 def test_early_tokens_are_no_stops() -> None:
     ids = BYTES.encode("xyxyxy")
     for least, cut in ((0, 0), (1, 2), (2, 2), (3, 4), (5, None)):
-        watch = StopWatch(BYTES, ["xy"], min_tokens=least)
+        watch = StopStringDetector(BYTES, ["xy"], min_tokens=least)
         assert (feed(watch, ids), watch.cut) == ("xyxyxy"[:cut], cut)
 
 
 def test_an_incomplete_character_at_the_end() -> None:
-    watch = StopWatch(BYTES, ["zz"])
+    watch = StopStringDetector(BYTES, ["zz"])
     assert feed(watch, BYTES.encode("aé")[:-1]) == "a\ufffd"
 
 
@@ -117,7 +117,7 @@ def test_samples_with_the_same_stop_strings_share_what_finds_them() -> None:
     stops = [chr(97 + i) + "z" * 255 for i in range(16)]
     tracemalloc.start()
     try:
-        watches = [StopWatch(BYTES, list(stops)) for _ in range(64)]
+        watches = [StopStringDetector(BYTES, list(stops)) for _ in range(64)]
         assert tracemalloc.get_traced_memory()[0] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -134,11 +134,11 @@ def test_the_engine_and_a_reader_of_its_tokens_stop_at_the_same_place(
     free = tokenizer.decode(Engine(parrot, tokenizer).generate([prompt], params)[0].token_ids)
     at = free.index(stop)
     (done,) = Engine(parrot, tokenizer).generate([prompt], replace(params, stop=("never", stop)))
-    watch = StopWatch(tokenizer, ("never", stop))
+    watch = StopStringDetector(tokenizer, ("never", stop))
     text = feed(watch, done.token_ids)
     assert (done.finish_reason, text, watch.matched) == ("stop", free[:at], stop)
     # Until its own first token behind `min_tokens`, a stop string is text like any other.
     later = free.index(stop, at + 1)
     early = len(tokenizer.encode(free[: at + 1]))
     (done,) = Engine(parrot, tokenizer).generate([prompt], replace(params, stop=(stop,), min_tokens=early))
-    assert feed(StopWatch(tokenizer, (stop,), min_tokens=early), done.token_ids) == free[:later]
+    assert feed(StopStringDetector(tokenizer, (stop,), min_tokens=early), done.token_ids) == free[:later]

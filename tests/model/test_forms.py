@@ -193,7 +193,7 @@ def test_the_cache_holds_only_latents_and_index_keys(build: Build) -> None:
 def test_fused_decoding_equals_the_whole_row(
     share: bool, dtype: torch.dtype, build: Callable[..., GLM5ForCausalLM], tokens: Callable[..., Tensor]
 ) -> None:
-    """Outside exact mode single tokens take fused kernels (`glm5.ops.thin`); three sequences of different lengths."""
+    """Outside exact mode single tokens take `glm5.ops.small_batch`; three sequences of different lengths."""
     model = build(
         7, num_nextn_predict_layers=0, **({"index_topk_freq": 2, "index_skip_topk_offset": 2} if share else {})
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from glm5.ops import native, thin
+from glm5.ops import native, small_batch
 from glm5.ops.attention import sparse_attention
 from glm5.ops.elementwise import rms_norm, swiglu
 from glm5.ops.indexer import indexer_scores, select_keys, select_topk
@@ -113,35 +113,36 @@ def test_selection_equals_scoring_and_sorting(
 
 
 @dtypes
-@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16, thin.THIN_ROWS])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16, small_batch.MOST_ROWS])
 @pytest.mark.parametrize("sizes", [(16, 32), (13, 37), (80, 16)], ids=str)
-def test_thin_linear(sizes: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
+def test_small_batch_linear(sizes: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     x, weight = randn(rows, sizes[0], seed=17, dtype=dtype), randn(sizes[1], sizes[0], seed=18, dtype=dtype)
     with torch.no_grad():
-        assert thin.thin(x, weight) is None
-        with thin.allowed(True):
-            assert thin.thin(x, weight) is not None
-            found = thin.linear(x, weight)
-            wide = thin.wide_linear(kernel, x, weight) if (kernel := thin.thin(x, weight)) is not None else None
+        assert small_batch.kernels_for(x, weight) is None
+        with small_batch.allowed(True):
+            assert small_batch.kernels_for(x, weight) is not None
+            found = small_batch.linear(x, weight)
+            kernel = small_batch.kernels_for(x, weight)
+            wide = None if kernel is None else small_batch.wide_linear(kernel, x, weight)
     expected = x.double() @ weight.double().T
     assert_near(found, expected, dtype)
     assert wide is not None and wide.dtype == torch.float32
     assert_near(wide, expected, torch.float32)  # for logits
 
 
-def thin_moe(x: Tensor, gate: Tensor, bias: Tensor, matrices: list[Tensor], top: int, normalise: bool) -> Tensor:
+def small_batch_moe(x: Tensor, gate: Tensor, bias: Tensor, matrices: list[Tensor], top: int, normalise: bool) -> Tensor:
     gate_up, down, shared_up, shared_down = matrices
-    with thin.allowed(True):
-        kernel = thin.thin(x, gate)
+    with small_batch.allowed(True):
+        kernel = small_batch.kernels_for(x, gate)
     assert kernel is not None
-    return thin.moe(kernel, x, gate, bias, (gate_up, down), (shared_up, shared_down), top, normalise, 2.5)
+    return small_batch.moe(kernel, x, gate, bias, (gate_up, down), (shared_up, shared_down), top, normalise, 2.5)
 
 
 @dtypes
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize(("experts", "top", "normalise"), [(21, 1, True), (21, 4, True), (16, 4, False), (5, 5, True)])
 @torch.no_grad()
-def test_thin_moe(experts: int, top: int, normalise: bool, rows: int, dtype: torch.dtype) -> None:
+def test_small_batch_moe(experts: int, top: int, normalise: bool, rows: int, dtype: torch.dtype) -> None:
     """Against the formula of §1.5 in float64, including a tie that the lower expert must win."""
     x, gate, bias = (
         randn(rows, 10, seed=8).to(dtype),
@@ -164,7 +165,7 @@ def test_thin_moe(experts: int, top: int, normalise: bool, rows: int, dtype: tor
         for e in chosen:
             expected[m] += 2.5 * scores[e] / total * swiglu_mlp(matrices[0][e], matrices[1][e], row)
         expected[m] += swiglu_mlp(matrices[2], matrices[3], row)
-    found = thin_moe(x, gate, bias, matrices, top, normalise)
+    found = small_batch_moe(x, gate, bias, matrices, top, normalise)
     assert_near(found, expected, dtype)
 
 
@@ -176,12 +177,12 @@ def test_extreme_numbers_break_only_what_reads_them(value: float, dtype: torch.d
     x, gate = randn(6, 10, seed=8).abs().to(dtype), randn(5, 10, seed=19).to(dtype)
     matrices = [randn(*s, seed=21).to(dtype) for s in [(5, 14, 10), (5, 10, 7), (18, 10), (10, 9)]]
     bias = torch.tensor([9.0, 9.0, 0.0, 0.0, 0.0])
-    expected = thin_moe(x, gate, bias, matrices, 2, True)
+    expected = small_batch_moe(x, gate, bias, matrices, 2, True)
     matrices[0][3], matrices[1][4] = value, value
-    assert torch.equal(thin_moe(x, gate, bias, matrices, 2, True), expected)
+    assert torch.equal(small_batch_moe(x, gate, bias, matrices, 2, True), expected)
     gate[2:] = value
-    assert thin_moe(x, gate, bias, matrices, 5, True).shape == x.shape  # every expert chosen, whatever its score
-    assert torch.equal(thin_moe(x, gate, bias, matrices, 2, True), expected)
+    assert small_batch_moe(x, gate, bias, matrices, 5, True).shape == x.shape  # every expert chosen, whatever its score
+    assert torch.equal(small_batch_moe(x, gate, bias, matrices, 2, True), expected)
     q, keys, w = randn(1, 4, 3, 8, seed=1).to(dtype), randn(1, 100, 8, seed=2).to(dtype), randn(1, 4, 3, seed=3)
     keys[:, 10:] = value
     start, end = torch.tensor([[0, 0, 50, 99]]), torch.tensor([[100, 5, 90, 100]])

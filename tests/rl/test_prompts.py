@@ -32,10 +32,10 @@ from glm5.tasks import (
     split_of,
 )
 from glm5.tasks import families as families_module
-from glm5.tasks.reactions import Reactions
+from glm5.tasks.env_threads import EnvThreadPool
 
 SEED = 5
-THREADS = Reactions(1)
+THREADS = EnvThreadPool(1)
 HERE = SEED * SPAN
 """The first problem of the seed."""
 

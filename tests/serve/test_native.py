@@ -125,7 +125,9 @@ def long_server(engine_of: Any, tokenizer: Tokenizer) -> TestClient:
 def test_a_stream_grows_like_its_answer(
     engine_of: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, incremental: bool, logprobs: bool
 ) -> None:
-    monkeypatch.setattr("glm5.serve.stream.Stream.caught_up", True)  # no event is left out because the test is slow
+    monkeypatch.setattr(
+        "glm5.serve.engine_thread.Stream.caught_up", True
+    )  # no event is left out because the test is slow
     sizes = []
     with long_server(engine_of, tokenizer) as client:
         for tokens in (250, 500, 1000):

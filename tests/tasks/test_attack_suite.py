@@ -18,15 +18,15 @@ from glm5.records import Env, Message, ToolCall
 from glm5.tasks import sandbox_available
 from glm5.tasks.arithmetic import ArithmeticProblem
 from glm5.tasks.bugfix import BugfixProblem
+from glm5.tasks.code_generation import NAME, Chain, CodeProblem, extract_program
+from glm5.tasks.code_pieces import RESULTS, STEPS
 from glm5.tasks.contract import function_tool
 from glm5.tasks.general import GeneralProblem
 from glm5.tasks.instruction_rules import Rule
 from glm5.tasks.instructions import InstructionProblem
 from glm5.tasks.judge import Case, Judge
 from glm5.tasks.math_answer import Answer
-from glm5.tasks.maths import MathProblem
-from glm5.tasks.programming import NAME, Chain, CodeProblem, extract_program
-from glm5.tasks.programming_pieces import RESULTS, STEPS
+from glm5.tasks.math_family import MathProblem
 from glm5.tasks.python_problems import Question
 from glm5.tasks.python_tool import Programs, PythonProblem
 from glm5.tasks.sandbox import Limits, Sandbox

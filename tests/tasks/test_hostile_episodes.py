@@ -20,9 +20,9 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.records import Completion, Message, Outcome, ToolCall, Trajectory
 from glm5.tasks import Episode, Problem, play, sandbox_available
 from glm5.tasks.bugfix import MOST_CODE_BYTES, BugfixProblem
+from glm5.tasks.code_generation import Chain, CodeProblem
+from glm5.tasks.code_pieces import RESULTS, STEPS
 from glm5.tasks.judge import Case, Judge
-from glm5.tasks.programming import Chain, CodeProblem
-from glm5.tasks.programming_pieces import RESULTS, STEPS
 from glm5.tasks.python_problems import Question
 from glm5.tasks.python_tool import Programs, PythonProblem
 from glm5.tasks.sandbox import Limits, Sandbox

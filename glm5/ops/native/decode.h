@@ -276,7 +276,7 @@ static void thin_mla(const T* x, const T* const* weights, const Places& at_, con
 }
 
 // Pre-norm blocks one after the other over the residual stream x [M, D]: attention as above, then the feed-forward. Each
-// block has 22 addresses (see `glm5.ops.thin.blocks`) and two widths, of its feed-forward (of an expert) and of its shared
+// block has 22 addresses (see `glm5.ops.small_batch.blocks`) and two widths, of its feed-forward (of an expert) and of its shared
 // expert. The router's settings are those of `thin_moe`.
 template <class T>
 static void thin_blocks(const void* const* tensors, const i64* widths, i64 blocks, T* x, const void* const* places,

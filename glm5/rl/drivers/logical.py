@@ -32,8 +32,8 @@ from glm5.rl.update import update
 from glm5.rl.weight_sync import publish, tensor_hashes
 from glm5.seeds import derive_seed
 from glm5.tasks import Episode
+from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import settle
-from glm5.tasks.reactions import Reactions
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
@@ -103,7 +103,7 @@ class LogicalDriver:
         self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
         self._clock = 0
         self._push_in = 0  # ticks until the weights that are being pushed become visible
-        self._threads = Reactions(ENV_THREADS, stage.env_seconds)
+        self._threads = EnvThreadPool(ENV_THREADS, stage.env_seconds)
         self._time = TimeSpent()
 
     def weights(self) -> GLM5ForCausalLM:

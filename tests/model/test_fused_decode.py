@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import LatentCache, RouterStats, cache_context
-from glm5.model.few_tokens import FewTokens
+from glm5.model.fused_decode import FusedDecode
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops.native import available
 
@@ -52,16 +52,16 @@ class Decoding:
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FewTokens, "run", lambda self, x, ctx: False)
+    monkeypatch.setattr(FusedDecode, "run", lambda self, x, ctx: False)
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED, {"n_shared_experts": 2}], ids=["sparse", "IndexShare", "two shared"])
 @pytest.mark.parametrize("counts", [[1] * 6, [4, 1, 16]], ids=["one by one", "several"])
 def test_equals_the_blocks(changes: dict[str, Any], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
-    run = FewTokens.run
+    run = FusedDecode.run
     with monkeypatch.context() as patch:
-        patch.setattr(FewTokens, "run", lambda self, x, ctx: used.append(run(self, x, ctx)) or used[-1])
+        patch.setattr(FusedDecode, "run", lambda self, x, ctx: used.append(run(self, x, ctx)) or used[-1])
         model = build(**changes)
         fast = Decoding(model)
         found = [fast.step(count) for count in counts]
@@ -107,4 +107,4 @@ def test_whoever_watches_sees_the_blocks_run() -> None:
 
 def test_dense_attention_has_none() -> None:
     model = build(use_dsa=False)
-    assert FewTokens.of(model.config, list(model.model.layers)) is None
+    assert FusedDecode.of(model.config, list(model.model.layers)) is None

@@ -1,6 +1,6 @@
 """The threads in which environments react. They end when they are told to, not when the last environment is through.
 
-An environment may be waiting for a sandbox with seconds to go. `Reactions.close` ends the sandbox runs of its own
+An environment may be waiting for a sandbox with seconds to go. `EnvThreadPool.close` ends the sandbox runs of its own
 threads, cancels what has not begun, and waits for the threads no longer than `PATIENCE_S`; they are daemons, so that
 an environment which waits for something else cannot keep the process alive. Work that takes longer than a limit is
 given up: its waiter gets `EnvironmentTimeout`, and another thread takes the place of the one that hangs.
@@ -31,16 +31,16 @@ LIMIT_S = 300.0
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
-class Switch:
+class CancelToken:
     """A descriptor that can be read from once someone wants its waiters to stop. Nobody reads it, so all wake."""
 
     def __init__(self) -> None:
         self.descriptor, self._write = os.pipe()
-        self.thrown = False
+        self.cancelled = False
 
-    def throw(self) -> None:
-        if not self.thrown:
-            self.thrown = True
+    def cancel(self) -> None:
+        if not self.cancelled:
+            self.cancelled = True
             os.write(self._write, b"x")
 
     def close(self) -> None:
@@ -48,15 +48,15 @@ class Switch:
         os.close(self._write)
 
 
-_SWITCH: ContextVar[Switch | None] = ContextVar("switch", default=None)
+_TOKEN: ContextVar[CancelToken | None] = ContextVar("token", default=None)
 
 
-def current_switch() -> Switch | None:
-    """The switch that ends what this thread waits for; None outside the threads of `Reactions`."""
-    return _SWITCH.get()
+def current_cancel_token() -> CancelToken | None:
+    """The token that ends what this thread waits for; None outside the threads of `EnvThreadPool`."""
+    return _TOKEN.get()
 
 
-class Reactions:
+class EnvThreadPool:
     """At most `most` threads, started as they are needed, and `limit_s` seconds for every work. Used by one thread; a
     context manager."""
 
@@ -68,7 +68,7 @@ class Reactions:
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, tuple[Future[Any], float]] = {}  # since when each works on what
         self._given_up: list[threading.Thread] = []
-        self._switch = Switch()
+        self._token = CancelToken()
         self._closed = False
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -112,7 +112,7 @@ class Reactions:
         if self._closed:
             return
         self._closed = True
-        self._switch.throw()
+        self._token.cancel()
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._queue.get_nowait()
@@ -124,7 +124,7 @@ class Reactions:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in (*self._threads, *self._given_up)):
-            self._switch.close()  # else somebody still looks at it
+            self._token.close()  # else somebody still looks at it
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +135,7 @@ class Reactions:
         self.close()
 
     def _run(self) -> None:
-        _SWITCH.set(self._switch)
+        _TOKEN.set(self._token)
         own = threading.current_thread()
         while (item := self._queue.get()) is not None:
             future, work, args = item

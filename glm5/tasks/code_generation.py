@@ -19,9 +19,9 @@ from typing import Any
 
 from glm5.errors import ConfigError
 from glm5.records import Env, Message
+from glm5.tasks.code_pieces import RESULTS, SOURCES, STEPS, Piece
 from glm5.tasks.contract import SPLITS, Family, SingleTurnEnv, ToolSpec, draw, split_of
 from glm5.tasks.judge import Case, Judge, default_judge
-from glm5.tasks.programming_pieces import RESULTS, SOURCES, STEPS, Piece
 
 LEVELS = (1, 2, 3, 4)
 NAME = "solve"

@@ -1,4 +1,4 @@
-"""What the functions of `glm5.tasks.programming` are made of: an argument, steps over a list, and a result.
+"""What the functions of `glm5.tasks.code_generation` are made of: an argument, steps over a list, and a result.
 
 Every piece says what it does in words, in Python for the model solution, and as a callable for the tests' values; the
 tests of this package run the Python in the sandbox and hold it against the callables.

@@ -16,8 +16,8 @@ from glm5.records import Message, ToolCall
 from glm5.tasks.contract import SPLITS
 from glm5.tasks.math_answer import FORMS, Answer, check_answer, final_answer
 from glm5.tasks.math_expression import Unreadable, evaluate, parse
+from glm5.tasks.math_family import MathFamily, MathProblem
 from glm5.tasks.math_problems import LEVELS, TOPICS, decimal
-from glm5.tasks.maths import MathFamily, MathProblem
 
 CELLS = [(topic, level) for topic in TOPICS for level in LEVELS]
 

@@ -18,11 +18,11 @@ from glm5.engine.engine import Engine
 from glm5.engine.grammar import OWN_BYTES, Grammars
 from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
-from glm5.serve import stream as stream_module
+from glm5.serve import engine_thread as stream_module
 from glm5.serve.compiling import Compiler
+from glm5.serve.engine_thread import EngineThread, Part
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping, TooLate
 from glm5.serve.limits import Limits
-from glm5.serve.stream import EngineThread, Part
 
 EngineOf = Callable[..., Any]
 

@@ -19,8 +19,8 @@ import pytest
 from glm5.chat import Tokenizer
 from glm5.errors import GradingError
 from glm5.records import Completion, Message, Outcome, StepResult
-from glm5.tasks import Episode, Limits, Sandbox, play, reactions, sandbox, sandbox_available
-from glm5.tasks.reactions import Reactions, current_switch
+from glm5.tasks import Episode, Limits, Sandbox, env_threads, play, sandbox, sandbox_available
+from glm5.tasks.env_threads import EnvThreadPool, current_cancel_token
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LONG = Limits(cpu_s=60, wall_s=60.0, memory_mb=64, processes=4, file_mb=1)
@@ -65,7 +65,7 @@ def test_results_errors_and_no_more_threads_than_asked_for() -> None:
         return n * n
 
     before = threading.active_count()
-    with Reactions(3) as threads:
+    with EnvThreadPool(3) as threads:
         futures = [threads.submit(work, n) for n in range(30)]
         assert [f.result() for f in futures if f is not futures[13]] == [n * n for n in range(30) if n != 13]
         with pytest.raises(ZeroDivisionError):
@@ -79,18 +79,18 @@ def test_results_errors_and_no_more_threads_than_asked_for() -> None:
 
 def test_one_after_the_other_needs_one_thread() -> None:
     before = threading.active_count()
-    with Reactions(16) as threads:
+    with EnvThreadPool(16) as threads:
         for n in range(20):
             assert threads.submit(lambda n=n: n).result() == n
             time.sleep(0.001)
         assert threading.active_count() <= before + 2
-        assert current_switch() is None and threads.submit(current_switch).result() is not None
+        assert current_cancel_token() is None and threads.submit(current_cancel_token).result() is not None
 
 
 def test_what_has_not_begun_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reactions, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(env_threads, "PATIENCE_S", 0.2)
     go, began = threading.Event(), []
-    with Reactions(1) as threads:
+    with EnvThreadPool(1) as threads:
         first = threads.submit(lambda: (began.append(0), go.wait(20)))
         rest = [threads.submit(began.append, n) for n in range(1, 5)]
         while not began:
@@ -110,7 +110,7 @@ def test_finished_work_is_let_go() -> None:
 
     thing = Thing()
     seen = weakref.ref(thing)
-    with Reactions(1) as threads:
+    with EnvThreadPool(1) as threads:
         threads.submit(thing.work).result()
         del thing
         time.sleep(0.05)
@@ -121,7 +121,7 @@ def test_finished_work_is_let_go() -> None:
 @needs_sandbox
 def test_closing_ends_sandbox_runs_and_lets_none_begin(temporary: None) -> None:
     box = Sandbox(LONG)
-    with Reactions(4) as threads:
+    with EnvThreadPool(4) as threads:
         running = [threads.submit(box.run_python, "import time\ntime.sleep(50)") for _ in range(4)]
         deadline = time.monotonic() + 60
         while len(sandboxes()) < 8 and time.monotonic() < deadline:  # a folder and a launcher at least
@@ -146,12 +146,12 @@ def test_a_run_after_the_switch_is_refused(temporary: None, monkeypatch: pytest.
         go.wait(20)
         return box.run_python("print(1)")
 
-    threads = Reactions(1)
+    threads = EnvThreadPool(1)
     future = threads.submit(work)
     ready.wait(20)
     closing = threading.Thread(target=threads.close)
     closing.start()
-    while not threads._switch.thrown:
+    while not threads._token.cancelled:
         time.sleep(0.001)
     go.set()
     closing.join()
@@ -193,7 +193,7 @@ class Answers:
 def test_ctrl_c_does_not_wait_for_environments(
     where: str, tokenizer: Tokenizer, temporary: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reactions, "PATIENCE_S", 10.0 if where == "sandbox" else 0.3)
+    monkeypatch.setattr(env_threads, "PATIENCE_S", 10.0 if where == "sandbox" else 0.3)
     box = Sandbox(LONG) if where == "sandbox" else None
     episodes = [Episode(Slow(box), tokenizer) for _ in range(4)]
     threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()

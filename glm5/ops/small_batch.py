@@ -17,7 +17,7 @@ from torch import Tensor
 
 from glm5.ops.native import Kernels, kernels
 
-THIN_ROWS = 64
+MOST_ROWS = 64
 """Largest number of rows for these kernels; with more rows BLAS is as fast."""
 
 
@@ -38,16 +38,16 @@ def allowed(yes: bool) -> Iterator[None]:
         _here.allowed = before
 
 
-def thin(x: Tensor, weight: Tensor) -> Kernels | None:
-    """The kernels if x [M, D] is thin and needs no gradient; None if the caller must use the general form."""
-    if not _here.allowed or x.ndim != 2 or x.shape[0] > THIN_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
+def kernels_for(x: Tensor, weight: Tensor) -> Kernels | None:
+    """The kernels if x [M, D] has few rows and needs no gradient; None if the caller must use the general form."""
+    if not _here.allowed or x.ndim != 2 or x.shape[0] > MOST_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
     return kernels(x) if weight.is_contiguous() else None
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [N, K] transposed -> [M, N]; uses torch if `thin` returns None."""
-    native = thin(x, weight)
+    """x [M, K] times weight [N, K] transposed -> [M, N]; uses torch if `kernels_for` returns None."""
+    native = kernels_for(x, weight)
     if native is None:
         return torch.nn.functional.linear(x, weight)
     if not x.is_contiguous():

@@ -13,17 +13,17 @@ from glm5.model.context import ForwardContext
 from glm5.model.layers import MLP
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
-from glm5.ops import thin
+from glm5.ops import small_batch
 
 Owner = tuple[dict[str, Any], str]
 """Location of a tensor: the parameters (or buffers) of its module, and its name there."""
 
 CACHE = (14, 15)
-"""Positions of latents and index keys in a block's list of addresses (see `glm5.ops.thin.blocks`)."""
+"""Positions of latents and index keys in a block's list of addresses (see `glm5.ops.small_batch.blocks`)."""
 PER_BLOCK = 22
 
 
-class FewTokens:
+class FusedDecode:
     """Runs all blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
 
     Weight addresses are read again in every call, because weights are replaced in place.
@@ -38,14 +38,14 @@ class FewTokens:
         self._first: MLA = blocks[0].self_attn
 
     @staticmethod
-    def of(config: GLM5Config, blocks: Sequence[nn.Module]) -> FewTokens | None:
+    def of(config: GLM5Config, blocks: Sequence[nn.Module]) -> FusedDecode | None:
         """None if a block is of another kind, or if the weights are not contiguous plain tensors of one dtype."""
         if not config.selects_keys or not all(isinstance(getattr(b, "self_attn", None), MLA) for b in blocks):
             return None
         weights = [p for block in blocks for p in block.parameters()]
         if any(type(p) is not nn.Parameter or p.dtype != weights[0].dtype or not p.is_contiguous() for p in weights):
             return None
-        return FewTokens(config, blocks)
+        return FusedDecode(config, blocks)
 
     def run(self, x: Tensor, ctx: ForwardContext) -> bool:
         """Run the residual stream x [M, D] through all blocks, in place; False if this case is not supported."""
@@ -55,7 +55,7 @@ class FewTokens:
         if ctx.router_stats is not None or ctx.max_logits is not None or cache.latents.dtype != x.dtype:
             return False
         weight, name = self._owners[2] or ({}, "")
-        native = thin.thin(x, weight[name])
+        native = small_batch.kernels_for(x, weight[name])
         if native is None or not x.is_contiguous() or any(e.dispatch is not None for e in self._experts):
             return False
         c, first = self._config, self._first
@@ -64,7 +64,7 @@ class FewTokens:
         for at, pool in zip(CACHE, (cache.latents, cache.index_keys), strict=True):
             base, stride = pool.data_ptr(), pool.stride(0) * pool.element_size()
             addresses[at::PER_BLOCK] = [base + cache.slots[layer] * stride for layer in self._layers]
-        thin.blocks(
+        small_batch.blocks(
             native,
             x,
             addresses,
@@ -86,19 +86,21 @@ class FewTokens:
         return True
 
 
-def run_few(owner: nn.Module, config: GLM5Config, blocks: Iterable[nn.Module], x: Tensor, ctx: ForwardContext) -> bool:
-    """`FewTokens.run` over the blocks of `owner`, which caches the `FewTokens`; False if this case is not supported."""
-    if ctx.exact or ctx.cache is None or x.shape[0] > thin.THIN_ROWS or torch.is_grad_enabled():
+def run_fused(
+    owner: nn.Module, config: GLM5Config, blocks: Iterable[nn.Module], x: Tensor, ctx: ForwardContext
+) -> bool:
+    """`FusedDecode.run` over the blocks of `owner`, which caches it; False if not supported."""
+    if ctx.exact or ctx.cache is None or x.shape[0] > small_batch.MOST_ROWS or torch.is_grad_enabled():
         return False
-    known: tuple[torch.dtype, FewTokens | None] | None = owner.__dict__.get("_few_tokens")
+    known: tuple[torch.dtype, FusedDecode | None] | None = owner.__dict__.get("_fused_decode")
     if known is None or known[0] != x.dtype:
-        known = (x.dtype, FewTokens.of(config, list(blocks)))
-        owner.__dict__["_few_tokens"] = known
+        known = (x.dtype, FusedDecode.of(config, list(blocks)))
+        owner.__dict__["_fused_decode"] = known
     return known[1] is not None and known[1].run(x, ctx)
 
 
 def _owners(block: Any) -> list[Owner | None]:
-    """The locations of the tensors that `glm5.ops.thin.blocks` takes, in its order."""
+    """The locations of the tensors that `glm5.ops.small_batch.blocks` takes, in its order."""
     attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp
     found: list[Owner | None] = [
         _weight(module)
