@@ -21,7 +21,7 @@ from glm5.serve.limits import Limits
 
 CHAT = "/v1/chat/completions"
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "ignore_eos": True, "n": 32}
+LONG = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "ignore_eos": True, "n": 16}
 CODE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
