@@ -8,6 +8,7 @@ A package stands one row above the highest package that it imports. Hover over a
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def imported(path: Path) -> Iterator[str]:
                 yield parts[1]
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     """Package or module -> those that it imports."""
     found: dict[str, set[str]] = {}
