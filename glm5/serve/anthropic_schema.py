@@ -8,7 +8,7 @@ message of the assistant is continued.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -74,7 +74,7 @@ class ContextEdit(Fields):
 class ContextManagement(Fields):
     """`context_management`."""
 
-    edits: list[ContextEdit] = []
+    edits: Annotated[list[ContextEdit], Field(fail_fast=True, max_length=16)] = []
 
 
 class ResultBlock(Fields):

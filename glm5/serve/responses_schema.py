@@ -140,7 +140,7 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
-    include: list[Literal["reasoning.encrypted_content"]] = []
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True, max_length=16)] = []
     stream: bool = False
     stream_options: EventOptions = EventOptions()
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import GrammarSpec, SamplingParams
@@ -32,6 +32,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 """Ends at the first entry that is none: a list of a million rows would otherwise give a million errors."""
+MOST_ERRORS = 1000
 MAX_ROWS = 4096
 """Prompts of one request, before anything is done with them; see `check_samples`."""
 MAX_ITEMS = 1 << 15
@@ -51,6 +52,9 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
+        if error.error_count() > MOST_ERRORS:  # listing them would hold up all threads
+            text = f"The body has {error.error_count():,} mistakes; correct them."
+            raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
         # Of the forms that a field may have, a list that is too long is the one that was meant.
         first = next((one for one in found if one["type"] == "too_long"), found[0])
@@ -73,13 +77,24 @@ class TemplateKwargs(Fields):
     reasoning_effort: Effort | None = None
 
 
+def _not_too_many_biases(given: Any) -> Any:
+    """Refuse a table that is too long before its entries are read, each of which could be a mistake."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"Dictionary should have at most {MAX_BIASES} items, not {len(given)}")
+    return given
+
+
 class Penalties(Fields):
     """What changes logits before temperature, and is spelled alike everywhere. See `SamplingParams`."""
 
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.1, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=MAX_BIASES)
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_BIASES),
+        BeforeValidator(_not_too_many_biases),
+    ] = {}
 
     def biases(self, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as pairs. Raises ApiError for what is no id of the vocabulary."""

@@ -14,10 +14,12 @@ from typing import Any, get_type_hints
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from glm5.serve.anthropic_schema import CountRequest, MessagesRequest
+from glm5.serve.document import BODIES
 from glm5.serve.errors import ApiError
-from glm5.serve.fields import Fields, implemented, no, objects, table
+from glm5.serve.fields import Fields, _of, implemented, no, objects, table
 from glm5.serve.native_schema import AbortRequest, GenerateRequest, NoFields, PauseRequest, UpdateRequest
 from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from glm5.serve.responses_schema import ResponsesRequest
@@ -242,3 +244,33 @@ def test_numbers_that_json_does_not_have_are_refused(client: TestClient, path: s
 
 if __name__ == "__main__":
     DOCUMENT.write_text(section(DOCUMENT.read_text(encoding="utf-8"), lambda _: written()), encoding="utf-8")
+
+
+HOSTILE: dict[str, Any] = {
+    "objects": [{}] * 1500, "texts": ["x"] * 1500, "lists": [["x"]] * 1500, "mixed": [1, "x"] * 750,
+    "table": {str(i): "" for i in range(1500)},
+    "forms": [{"role": 1, "content": [1] * 5, "type": "x", "keep": "x", "temperature": "x"}] * 1500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(set(BODIES.values()), key=lambda kind: kind.__name__))
+def test_no_field_makes_a_long_list_of_mistakes(kind: type[Fields]) -> None:
+    """A million mistakes in one body take gigabytes, and their list holds up all threads."""
+
+    def fields(kind: type[Fields], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        for alias, name in implemented(kind).items():
+            yield (*at, alias)
+            part = _of(kind.model_fields[name].annotation)
+            if part is not None and len(at) < 3:
+                yield from fields(part, (*at, alias))
+
+    said = {"messages": [{"role": "user", "content": "a"}], "input": "a", "prompt": "a", "text": "a", "max_tokens": 1}
+    for path in fields(kind):
+        for name, value in HOSTILE.items():
+            body = value
+            for part in reversed(path):
+                body = {part: body}
+            try:
+                kind.model_validate_json(json.dumps(said | body))
+            except ValidationError as error:
+                assert error.error_count() <= 200, (path, name)
