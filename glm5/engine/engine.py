@@ -29,8 +29,7 @@ from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
 CACHE_BYTES = 1 << 29
-"""Default size of the pool, unless one request of full length needs more. Memory is allocated on demand: short runs use
-little of it."""
+"""Default size of the pool, unless one request of full length needs more. Memory is allocated on demand."""
 
 CHUNK = 512
 """Tokens per step, prefill and decoding together."""
@@ -49,8 +48,7 @@ class Engine:
     finished requests for reuse. `host_cache_bytes` bounds the evicted pages that are moved to host memory; 0 drops
     them. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
     greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. It has no
-    effect with drafts, because the next plan depends on how many are accepted, and gains nothing if drawing and
-    planning share one core.
+    effect with drafts, because the next plan depends on how many are accepted, and gains nothing on a single core.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Engine:
     def from_pretrained(
         cls, path: str | Path, *, dtype: str = "float32", chat_template: str | None = None, **options: Any
     ) -> Engine:
-        """Load the model and, if the directory has one, the tokenizer. `chat_template` is passed to `Tokenizer.load`,
+        """Load the model and, if the directory has one, the tokenizer. `chat_template` goes to `Tokenizer.load`,
         `options` to the constructor."""
         directory = Path(path)
         model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
@@ -234,8 +232,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of this engine's tokenizer. Raises MissingExtraError without the `grammar` extra, EngineError
-        without a tokenizer."""
+        """Raises MissingExtraError without the `grammar` extra, EngineError without a tokenizer."""
         if self._grammars is None:
             if self.tokenizer is None:
                 raise EngineError("Grammars and bad_words need a tokenizer; this model directory has none.")
@@ -263,9 +260,8 @@ class Engine:
         """Advance every running request by a token (with drafts, by one or more) and waiting prompts by a chunk.
         Returns the requests that got a token.
 
-        Raises RequestFailed if a request could not be computed. By then all others have advanced, and the failed
-        request is done; its `error` has the reason. After any other exception, including EngineBroken, only `rebuild`
-        helps.
+        Raises RequestFailed if a request could not be computed. The others have advanced; the failed request is done,
+        with the reason in its `error`. After any other exception, including EngineBroken, only `rebuild` helps.
         """
         if self._paused:
             return []
@@ -307,7 +303,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Current values and counters since the start. `cached_tokens` are in the prefix cache, `hit_tokens` are prompt
         tokens that it saved. `accepted[k]` counts the `rounds` that accepted draft k + 1 and all before it. `seconds`
-        is the time of steps by phase."""
+        is the time by phase."""
         radix = self.radix
         return {
             "running": len(self.scheduler.running),

@@ -5,9 +5,8 @@ budget with blanks. The chat template writes the same format, and the released m
 
 A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; the marks are special
 tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser (`glm5.chat.parsers`)
-reads an argument's text by its schema, and the grammar admits exactly the texts that it reads back as valid: plain text
-if only a string is allowed, JSON if no string is allowed, and if both are allowed, also text that is not JSON of the
-other types.
+reads an argument's text by its schema. The grammar admits exactly what it reads back as valid: plain text if only a
+string is allowed, JSON if no string is allowed, and if both are allowed, also text that is not JSON of the other types.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def _states(divisor: float) -> int:
-    """Number of remainders, in units of the divisor's last decimal place. Above the limit if the divisor is not a
-    positive number."""
+    """Number of remainders, in units of the divisor's last decimal place; above the limit if the divisor is not > 0."""
     try:
         exact = Fraction(str(divisor))
     except ValueError:

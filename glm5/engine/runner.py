@@ -19,8 +19,7 @@ SHIFT = PAGE.bit_length() - 1
 
 @dataclass(frozen=True)
 class Feed:
-    """Consecutive tokens of one request as input of a layer, the first at position `start`; `ids` are the tokens to
-    embed."""
+    """Consecutive input tokens of one request, the first at position `start`; `ids` are the tokens to embed."""
 
     request: Request
     start: int

@@ -1,5 +1,4 @@
-"""From hidden states to tokens: penalties, masks, temperature, filters, and a draw that depends only on its own
-request.
+"""From hidden states to tokens: penalties, masks, temperature, filters, and draws that are independent of the batch.
 
 `distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` builds the records;
 `sample` does all three. Speculative decoding uses `distributions` to accept and to reject.
@@ -24,8 +23,7 @@ SHORT = 256
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled token: its id, its log-probability under the distribution it was drawn from, and the top
-    log-probabilities."""
+    """One sampled token: id, log-probability under the distribution it was drawn from, and top log-probabilities."""
 
     token_id: int
     logprob: float
@@ -103,8 +101,7 @@ def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[fl
 
 
 def report(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """The drawn tokens with their log-probabilities from `logprobs` [n, V], and the top tokens that each state asks
-    for."""
+    """The drawn tokens with log-probabilities from `logprobs` [n, V], and as many top tokens as each state sets."""
     chosen = logprobs.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
     tops = best_of(logprobs, [state.params.top_logprobs for state in states])
     return [Sampled(*one) for one in zip(tokens.tolist(), chosen, tops, strict=True)]

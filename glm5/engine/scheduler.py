@@ -1,5 +1,4 @@
-"""Plans each step: which requests run, over which tokens and pages; continuous batching, chunked prefill,
-preemption."""
+"""Plans each step's requests, tokens and pages: continuous batching, chunked prefill, preemption."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class Scheduler:
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
     admitted when its known tokens fit. When pages run out, the youngest running request is preempted: it frees its
     pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes what the prefix
-    cache has lost of it. Scored rows get at most half of the budget while prompts are being read or waiting, and
-    prompts pass them in the queue.
+    cache has lost of it. While prompts are read or wait, scored rows get at most half of the budget, and prompts pass
+    them.
     """
 
     def __init__(
@@ -81,8 +80,7 @@ class Scheduler:
         return max(1, budget // 2) if waits or reads else budget
 
     def _provide(self, request: Request, span: Span) -> bool:
-        """Allocate the pages for a span, preempting younger requests if needed. False if the request itself was
-        preempted."""
+        """Allocate a span's pages, preempting younger requests if needed. False if the request was itself preempted."""
         # The MTP layer writes one token ahead of the trunk.
         needed = -(-(span.start + span.count + (1 if self.bring_back else 0)) // PAGE) - len(request.pages)
         while needed > self.pool.available:

@@ -36,8 +36,7 @@ def score_span(hidden: Tensor, weight: Tensor, span: Span) -> list[Sampled]:
 
 @torch.no_grad()
 def score_row(model: GLM5ForCausalLM, row: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-probability of every token of a row after its first, by the learner's forward pass: one packed sequence, no
-    cache."""
+    """Log-probability of every token of a row after its first, by the learner's forward pass: packed, no cache."""
     if len(row) < 2:
         return []
     ids = torch.tensor([list(row)], device=model.lm_head.weight.device)

@@ -3,8 +3,8 @@
 A draft d is drawn from q, the MTP layer's distribution after the request's temperature and filters. It is verified
 against p, the trunk's distribution after the same filters, and accepted with probability min(1, p(d) / q(d)). The first
 rejected draft is replaced by a draw from max(p - q, 0), normalised. If all drafts are accepted, one more token is drawn
-from p. So every token has distribution p, whatever q is (rejection sampling). A greedy request accepts drafts while
-they equal the argmax.
+from p. So every token has distribution p, whatever q is (rejection sampling). Greedy requests accept drafts equal to
+the argmax.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Verification:
 def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
     """Chain `count` drafts for requests that have a `carried` state, which predicts the token after their last one.
 
-    Draft k + 1 comes from the MTP layer at the position of draft k. The latent cached there is overwritten once the
-    true token is known.
+    Draft k + 1 comes from the MTP layer at the position of draft k. The true token later overwrites the latent cached
+    there.
     """
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]
@@ -96,8 +96,7 @@ def verify(
 
 
 def _residual(logprobs: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:
-    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p itself if rounding leaves no
-    mass."""
+    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p if rounding leaves 0."""
     rows = torch.arange(len(accepted), device=logprobs.device)
     q = drafted[rows, accepted.clamp_max(drafted.shape[1] - 1)]
     rest = (logprobs.exp() - q.exp()).clamp_min(0.0)

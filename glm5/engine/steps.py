@@ -29,8 +29,8 @@ log = get_logger("engine")
 @dataclass
 class Counts:
     """Counters of steps since the start. `accepted[k]` are the `rounds` that accepted draft k + 1 and all before it;
-    `seconds` is the time by phase; `failed_steps` are forward passes or draws that raised, `failed_requests` the
-    requests that caused them."""
+    `seconds` is the time by phase; `failed_steps` are forward passes or draws that raised, `failed_requests` their
+    causes."""
 
     accepted: list[int]
     rounds: int = 0
@@ -101,8 +101,8 @@ class Steps:
             raise EngineBroken(text) from error
 
     def leave(self, request: Request, *, keep: bool = True) -> None:
-        """Remove a request from the batch, or from the queue if it was preempted. `keep`: its computed pages may stay
-        in the prefix cache."""
+        """Remove a request from the batch, or if preempted from the queue. `keep`: its pages may stay in the prefix
+        cache."""
         if request.row >= 0:
             self.scheduler.release(request, keep=keep)
         elif request in self.scheduler.waiting:

@@ -85,7 +85,7 @@ class StopStringDetector:
     Args:
         stops: stop strings; an empty one never matches.
         silent: further ids without text (the ids that stop the sample); special tokens outside `VISIBLE_MARKERS` are
-        always silent.
+            always silent.
         min_tokens: a stop string counts only if it begins after so many tokens.
         keep: the stop string is part of the text.
     """
@@ -138,7 +138,7 @@ class StopStringDetector:
 @lru_cache(maxsize=16)
 def automaton(stops: tuple[str, ...]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
     """Aho-Corasick. Per state: its transitions, the state of its longest proper suffix, its length, and the longest
-    stop string that ends there (or ""). All samples of a request share one, read-only; it takes some hundred bytes per
+    stop string that ends there (or ""). All samples of a request share one, read-only; some hundred bytes per
     character."""
     following: list[dict[str, int]] = [{}]
     depth, found = [0], [""]

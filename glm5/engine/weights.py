@@ -91,8 +91,7 @@ def stage(
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
-    With `hashes` the engine's memory is read back. Raises EngineError if it differs, which only broken memory can
-    cause.
+    With `hashes` the engine's memory is read back. Raises EngineError if it differs (only after memory errors).
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"A weight version is a number from 0, not {version!r}.")
