@@ -14,8 +14,7 @@ from glm5.records import Completion
 class Difference:
     """Log-probabilities of generated tokens, against the learner's forward pass over the same sequences and weights.
 
-    `unequal` of `tokens` differ in any bit; `mean_abs` and `max_abs` are in nats. All are 0 for an exact engine in
-    fp32.
+    `unequal` of `tokens` differ in any bit; `mean_abs` and `max_abs` are in nats. An exact engine in fp32 has zeros.
     """
 
     tokens: int

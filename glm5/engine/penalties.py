@@ -28,11 +28,11 @@ MAX_BAD_BYTES = 4096
 
 
 class SamplerState:
-    """Sampling state of one request: parameters, seed and the tokens so far.
+    """Sampling state of one sample: parameters, seed and the tokens so far.
 
     Call `advance` after every token that is kept. A preempted request keeps its state, because nothing here depends on
-    the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the parameters allow
-    a set of ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
+    the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the parameters
+    restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Scheduler:
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
     admitted when its known tokens fit. When pages run out, the youngest running request is preempted: it frees its
     pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes what the prefix
-    cache has lost of it. While prompts are read or wait, scored rows get at most half of the budget, and prompts pass
+    cache has lost of it. While prompts are read or wait, scored rows get at most half the budget, and prompts pass
     them.
     """
 

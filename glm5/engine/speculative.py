@@ -43,8 +43,7 @@ class Verification:
 def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
     """Chain `count` drafts for requests that have a `carried` state, which predicts the token after their last one.
 
-    Draft k + 1 comes from the MTP layer at the position of draft k. The true token later overwrites the latent cached
-    there.
+    Draft k + 1 comes from the MTP layer at the position of draft k. The true token later overwrites its cached latent.
     """
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]

@@ -81,7 +81,7 @@ class Steps:
 
     def advance(self, version: int) -> tuple[list[Request], list[Request]]:
         """One step under weight version `version`. Returns the requests that got a token, and those that failed. Raises
-        EngineBroken if not even one token on spare pages can be computed; the engine is then unusable."""
+        EngineBroken if not even one token can be computed on the dummy page; the engine is then unusable."""
         began = time.perf_counter()
         spans = self._plan()
         self.counts.seconds["scheduler"] += time.perf_counter() - began
@@ -94,22 +94,21 @@ class Steps:
         return [span.request for computed in done for span in computed.spans if span.draws], self._failed
 
     def probe(self) -> None:
-        """Compute one token on spare pages that no request owns. Raises EngineBroken if that fails."""
+        """Compute one token on the dummy page. Raises EngineBroken if that fails."""
         error = caught(self._try_out)
         if error is not None:
             text = f"The engine cannot compute anything ({type(error).__name__}); see the log."
             raise EngineBroken(text) from error
 
     def leave(self, request: Request, *, keep: bool = True) -> None:
-        """Remove a request from the batch, or if preempted from the queue. `keep`: its pages may stay in the prefix
-        cache."""
+        """Remove a request from the batch or the queue. `keep`: its pages may stay in the prefix cache."""
         if request.row >= 0:
             self.scheduler.release(request, keep=keep)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
 
     def _plan(self) -> list[Span]:
-        """The plan made during the last draw, without requests that ended since; otherwise a new plan."""
+        """The plan made during the last draw, without requests that have ended since; or else a new plan."""
         ahead, self._ahead = self._ahead, []
         spans = [s for s in ahead if s.request.row >= 0 and not s.request.done and s.start == s.request.next]
         if not spans:
@@ -292,7 +291,7 @@ class Steps:
 
 
 def caught(work: Callable[..., object], *arguments: object) -> BaseException | None:
-    """Do `work` and return what it raises. Catches more than Exception: a Rust library's panic is not one."""
+    """Do `work` and return what it raises. A panic of a Rust library is caught too, although it is no Exception."""
     try:
         work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

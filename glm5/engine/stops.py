@@ -138,8 +138,7 @@ class StopStringDetector:
 @lru_cache(maxsize=16)
 def automaton(stops: tuple[str, ...]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
     """Aho-Corasick. Per state: its transitions, the state of its longest proper suffix, its length, and the longest
-    stop string that ends there (or ""). All samples of a request share one, read-only; some hundred bytes per
-    character."""
+    stop string that ends there (or ""). Shared by a request's samples, read-only; some hundred bytes per character."""
     following: list[dict[str, int]] = [{}]
     depth, found = [0], [""]
     for stop in stops:

@@ -2,7 +2,7 @@
 
 `stage` does the slow part (files, hashes, shapes) while the engine runs, in any thread. For a directory it needs memory
 for a second set of weights. `apply` copies within memory, in the engine's thread, so no step mixes two versions.
-`load_weights` is both. All errors are found in `stage`; the engine then keeps its weights.
+`load_weights` is both. Errors in the source are found in `stage`; the engine then keeps its weights.
 """
 
 from __future__ import annotations

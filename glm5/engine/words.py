@@ -80,8 +80,7 @@ class Words:
 class Spelling:
     """Texts that ordinary tokens must not complete, however the texts are split into tokens.
 
-    The state, a number, is the longest suffix of the text so far that begins one of the texts. A special token resets
-    it to 0.
+    The state, a number, is the longest suffix of the text so far that begins one of the texts; special tokens reset it.
     """
 
     def __init__(self, words: Words, texts: Sequence[str]) -> None:

@@ -92,7 +92,7 @@ class Guard:
     A browser sends a foreign page's requests without asking the user, and lets the page read the answers if its name
     resolves to our address (DNS rebinding). Origin and Sec-Fetch-Site show the first, Host the second. Requests beyond
     `requests` at once get 429. `observe` is called with the path and status of every answer. Every answer carries a
-    request id. With `trusted`, a router in front has checked access already, and no check is made here.
+    request id. With `trusted`, a router in front has checked access already; only `requests` applies.
     """
 
     def __init__(

@@ -104,8 +104,7 @@ class ContentBlock(ResultBlock):
 
 
 class Tool(Fields):
-    """One of `tools`; its schema and its examples are free. `strict` is enforced if a call is forced, else only a
-    wish."""
+    """One of `tools`; its schema and its examples are free. `strict` is enforced only if a call is forced."""
 
     IGNORED = frozenset({"strict", "cache_control", "eager_input_streaming"})
     REFUSED = {"allowed_callers": no(["direct"])} | {

@@ -82,7 +82,7 @@ class ApiError(Glm5Error):
 
     @classmethod
     def of(cls, error: Glm5Error) -> ApiError:
-        """The answer to an error of the layers below: the client's fault unless its class is a server error."""
+        """The answer to an error of the layers below: 400 unless its class has another status."""
         if isinstance(error, ApiError):
             return error
         for kind, (status, code) in _STATUS.items():

@@ -1,9 +1,9 @@
-"""The fields of requests. Every field of every object of a body is of one of three kinds, or it is an error.
+"""The fields of requests. Every field of every object of a body is implemented, accepted or refused.
 
-It is implemented; or accepted without effect, because it is client metadata or an option of a hosted service; or
-refused by name, because it would change the answer in a way that this server cannot. A refused field may have a neutral
-value, which asks for nothing. An unknown field is refused too, with the nearest known name. Only free parts are not
-checked: JSON schemas, arguments of tools, metadata.
+A field is accepted without effect if it is client metadata or an option of a hosted service. It is refused by name if
+it would change the answer in a way that this server cannot; it may still have a neutral value, which asks for nothing.
+An unknown field is refused too, with the nearest known name. Only free parts are not checked: JSON schemas, arguments
+of tools, metadata.
 
 The request classes are the table: `Fields.INSIDE` leads to the objects in them. `docs/serving.md` shows it.
 """

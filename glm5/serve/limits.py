@@ -10,8 +10,8 @@ from starlette.requests import Request
 from glm5.serve.errors import ApiError
 
 DRAINED = 8
-"""A body of up to this many times the limit is read to its end and dropped: a client cut off while writing cannot read
-the error."""
+"""A body of up to this many times the limit is read to its end and dropped: while it writes, a client cannot read the
+error."""
 
 
 @dataclass(frozen=True)

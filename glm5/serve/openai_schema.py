@@ -86,7 +86,7 @@ class ChatMessage(Fields):
 
 class Tool(Fields):
     """One of `tools`. The chat template writes the function as it is, so its fields are free. `strict` is enforced if a
-    call is forced, and only a wish otherwise."""
+    call is forced, else only a wish."""
 
     IGNORED = frozenset({"strict", "cache_control"})
     REFUSED = {

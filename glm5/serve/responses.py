@@ -142,8 +142,7 @@ class Answer:
 
 
 class Items:
-    """Converts deltas of a chat message to output-item events. At most one item is open. `output` lists the items so
-    far."""
+    """Converts deltas of a chat message to output-item events. At most one item is open. `output`: the items so far."""
 
     def __init__(self) -> None:
         self.output: list[Event] = []

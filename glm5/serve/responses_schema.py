@@ -182,8 +182,7 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an item to the conversation. An answer's parts come as reasoning, text, calls; its `reasoning_content` is a
-    list."""
+    """Add an item to the conversation. An answer's parts come as reasoning (a list), text, calls."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
