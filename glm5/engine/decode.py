@@ -30,7 +30,7 @@ def draw_tokens(
 ) -> tuple[list[list[Sampled]], list[int]]:
     """Tokens of every span from the trunk's hidden states [total, D], and how many drafts each window accepts.
 
-    A span in the middle of its prompt gets no token, a span that is scored gets those that it holds.
+    A span in the middle of its prompt gets no token. A scored span gets its own tokens, with their log-probabilities.
     """
     weight, exact = runner.model.lm_head.weight, runner.exact
     ends = torch.tensor([span.count for span in spans]).cumsum(0).tolist()

@@ -1,4 +1,4 @@
-"""How far the fast form of an engine is from the exact one, measured on what it has just generated."""
+"""How far the fast mode of an engine is from the exact one, measured on tokens that it has just generated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from glm5.records import Completion
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probabilities of generated tokens against those of the learner's form over the same sequences, same weights.
+    """Log-probabilities of generated tokens, against the learner's forward pass over the same sequences and weights.
 
-    `unequal` of `tokens` differ in any bit; `mean_abs` and `max_abs` are in nats. An exact engine in fp32 has none.
+    `unequal` of `tokens` differ in any bit; `mean_abs` and `max_abs` are in nats. An exact engine in fp32 has zeros.
     """
 
     tokens: int
@@ -26,8 +26,8 @@ class Difference:
 def measure(
     engine: Engine, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0
 ) -> Difference:
-    """Compare completions, one per prompt, that were sampled at `temperature` (0: greedy) without penalties or filters,
-    under the weights that the engine still has."""
+    """Compare completions, one per prompt, sampled at `temperature` (0: greedy) without penalties or filters. The
+    engine must still have the weights that produced them."""
     rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
     scored = [score_row(engine.model, row, temperature or 1.0) for row in rows]
     gaps = []

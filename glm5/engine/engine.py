@@ -29,28 +29,26 @@ from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
 CACHE_BYTES = 1 << 29
-"""Size of the pool where none is asked for, unless one request of full length needs more. It is filled from the start
-on, so that short runs take little of it."""
+"""Default size of the pool, unless one request of full length needs more. Memory is allocated on demand."""
 
 CHUNK = 512
-"""Tokens per step, prompts and decoding together."""
+"""Tokens per step, prefill and decoding together."""
 
 
 class Engine:
     """Generates and scores token ids. Not thread-safe: one thread calls `submit`, `step` and `update_weights`.
 
     `submit` queues requests and `step` advances every running one by a token, so callers may join and leave at any
-    step; `generate` is the same loop run to the end. Every token carries the weight version that produced it. In fp32
-    the log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the same
-    weights over the packed sequence; GQA and recurrent layers agree with theirs to rounding. `exact=False` gives that
-    up for speed: few tokens at a time take fused kernels, and a result may differ in its last digits with its
-    neighbours.
+    step. `generate` runs the same loop to the end. Every token carries the weight version that produced it. In fp32 the
+    log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the same weights
+    over the packed sequence. GQA and recurrent layers agree with the learner to rounding. `exact=False` is faster:
+    small batches use fused kernels, and the last digits of a result may depend on its neighbours in the batch.
 
-    The cache holds `cache_tokens` tokens, the unit being a page of latents and indexer keys. `prefix_cache` keeps what
-    finished requests leave behind, `host_cache_bytes` bounds what it moves to host memory instead of forgetting it.
-    `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no greedy
-    token. `chunk` bounds the tokens of one step. `overlap` plans the next step in the time in which tokens are drawn
-    (without drafts, whose number decides what comes next); where drawing and planning share one core it gains nothing.
+    The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
+    finished requests for reuse. `host_cache_bytes` bounds the evicted pages that are moved to host memory; 0 drops
+    them. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
+    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. It has no
+    effect with drafts, because the next plan depends on how many are accepted, and gains nothing on a single core.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Engine:
         self.max_batch = max_batch
         self.drafts = _drafts(model, speculative)
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
-        ahead = 1 + self.drafts  # places behind the last token that a step may write to
+        ahead = 1 + self.drafts  # positions after the last token that a step may write to
         if cache_tokens is None:
             cache_tokens = min(CACHE_BYTES // token_bytes(config, model.dtype), max_batch * (self.max_length + PAGE))
             cache_tokens = max(cache_tokens, self.max_length + ahead)
@@ -84,7 +82,7 @@ class Engine:
             raise EngineError(f"cache_tokens must be above {PAGE + ahead}, chunk and max_batch at least 1.")
         self.max_length = min(self.max_length, cache_tokens - ahead)
         self.cache_tokens, self.chunk = cache_tokens, chunk
-        self._prefix_cache = prefix_cache and not config.has_recurrent_layers  # a state cannot go back to a branch
+        self._prefix_cache = prefix_cache and not config.has_recurrent_layers  # a state cannot return to a branch
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
         self.weight_version = 0
         self.counts = Counts([0] * self.drafts)
@@ -96,7 +94,7 @@ class Engine:
         self._build()
 
     def _build(self) -> None:
-        """Pages, prefix cache, schedule and runner, all empty."""
+        """Pages, prefix cache, scheduler and runner, all empty."""
         model, states = self.model, self.max_batch + 1  # one for the runner's spare row
         device = model.lm_head.weight.device
         self.pool = KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=device)
@@ -121,10 +119,10 @@ class Engine:
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Start over after a failure: fresh pages, cache and schedule on the same weights, of the same version. All
-        requests are dropped, unfinished. Raises EngineBroken if the engine cannot compute even now."""
+        """Start over after a failure: fresh pages, cache and scheduler, same weights and version. Drops all requests
+        unfinished. Raises EngineBroken if the engine still cannot compute."""
         for name in ("steps", "runner", "scheduler", "radix", "pool"):
-            setattr(self, name, None)  # before the memory is needed again
+            setattr(self, name, None)  # free the memory before allocating again
         self._build()
         self.steps.probe()
 
@@ -132,8 +130,8 @@ class Engine:
     def from_pretrained(
         cls, path: str | Path, *, dtype: str = "float32", chat_template: str | None = None, **options: Any
     ) -> Engine:
-        """Load the model and, if the directory has one, the tokenizer; `chat_template` is that of `Tokenizer.load`.
-        `options` are those of the constructor."""
+        """Load the model and, if the directory has one, the tokenizer. `chat_template` goes to `Tokenizer.load`,
+        `options` to the constructor."""
         directory = Path(path)
         model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
@@ -142,8 +140,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completions in prompt order, `n` per prompt in a row. Raises EngineError for a prompt that cannot fit, and
-        RequestFailed for one that cannot be computed."""
+        """Completions in prompt order, the `n` of one prompt next to each other. Raises EngineError if a prompt cannot
+        fit and RequestFailed if one cannot be computed."""
         self._check_going()
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -154,7 +152,7 @@ class Engine:
             raise EngineError("The engine is paused; resume it first.")
 
     def _run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Step until all of them are done; if one fails, the others end with it."""
+        """Step until all requests are done; if one fails, abort the others."""
         try:
             while not all(r.done for r in requests):
                 self.step()
@@ -172,9 +170,9 @@ class Engine:
         namespace: str | None = "",
         grammar: Compiled | None = None,
     ) -> list[Request]:
-        """Queue `params.n` samples of a prompt and return their requests. Only requests of one `namespace` share what
-        the prefix cache knows; None neither reads nor writes it. `grammar` is that of `params` if it is compiled
-        already; otherwise this compiles it."""
+        """Queue `params.n` samples of a prompt and return their requests. Requests share prefix-cache entries only
+        within one `namespace`; with None a request neither reads nor writes the cache. `grammar` is the compiled
+        grammar of `params`; if it is None, it is compiled here."""
         ids = self._checked(prompt)
         vocab = self.model.config.vocab_size
         if not ids:
@@ -210,9 +208,9 @@ class Engine:
         return requests
 
     def submit_score(self, row: Sequence[int], params: SamplingParams) -> Request:
-        """Queue the scoring of a row, of which `params` say temperature (0 stands for 1) and `top_logprobs`. Its
-        completion gets the row's tokens after the first with their log-probabilities, all under one version of the
-        weights. It waits, is read in chunks and gives way like a prompt, and leaves nothing in the prefix cache."""
+        """Queue the scoring of a row. Of `params`, only temperature (0 means 1) and `top_logprobs` are used. The
+        completion gets the row's tokens after the first, with their log-probabilities under one weight version. The row
+        is queued, chunked and preempted like a prompt, and is not inserted into the prefix cache."""
         ids = self._checked(row)
         if len(ids) > self.max_length:
             raise EngineError(f"A row to score has {len(ids)} tokens, the limit is {self.max_length}; shorten it.")
@@ -234,18 +232,17 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of this engine's tokenizer. Raises MissingExtraError without the extra, EngineError without a
-        tokenizer."""
+        """Raises MissingExtraError without the `grammar` extra, EngineError without a tokenizer."""
         if self._grammars is None:
             if self.tokenizer is None:
                 raise EngineError("Grammars and bad_words need a tokenizer; this model directory has none.")
-            with self._grammars_lock:  # asked for from other threads too
+            with self._grammars_lock:  # other threads ask too
                 self._grammars = self._grammars or Grammars(self.tokenizer)
         return self._grammars
 
     @property
     def busy(self) -> bool:
-        """Whether a step would have anything to do."""
+        """Whether a step has anything to do."""
         return not self._paused and bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
@@ -255,7 +252,7 @@ class Engine:
 
     @property
     def accepted(self) -> list[int]:
-        """At k, how many verifications kept draft k + 1 and all before it."""
+        """At k: how many verifications accepted draft k + 1 and all before it."""
         return self.counts.accepted
 
     @torch.no_grad()
@@ -263,8 +260,8 @@ class Engine:
         """Advance every running request by a token (with drafts, by one or more) and waiting prompts by a chunk.
         Returns the requests that got a token.
 
-        Raises RequestFailed, after all others have advanced, if a request could not be computed: it is done, and its
-        `error` says why. After anything else that is raised, EngineBroken among it, only `rebuild` helps.
+        Raises RequestFailed if a request could not be computed. The others have advanced; the failed request is done,
+        with the reason in its `error`. After any other exception, including EngineBroken, only `rebuild` helps.
         """
         if self._paused:
             return []
@@ -274,7 +271,7 @@ class Engine:
         return fresh
 
     def abort(self, request: Request) -> None:
-        """End a request early; what it has so far stays in its completion."""
+        """End a request early; its completion keeps the tokens so far."""
         if request.done:
             return
         request.finish("abort")
@@ -288,7 +285,7 @@ class Engine:
         return len(requests)
 
     def pause(self) -> None:
-        """Let steps do nothing until `resume`; requests may come and go meanwhile."""
+        """Make steps do nothing until `resume`. Requests may be submitted and aborted meanwhile."""
         self._paused = True
 
     def resume(self) -> None:
@@ -299,14 +296,14 @@ class Engine:
         return self._paused
 
     def flush_cache(self) -> None:
-        """Forget all prefixes. Running requests keep what they have."""
+        """Clear the prefix cache. Running requests keep their pages."""
         if self.radix is not None:
             self.radix.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of this moment and counters since the start. `cached_tokens` are those in the prefix cache and
-        `hit_tokens` those of prompts it has saved; `accepted[k]` counts the `rounds` that kept draft k + 1 and all
-        before it; `seconds` says where the time of steps went."""
+        """Current values and counters since the start. `cached_tokens` are in the prefix cache, `hit_tokens` are prompt
+        tokens that it saved. `accepted[k]` counts the `rounds` that accepted draft k + 1 and all before it. `seconds`
+        is the time by phase."""
         radix = self.radix
         return {
             "running": len(self.scheduler.running),
@@ -339,8 +336,8 @@ class Engine:
     def scored(
         self, rows: Sequence[Sequence[int]], temperature: float = 1.0, top_logprobs: int = 0
     ) -> list[Completion]:
-        """Score rows: completions whose tokens are those of the row after its first (see `submit_score`), with the
-        likeliest `top_logprobs` at each place. Raises EngineError for a row that cannot fit."""
+        """Score rows. The tokens of each completion are the row's tokens after the first (see `submit_score`), with the
+        likeliest `top_logprobs` at each position. Raises EngineError if a row cannot fit."""
         self._check_going()
         if not math.isfinite(temperature) or temperature <= 0:
             raise EngineError("Scores need a temperature above 0.")
@@ -349,8 +346,8 @@ class Engine:
 
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights (names of `state_dict`). Running requests go on: their caches are rebuilt with the new
-        weights before their next token, so each token is the product of exactly one version."""
+        """Replace all weights (names of `state_dict`). Running requests continue: their caches are recomputed with the
+        new weights before their next token, so exactly one version produces each token."""
         check_fit(self.model, tensors)
         own = self.model.state_dict()
         for name, tensor in tensors.items():
@@ -358,13 +355,13 @@ class Engine:
         self.weight_version = version
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             if request.score:
-                request.completion = Completion()  # scores of two versions would not be of one model
+                request.completion = Completion()  # a score must not mix two versions
         self.scheduler.requeue()
         self.flush_cache()
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:
-    """Check that a model can speculate."""
+    """Check that a model can draft `count` tokens."""
     if count < 0:
         raise EngineError("The number of drafts per step must be at least 0.")
     if count and model.mtp is None:

@@ -1,6 +1,6 @@
-"""Grammars that clients write, in Lark's notation or in GBNF: checked before the library sees them.
+"""Grammars that clients write, in Lark's notation or in GBNF: checked before the library parses them.
 
-All scans here take time in proportion to the text, whatever it holds.
+All scans here take time proportional to the length of the text.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import re
 from glm5.errors import EngineError
 
 MAX_GRAMMAR = 64 * 1024
-"""Characters of a grammar from outside."""
+"""Maximum characters of a client's grammar."""
 MAX_QUOTED = 2000
-"""Characters of a text, an expression or a comment in it."""
+"""Maximum characters of one string, regular expression or comment in it."""
 MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
-"""Rules and brackets, conjunctions and negations, and repetitions in a grammar from outside, in this order. The library
-follows references on the stack and survives some 1,500 in a row; 200 conjunctions keep it busy for minutes."""
+"""Maximum number of rules and brackets, of conjunctions and negations, and of repetitions, in this order. The library
+follows references by recursion and survives some 1,500 in a row; 200 conjunctions take it minutes."""
 MAX_HIDDEN = 1000
-"""Colons and brackets in its texts and expressions too; the library may see these with other eyes than we do."""
+"""Maximum number of colons and brackets inside strings and expressions too: the library may tokenize differently."""
 MAX_GBNF = 4_000_000
-"""Characters times rules in GBNF: the library reads all of them again for each link of a chain of rules."""
+"""Maximum of characters times rules in GBNF: the library reads the whole text again per link of a chain of rules."""
 
 _GBNF = re.compile(r"(?m)^[ \t]*root[ \t]*::=")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*+"|(?://|#)[^\n]*+|/(?:\\.|[^/\\\n])*+/|(["/])')
-"""Texts, comments and expressions in Lark's notation, or (group 1) a quote that its line does not close."""
+"""Strings, comments and expressions in Lark's notation, or (group 1) a quote that is not closed on its line."""
 
 
 def checked(text: str) -> str:
-    """A grammar in Lark's notation. Raises EngineError for one that is malformed or too large."""
+    """A grammar in Lark's notation. Raises EngineError if the text is malformed or too large."""
     if len(text) > MAX_GRAMMAR:
         raise EngineError(f"The grammar has {len(text):,} characters; at most {MAX_GRAMMAR:,} are allowed.")
     if _GBNF.search(text):
@@ -51,8 +51,8 @@ def _blank(quoted: re.Match[str]) -> str:
 
 
 def _translated(text: str) -> str:
-    """From GBNF."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark  # present wherever a grammar can be enforced at all
+    """Convert GBNF to Lark's notation."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # installed if any grammar can be enforced
 
     rules = text.count("::=")
     if rules > MAX_MARKS[0][1] or rules * len(text) > MAX_GBNF:
@@ -60,5 +60,5 @@ def _translated(text: str) -> str:
         raise EngineError(f"The grammar has more than {limits}, the limit of this server for GBNF.")
     try:
         return str(gbnf_to_lark(text)).removeprefix("%llguidance {}")
-    except Exception as error:  # it raises what Python has
+    except Exception as error:  # it raises plain Python errors
         raise EngineError(f"The grammar is no GBNF: {str(error)[:200]}.") from None

@@ -1,9 +1,9 @@
 """Grammars: which tokens may come next, so that an answer is JSON of a schema, one of some choices, or a tool call.
 
-The masks come from llguidance (extra `grammar`), which reads grammars in the Lark notation. This module brings its
-tokens, limits and clear errors; `glm5.engine.grammar_rules` writes the grammars. Around the library's matcher stands a
-little state of our own: a think block that comes first, markers that must not be spelled out in ordinary text (whoever
-parses the answer as text would take them for the real ones), and the stop token that fits the kind of answer.
+llguidance (extra `grammar`) computes the masks from grammars in Lark's notation, which `glm5.engine.grammar_rules`
+writes. This module adds the tokenizer, limits, clear errors, and some state around the library's matcher: a think block
+before the answer, special markers that must not be spelled out in ordinary text (a text parser would take them for the
+real ones), and the stop token that fits the kind of answer.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from glm5.errors import EngineError, MissingExtraError
 from glm5.records import GrammarSpec
 
 KEPT_BYTES = 256 << 20
-"""Compiled grammars that count for so many bytes are kept for later requests: 32 of usual size..."""
+"""Compiled grammars are kept for later requests, up to this cost (see `OWN_BYTES`): 32 grammars of usual size."""
 KEPT_STEPS = 50_000
-"""...each for so many tokens of its samples, which leave in it what they have met."""
+"""Each is kept for at most this many sampled tokens, because every new text makes its lexer larger."""
 OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
-"""What a compiled grammar counts for, by the length of its text. Usual ones take 0.1 MB; expressions over classes of
-Unicode take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
+"""Cost of a compiled grammar: a constant plus an amount per character of its text. Usual grammars take 0.1 MB;
+expressions over Unicode classes take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
 LEXER_STATES = 16_000
 COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 50_000
-"""Work that a grammar may cause when it is compiled and for each token; beyond it, it is refused or fails."""
+"""Limits of the work at compile time and per token. A grammar that exceeds them is refused or fails."""
 
 _THINKING = ("</think>", "<tool_call>")
 _ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": ("<tool_call>",)}
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Safe to use from several threads; building one takes some milliseconds for
-    each ten thousand tokens of the vocabulary. Every kind but "any" needs llguidance."""
+    """Compiles grammars for one tokenizer. Thread-safe. Construction takes some milliseconds per ten thousand tokens of
+    the vocabulary. Every kind except "any" needs llguidance."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.words = Words(tokenizer)
         self._kept: OrderedDict[tuple[str, str, bool], _Source] = OrderedDict()
-        self._known = WeakValueDictionary[tuple[str, str, bool], _Source]()  # what is kept or in use
-        self._living = WeakSet[_Source]()  # these, and what was forgotten while it was in use
+        self._known = WeakValueDictionary[tuple[str, str, bool], _Source]()  # kept or in use
+        self._living = WeakSet[_Source]()  # all of `_known`, and dropped grammars still in use
         self._lock = threading.Lock()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Compile ahead of time. Raises EngineError for a grammar that cannot be enforced, with the reason, and
+        """Compile ahead of time. Raises EngineError with the reason if the grammar cannot be enforced, and
         MissingExtraError without llguidance."""
         self._source(spec)
 
     def compile(self, spec: GrammarSpec) -> Compiled:
-        """Ready for any number of samples. Raises EngineError like `check`."""
+        """A compiled grammar, for any number of samples. Raises EngineError like `check`."""
         return Compiled(self.words, self._source(spec), spec, self._lock)
 
     def state(self, spec: GrammarSpec) -> GrammarState:
@@ -66,7 +66,7 @@ class Grammars:
 
     @cached_property
     def _library(self) -> tuple[Any, Any, Any]:
-        """llguidance, this vocabulary in its form, and its limits."""
+        """llguidance, its tokenizer for this vocabulary, and its limits."""
         try:
             import llguidance
         except ImportError:
@@ -79,7 +79,7 @@ class Grammars:
         return llguidance, llguidance.LLTokenizer(vocabulary, eos_token=list(self.tokenizer.stop_token_ids)), limits
 
     def has_room(self, spec: GrammarSpec, limit: int) -> bool:
-        """Whether this grammar and all others that are in use count for at most `limit` bytes. Kept ones make room."""
+        """Whether this grammar and all others in use cost at most `limit` bytes. Unused kept grammars make room."""
         with self._lock:
             if spec.kind == "any" or self._fresh(spec) is not None:
                 return True
@@ -92,7 +92,7 @@ class Grammars:
         return sum(source.size for source in self._living)
 
     def _fresh(self, spec: GrammarSpec) -> _Source | None:
-        """The grammar, if it is there and not worn; worn ones are kept no longer."""
+        """The compiled grammar, if it is known and not worn. Worn ones are dropped."""
         for key in [key for key, source in self._kept.items() if source.worn]:
             del self._kept[key]
         found = self._known.get((spec.kind, spec.value, spec.many))
@@ -107,7 +107,7 @@ class Grammars:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
             matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
-            matcher.compute_bitmask()  # some limits show only here
+            matcher.compute_bitmask()  # some limits are checked only here
             if matcher.is_error():
                 raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
             source = _Source(matcher, _size(text))
@@ -127,8 +127,8 @@ def _size(text: str) -> int:
 
 @dataclass(eq=False)
 class _Source:
-    """A grammar as the library compiled it, which its samples copy. The copies share a lexer that grows with what they
-    meet, so that it is forgotten after so many steps, or when one of them failed."""
+    """A compiled grammar that samples copy. The copies share a lexer that grows with use, so it is dropped after
+    `KEPT_STEPS` steps or if one of them failed."""
 
     matcher: Any
     size: int
@@ -142,7 +142,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar that is ready to use; `source` stays at its beginning."""
+    """A grammar ready to use; `source` stays in its initial state."""
 
     words: Words
     source: _Source | None
@@ -157,9 +157,9 @@ class Compiled:
 
 
 class GrammarState:
-    """Where one sample stands in its grammar; without a `matcher` everything fits. `done` once its stop token was
-    accepted. `failed` says why no token fits any more (a limit of the library, or an answer that cannot be ended); the
-    sample must then be ended too."""
+    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once its stop
+    token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer that cannot
+    end); the caller must then end the sample."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -172,18 +172,18 @@ class GrammarState:
         self._ends = {"tools": words.ends_calls, "any": words.ends}.get(spec.kind, words.ends_answer)
         self._thinking = spec.after_thinking
         self._thought = 0
-        self._spelled = 0  # the state of the spelling of markers
+        self._spelled = 0  # state of `Spelling` for the markers
         self._past: list[tuple[bool, int, bool, bool]] = []  # thinking, spelled, done, whether the matcher moved
 
     @property
     def thinking(self) -> bool:
-        """Whether the answer has not begun yet."""
+        """Whether the sample is still in its think block."""
         return self._thinking
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next, or after `drafted`; `mask` holds zeros, one bit per id.
+        """Set the bits of the tokens that may come next, or after `drafted`. `mask` holds zeros, one bit per id.
 
-        Behind a draft that does not fit, all bits are set. Where nothing fits, the sample fails and gets stop tokens.
+        After a draft that does not fit, all bits are set. If no token fits, the sample fails and gets stop tokens.
         """
         before, moved = self.failed, 0
         try:
@@ -197,13 +197,13 @@ class GrammarState:
             else:
                 found = self._next()
                 mask[: len(found)] = found
-        finally:  # a step that fails is computed again
+        finally:  # a failed step is computed again
             if moved:
                 self.rollback(moved)
-                self.failed = before  # a dead end behind a draft is none yet
+                self.failed = before  # a dead end after a draft is not final
 
     def accept(self, token: int) -> None:
-        """`token` was sampled."""
+        """`token` was sampled: advance the state."""
         now = (self._thinking, self._spelled, self.done)
         moved = False
         if not self.done and self.failed is None:
@@ -280,7 +280,7 @@ def _has(mask: Mask, token: int) -> bool:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,13 +1,12 @@
-"""From what a request asks for to a grammar in llguidance's Lark notation.
+"""From a request's grammar spec to a grammar in llguidance's Lark notation.
 
-JSON is written in one way, that of `json.dumps`: `, ` and `: ` as separators and no other white space, so that a model
-cannot fill its budget with blanks. It is also what the chat template writes, and what the released models have seen.
+JSON has one format, that of `json.dumps`: separators `, ` and `: ` and no other white space, so a model cannot fill its
+budget with blanks. The chat template writes the same format, and the released models were trained on it.
 
-A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`, its marks being special
-tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser on the other side
-(`glm5.chat.parsers`) reads the text of an argument by its schema, and the grammar admits exactly what it reads back as
-a value of that schema: text as it is where only a string is allowed, JSON where none is, and where both are, text that
-is no JSON of the other types.
+A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; the marks are special
+tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser (`glm5.chat.parsers`)
+reads an argument's text by its schema. The grammar admits exactly what it reads back as valid: plain text if only a
+string is allowed, JSON if no string is allowed, and if both are allowed, also text that is not JSON of the other types.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from glm5.errors import EngineError
 from glm5.records import GrammarSpec
 
 MAX_TEXT = 256 * 1024
-"""Characters of a schema, an expression or a list. What may be compiled within it, the library's own limits say."""
+"""Maximum characters of a schema, an expression or a list. The library's own limits bound what compiles."""
 MAX_PATTERN = 2000
 MAX_CHOICES = 2000
 MAX_HOPS = 16
@@ -35,10 +34,10 @@ MAX_NESTING = 100
 MAX_OPTIONAL = 300
 MAX_DIVISORS = 10_000
 MAX_WRITTEN = 1 << 20
-"""Characters of what the library gets to read."""
+"""Maximum characters of the grammar passed to the library."""
 MAX_SHARED = 4_000_000
-"""Characters of the schemas of all arguments together, that of a tool counted again for each that holds a reference:
-the measure of our own work on forced calls."""
+"""Maximum characters of the schemas of all arguments together; an argument with a reference counts its tool's schema
+again. Bounds our own work on forced calls."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -49,7 +48,7 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 
 
 def written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
-    """The grammar of `spec`. Raises EngineError for one that is malformed, too large or not supported."""
+    """The grammar of `spec`. Raises EngineError if it is malformed, too large or not supported."""
     if len(spec.value) > MAX_TEXT:
         raise EngineError(f"The grammar has {len(spec.value):,} characters; at most {MAX_TEXT:,} are allowed.")
     text = _written(spec, tokenizer)
@@ -94,8 +93,8 @@ def _parsed(text: str, kind: type, what: str, form: str) -> Any:
 
 
 def _check_size(value: Any, what: str) -> None:
-    """The time to compile an object grows with the square of the properties that it may leave out, and time and memory
-    with the divisors of `multipleOf`: one state for each remainder."""
+    """Compile time of an object grows with the square of its optional properties. Time and memory grow with the
+    divisors of `multipleOf`: one state per remainder. Raises EngineError if a value exceeds these limits."""
     level, remainders, together = [value], 0, 1
     for _ in range(MAX_NESTING):
         inner: list[Any] = []
@@ -119,8 +118,7 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def _states(divisor: float) -> int:
-    """Remainders that a number may have, in steps of the divisor's last decimal place; more than allowed if it is no
-    positive number."""
+    """Number of remainders, in units of the divisor's last decimal place; above the limit if the divisor is not > 0."""
     try:
         exact = Fraction(str(divisor))
     except ValueError:
@@ -133,13 +131,13 @@ def _literal(text: str) -> str:
 
 
 def _json_rule(schema: Any) -> str:
-    """Inline JSON schema. Our way of writing JSON overrules what the schema may ask of the library itself."""
+    """Inline JSON schema. Our JSON format overrides format options that the schema sets for the library."""
     schema = {**schema, "x-guidance": _WRITING} if isinstance(schema, Mapping) else {"not": {}}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 
 def _expression(pattern: str) -> str:
-    """A regular expression that must match the whole text."""
+    """A terminal for a regular expression that must match the whole text."""
     if len(pattern) > MAX_PATTERN or "\n" in pattern:
         raise EngineError(f"A regular expression may have {MAX_PATTERN} characters, and no line ends; use \\n.")
     return "/" + re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], pattern) + "/"
@@ -166,7 +164,7 @@ class _Calls:
         return f"<[{self._special[name]}]>"
 
     def _rule(self, body: str, terminal: bool = False) -> str:
-        """Name `body`; terminals are matched as one expression."""
+        """Add a rule for `body` and return its name; a terminal is matched as one expression."""
         name = f"{'T' if terminal else 'r'}{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
@@ -231,8 +229,8 @@ class _Calls:
         self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
-        """A string or something else: the parser prefers JSON of another type to a string. Where the schema restricts
-        such a type, its values come from a rule of their own, and no free text looks like them."""
+        """A string or another type: the parser prefers JSON of another type to a string. If the schema restricts such a
+        type, its values have their own rule, and free text must not look like them."""
         bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
         literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
         unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))
@@ -260,15 +258,15 @@ _JSON_LIKE = {
 }
 _HARMLESS = {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format",
              "$comment", "nullable", "$defs", "definitions"}  # fmt: skip
-"""Words of a schema that forbid nothing. `format` is an annotation unless a validator is told otherwise."""
+"""Schema keywords that forbid nothing. `format` is only an annotation by default."""
 _ABOUT_OTHERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems",
                  "minItems", "maxItems", "uniqueItems", "contains", "properties", "required", "additionalProperties",
                  "patternProperties", "propertyNames", "minProperties", "maxProperties"}  # fmt: skip
-"""Words that forbid no string, but values of other types."""
+"""Keywords that restrict values of other types, but no string."""
 
 
 class _References:
-    """The places in a tool's parameters, each found once."""
+    """Resolves references within a tool's parameters, each once."""
 
     def __init__(self, schema: Any) -> None:
         self.schema = schema
@@ -276,7 +274,7 @@ class _References:
         self._places: dict[str, Any] = {}
 
     def resolved(self, schema: Any) -> Any:
-        """What a reference leads to; other schemas as they are."""
+        """The target of a reference; other schemas unchanged."""
         passed: list[str] = []
         while isinstance(schema, Mapping) and schema.get("$ref") is not None:
             ref = str(schema["$ref"])
@@ -308,7 +306,7 @@ def _texts(schema: Any, root: _References) -> list[str]:
     found, waiting, seen = dict[str, None](), [schema], set[int]()
     while waiting:
         schema = root.resolved(waiting.pop())
-        if id(schema) in seen:  # what refers to itself adds nothing
+        if id(schema) in seen:  # a self-reference adds nothing
             continue
         seen.add(id(schema))
         if schema is True:
@@ -324,7 +322,7 @@ def _texts(schema: Any, root: _References) -> list[str]:
 
 
 def _own_texts(schema: Mapping[str, Any], words: set[str]) -> list[str]:
-    """Those of a schema without branches; `words` are the ones that say something about strings."""
+    """The strings of a schema without branches; `words` are its keywords that restrict strings."""
     if words & {"enum", "const"}:
         options = schema.get("enum", [schema.get("const")])
         if len(words) > 1 or not isinstance(options, list):
@@ -342,7 +340,7 @@ def _own_texts(schema: Mapping[str, Any], words: set[str]) -> list[str]:
 
 
 def _search(pattern: Any) -> str:
-    """The texts in which a JSON schema's pattern occurs, as an expression for the whole text."""
+    """A JSON schema `pattern`, which may match anywhere, as an expression for the whole text."""
     if not isinstance(pattern, str):
         raise EngineError("pattern must be a regular expression.")
     bare = re.sub(r"\\.", "xx", pattern)
@@ -353,7 +351,7 @@ def _search(pattern: Any) -> str:
 
 
 def _declared(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names; all of them where it names none."""
+    """The types that a schema names; all types if it names none."""
     kind = schema.get("type")
     kinds = {kind} if isinstance(kind, str) else set(map(str, kind)) if isinstance(kind, list) else set(_TYPES)
     return kinds | {"integer"} if "number" in kinds else kinds
@@ -384,7 +382,7 @@ def _free_of(text: str, marks: Sequence[str], what: str) -> str:
 
 
 def _word(text: Any, what: str, marks: Sequence[str]) -> str:
-    """A name that survives the way through the parser."""
+    """A name that the parser reads back unchanged."""
     if not isinstance(text, str) or not text or text != text.strip():
         raise EngineError(f"{what} must be a text without white space at its ends.")
     return _free_of(text, marks, what)

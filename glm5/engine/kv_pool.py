@@ -1,4 +1,4 @@
-"""The pool of pages: fixed numbers of tokens whose latents and indexer keys, of all layers, live and die together."""
+"""The KV pool: pages of a fixed number of tokens, with the latents and indexer keys of all layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from glm5.model.context import LatentCache
 from glm5.ops import KEY_TILE
 
 PAGE = KEY_TILE
-"""Tokens per page. The indexer reads keys in tiles of as many, so that a tile never spans two pages."""
+"""Tokens per page. The indexer reads keys in tiles of this size, so a tile never spans two pages."""
 
 FIRST_PAGES = 32
-"""Pages whose memory exists from the start; it doubles whenever more are needed."""
+"""Pages allocated at the start; the memory doubles on demand."""
 
 
 class KVPool:
     """Pages numbered 1 .. `total`. Page 0 is a dummy page: discarded writes go there.
 
-    Sequences hold pages with a reference count (`alloc`, `incref`, `free`); the prefix cache pins pages (`pin`,
-    `unpin`). Pages that are only pinned count as available: `reclaim`, set by the cache, gives them back.
+    Sequences own pages by reference count (`alloc`, `incref`, `free`); the prefix cache pins pages (`pin`, `unpin`).
+    Pages that are only pinned count as available: `reclaim`, set by the cache, frees them.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class KVPool:
         self._refcounts = [0] * (self.total + 1)
         self._pinned = [False] * (self.total + 1)
         self._free: list[int] = []
-        self._next = 1  # the first page that was never allocated
-        self._busy = 0  # pages that sequences hold
+        self._next = 1  # the first page never allocated
+        self._busy = 0  # pages with a reference count > 0
 
     @property
     def available(self) -> int:
-        """Pages that `alloc` could give."""
+        """Pages that `alloc` can give, after eviction if necessary."""
         return self.total - self._busy
 
     @property
     def unused(self) -> int:
-        """Pages that no sequence holds and the prefix cache does not pin."""
+        """Pages that are neither referenced by a sequence nor pinned."""
         return len(self._free) + self.total + 1 - self._next
 
     def held(self, page: int) -> bool:
-        """Whether a sequence holds the page."""
+        """Whether a sequence references the page."""
         return self._refcounts[page] > 0
 
     def alloc(self, count: int) -> list[int]:
@@ -74,12 +74,12 @@ class KVPool:
         return pages
 
     def incref(self, page: int) -> None:
-        """One more reference to a page that is in use."""
+        """Add a reference to a page that is in use."""
         self._busy += self._refcounts[page] == 0
         self._refcounts[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """One reference less to each page."""
+        """Remove one reference from each page."""
         for page in pages:
             self._refcounts[page] -= 1
             if self._refcounts[page] == 0:
@@ -88,28 +88,28 @@ class KVPool:
                     self._free.append(page)
 
     def pin(self, page: int) -> None:
-        """The prefix cache wants a page that a sequence holds to stay."""
+        """Keep a page for the prefix cache; a sequence must reference it now."""
         self._pinned[page] = True
 
     def unpin(self, page: int) -> None:
-        """The prefix cache has no more use for a page."""
+        """Remove the prefix cache's pin from a page."""
         self._pinned[page] = False
         if self._refcounts[page] == 0:
             self._free.append(page)
 
     def copy(self, source: int, target: int) -> None:
-        """The contents of one page into another."""
+        """Copy the contents of one page to another."""
         for pool in (self.cache.latents, self.cache.index_keys):
             pool[:, target] = pool[:, source]
 
     def dump(self, page: int, tokens: int) -> bytes:
-        """The first `tokens` of a page as bytes: latents, then indexer keys."""
+        """The first `tokens` tokens of a page as bytes: latents, then indexer keys."""
         return b"".join(
             part[:, page, :tokens].contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in self._parts()
         )
 
     def load(self, page: int, tokens: int, data: bytes) -> None:
-        """Inverse of `dump`. Raises EngineError if the size does not fit."""
+        """Inverse of `dump`. Raises EngineError if the size of `data` is wrong."""
         at = 0
         for part in self._parts():
             target = part[:, page, :tokens]
@@ -121,7 +121,7 @@ class KVPool:
             raise EngineError(f"A stored page has {len(data)} bytes, {at} were expected.")
 
     def page_bytes(self, tokens: int = PAGE) -> int:
-        """Size of `dump`."""
+        """Bytes that `dump` returns."""
         return sum(part.shape[0] * tokens * part.shape[3] * part.element_size() for part in self._parts())
 
     def _parts(self) -> tuple[Tensor, ...]:

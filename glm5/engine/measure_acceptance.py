@@ -1,4 +1,4 @@
-"""Greedy speculative runs with their acceptance (§2.1, Table 2): an engine with drafts, run to the end."""
+"""Greedy speculative runs that measure draft acceptance (§2.1, Table 2)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from glm5.records import SamplingParams
 
 @dataclass(frozen=True)
 class Speculation:
-    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 (and
-    all before it); `accept_length` = tokens per verification, the verified token included (1 = no draft ever
-    accepted)."""
+    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 and
+    all before it; `accept_length` = tokens per verification, including the verified token (1: no draft accepted)."""
 
     token_ids: list[list[int]]
     rounds: int
@@ -29,7 +28,7 @@ class Speculation:
 def generate_speculative(
     model: GLM5ForCausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int, drafts: int = 3
 ) -> Speculation:
-    """Greedy continuation of prompts by exactly `max_tokens` tokens each: those of plain decoding."""
+    """Greedy continuation of prompts by exactly `max_tokens` tokens each, equal to plain greedy decoding."""
     if not prompts or not all(prompts):
         raise EngineError("generate_speculative takes at least one prompt, and no empty ones.")
     longest = max(map(len, prompts)) + max_tokens

@@ -1,4 +1,4 @@
-"""What a request asks of its logits before temperature: penalties, biases, and which tokens may come at all."""
+"""Changes to the logits before temperature: penalties, biases, and masks of forbidden tokens."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 1e-6
 HIGHEST_TEMPERATURE = 1e6
-"""Beyond them, logits divided by the temperature may overflow, or the divisor; 0 means greedy."""
+"""Temperature limits, apart from 0 (greedy). Outside them the division or the logits may overflow."""
 HIGHEST_PENALTY = 10
 HIGHEST_BIAS = 1000
 MAX_BAD_BYTES = 4096
-"""Of all `bad_words` together, in UTF-8; each costs some hundred bytes of memory."""
+"""Maximum bytes of all `bad_words` together, in UTF-8; each byte takes some hundred bytes of memory."""
 
 
 class SamplerState:
-    """What the sampler knows about one sample: its parameters, its seed, and the tokens it has got so far.
+    """Sampling state of one sample: parameters, seed and the tokens so far.
 
-    `advance` after every token that was kept. A request that is preempted keeps its state: nothing here depends on the
-    cache. The counts of the penalties, [V] each, exist only where a penalty is asked for; `forbidden`, [V] too, only if
-    the parameters allow some ids alone. `spelling` knows the `bad_words`, `spelled` is where in them the answer stands.
+    Call `advance` after every token that is kept. A preempted request keeps its state, because nothing here depends on
+    the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the parameters
+    restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SamplerState:
         return self.params.temperature == 0
 
     def advance(self, token: int) -> None:
-        """The sample got `token`."""
+        """Record `token`."""
         self.position += 1
         if self.counts is not None:
             self._counts[token] += 1
@@ -85,11 +85,11 @@ class SamplerState:
             self.spelled = self.spelling.after(self.spelled, token)
 
     def uniform(self, purpose: str = "token", ahead: int = 0) -> float:
-        """The number from [0, 1) that belongs to (seed, purpose, position + ahead)."""
+        """The random number in [0, 1) of (seed, purpose, position + ahead)."""
         return derive_seed(self.seed, purpose, self.position + ahead) / 2**63
 
     def adjusts(self, ahead: int = 0) -> bool:
-        """Whether the token `ahead` places after the next one is drawn from anything but the model's own logits."""
+        """Whether the logits of the token `ahead` positions after the next one must be adjusted."""
         return (
             self.counts is not None
             or bool(self.bias)
@@ -102,7 +102,7 @@ class SamplerState:
 
 @lru_cache(maxsize=4)  # some MB each
 def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
-    """[V], true for all ids but `allowed`; samples share it, and nobody writes into it."""
+    """[V], true for all ids except `allowed`; shared by samples, so do not modify it."""
     if not 0 <= min(allowed) <= max(allowed) < vocab_size:
         raise EngineError(f"allowed_token_ids must lie in the model's vocabulary, 0 to {vocab_size - 1}.")
     forbidden = torch.ones(vocab_size, dtype=torch.bool)
@@ -111,7 +111,7 @@ def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise EngineError for values without a meaning."""
+    """Raise EngineError if a value is not valid."""
     p = params
     if p.max_tokens < 1 or p.n < 1 or p.top_k < 0 or p.min_tokens < 0:
         raise EngineError("max_tokens and n must be at least 1, top_k and min_tokens at least 0 (0 = no limit).")
@@ -147,8 +147,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Logits [n, V] in fp32 or wider, as the states want them; changed in place. Row i comes after `drafted[i]`,
-    tokens that its state does not hold yet. All operations go over the whole batch."""
+    """Apply the states' penalties, biases and masks in place to logits [n, V] in fp32 or wider. Row i comes after
+    `drafted[i]`, tokens that its state has not recorded yet. All operations are batched."""
     _penalise(logits, states, drafted)
     rows, ids, values = [], [], []
     for row, state in enumerate(states):
@@ -187,7 +187,7 @@ def _penalise(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[
 
 
 def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
-    """One bit per token and row, as the grammars fill it in; ids beyond the tokenizer's vocabulary never fit."""
+    """Apply the grammars' masks, one bit per token and row; ids outside the tokenizer's vocabulary never fit."""
     mine = [row for row, state in enumerate(states) if state.grammar is not None]
     if not mine:
         return
@@ -200,7 +200,7 @@ def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequ
 
 
 def _cleared(masks: Mask, logits: Tensor) -> Tensor:
-    """Where masks [n, words] have no bit, as bool [n, V] beside `logits`."""
+    """bool [n, V], true for cleared bits of masks [n, words], on the device of `logits`."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     return torch.from_numpy(bits == 0).to(logits.device)
 
@@ -213,7 +213,7 @@ def _keep_allowed(logits: Tensor, states: Sequence[SamplerState]) -> None:
 
 
 def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
-    """No token completes a bad word, except in a row where nothing else can come."""
+    """Forbid tokens that complete a bad word, except in a row with no other possible token."""
     mine = [row for row, state in enumerate(states) if state.spelling is not None]
     if not mine:
         return
@@ -231,7 +231,7 @@ def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: 
 
 
 def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Stop ids cannot come before `min_tokens`, except in a row where nothing else can: a grammar may be at its end."""
+    """Forbid stop ids before `min_tokens`, except in a row with no other possible token (a complete grammar)."""
     early = [
         (row, token)
         for row, state in enumerate(states)

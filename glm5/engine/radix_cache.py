@@ -1,8 +1,8 @@
-"""The prefix cache: a tree over pages, so that a prompt pays only for what no earlier sequence has computed.
+"""The prefix cache: a radix tree over pages, so that only the part of a prompt that is not cached is computed.
 
-A node is one page and the tokens in it; its path from the root is all that its latents and indexer keys depend on.
-Pages that no sequence holds are given up in the order of their last use, leaves first, and then either forgotten or
-moved to a bounded store in host memory, from which they come back after a check of their hash.
+A node is one page and the tokens in it. The page's latents and indexer keys depend only on the path from the root.
+Unreferenced pages are evicted in LRU order, leaves first, and either dropped or moved to a bounded store in host
+memory. Stored pages return after a check of their hash.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from glm5.engine.kv_pool import PAGE, KVPool
 
 @dataclass(eq=False)
 class Node:
-    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` holds its bytes
-    (with their hash). The root of a namespace only has children."""
+    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` is its bytes
+    and their hash. The root of a namespace only has children."""
 
     tokens: tuple[int, ...]
     parent: Node | None
@@ -27,24 +27,24 @@ class Node:
     stored: bytes | None = None
     digest: bytes = b""
     used: int = 0
-    namespace: str = ""  # of a root
+    namespace: str = ""  # only set for a root
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 
 @dataclass
 class Match:
-    """The longest cached prefix of a sequence: `pages`, which the caller now holds, and `length`, the tokens in them.
-    If `length` is not a multiple of the page size, the last page is the caller's own copy."""
+    """The longest cached prefix of a sequence: `pages`, with a reference for the caller, and `length` in tokens. If
+    `length` is not a multiple of the page size, the last page is the caller's own copy."""
 
     pages: list[int]
     length: int
 
 
 class RadixCache:
-    """Prefixes of earlier sequences, by namespace. Sequences of unlike namespaces never share a page.
+    """Prefixes of earlier sequences, by namespace. Sequences of different namespaces never share a page.
 
-    `host_bytes` bounds the store that given-up pages move to; 0 forgets them. Counters: `hit_tokens`, `spilled` and
-    `restored` pages, `damaged` pages that failed their check and counted as a miss.
+    `host_bytes` bounds the host store for evicted pages; 0 drops them. Counters: `hit_tokens`, `spilled` and `restored`
+    pages, `damaged` pages that failed the hash check and counted as a miss.
     """
 
     def __init__(self, pool: KVPool, host_bytes: int = 0) -> None:
@@ -53,7 +53,7 @@ class RadixCache:
         self.hit_tokens = self.spilled = self.restored = self.damaged = 0
         self._roots: dict[str, Node] = {}
         self._clock = 0
-        self._oldest: list[tuple[int, int, Node]] = []  # nodes by last use; entries may be out of date
+        self._oldest: list[tuple[int, int, Node]] = []  # nodes by last use; entries may be stale
         self._host: OrderedDict[Node, None] = OrderedDict()  # oldest first
         self._host_used = 0
         self._tokens = 0
@@ -61,7 +61,7 @@ class RadixCache:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose pages are in the pool on behalf of the cache."""
+        """Tokens in pages of the pool that the cache pins."""
         return self._tokens
 
     @property
@@ -70,7 +70,7 @@ class RadixCache:
         return self._host_used
 
     def match(self, namespace: str, tokens: Sequence[int]) -> Match:
-        """The longest cached prefix of `tokens`. The caller holds the pages of the result."""
+        """The longest cached prefix of `tokens`. The caller gets a reference to each page of the result."""
         node, found = self._roots.get(namespace), Match([], 0)
         while node is not None and found.length < len(tokens):
             key = tuple(tokens[found.length : found.length + PAGE])
@@ -97,7 +97,7 @@ class RadixCache:
         if best is None or not self._resident(best):
             return
         assert best.page is not None
-        self.pool.incref(best.page)  # so that it is not given up for its own copy
+        self.pool.incref(best.page)  # do not evict it to make room for its own copy
         if self.pool.available:
             (own,) = self.pool.alloc(1)
             self.pool.copy(best.page, own)
@@ -117,7 +117,7 @@ class RadixCache:
                     return  # nothing new
                 self._absorb(node, key)
                 child = node.children[key] = Node(key, node)
-                self._roots[namespace] = root  # until its last child goes
+                self._roots[namespace] = root  # until its last child is removed
             if child.page is None:
                 self._unstore(child)
                 child.page = page
@@ -127,13 +127,13 @@ class RadixCache:
             node = child
 
     def _absorb(self, node: Node, key: tuple[int, ...]) -> None:
-        """Forget a page filled in part whose tokens a fuller page is about to bring."""
+        """Drop a partly filled page if a fuller page is about to replace it."""
         for other in [c for c in node.children.values() if len(c.tokens) < len(key)]:
             if key[: len(other.tokens)] == other.tokens:
                 self._forget(other)
 
     def clear(self) -> None:
-        """Forget everything, as new weights demand. Sequences keep the pages that they hold."""
+        """Drop everything, as new weights require. Sequences keep their own pages."""
         for root in list(self._roots.values()):
             for child in list(root.children.values()):
                 self._forget(child)
@@ -147,12 +147,12 @@ class RadixCache:
             self._sort()
 
     def _sort(self) -> None:
-        """Drop entries that are out of date."""
+        """Remove stale entries."""
         self._oldest = [entry for entry in self._oldest if entry[0] == entry[2].used and entry[2].page is not None]
         heapq.heapify(self._oldest)
 
     def _reclaim(self, count: int) -> None:
-        """Give up `count` pages, the ones unused for longest first. The caller knows that so many are not held."""
+        """Evict `count` pages in LRU order. The caller knows that so many are unreferenced."""
         goal = self.pool.unused + count
         while self.pool.unused < goal:
             if not self._oldest:
@@ -160,17 +160,17 @@ class RadixCache:
                 continue
             used, _, node = heapq.heappop(self._oldest)
             if used != node.used or node.page is None or self.pool.held(node.page):
-                continue  # touched, given up, or held: who holds it will touch it
+                continue  # used, evicted or referenced; its owner will touch it
             if any(child.page is not None for child in node.children.values()):
-                continue  # its turn comes after theirs
+                continue  # evicted after its children
             parent = node.parent
             self._give_up(node)
             if parent is not None and parent.page is not None:
                 heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
     def _collect(self) -> None:
-        """Search the whole tree for leaves to evict. If there are none, some page that no sequence holds has children
-        that are held (a sequence has its own pages for the same prefix): forget such a branch."""
+        """Search the whole tree for leaves to evict. If there is none, an unreferenced page has referenced children (a
+        sequence with its own pages for the same prefix): drop such a branch."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
         leaves = [node for node in loose if all(child.page is None for child in node.children.values())]
@@ -180,7 +180,7 @@ class RadixCache:
         heapq.heapify(self._oldest)
 
     def _give_up(self, node: Node) -> None:
-        """Move a node's page to the host store, or forget it."""
+        """Move a node's page to the host store, or drop it."""
         assert node.page is not None
         size = self.pool.page_bytes(len(node.tokens))
         if size > self.host_bytes:
@@ -218,7 +218,7 @@ class RadixCache:
         if not self.pool.available:
             return False
         data, size = node.stored, len(node.tokens)
-        self._unstore(node)  # now, so that making room cannot forget it
+        self._unstore(node)  # before making room, which could drop it
         (page,) = self.pool.alloc(1)
         self.pool.load(page, size, data)
         node.page = page
@@ -230,7 +230,7 @@ class RadixCache:
         return True
 
     def _forget(self, node: Node) -> None:
-        """Remove a node and all that hangs on it."""
+        """Remove a node and all its descendants."""
         assert node.parent is not None
         parent = node.parent
         if parent.children.get(node.tokens) is node:
@@ -244,7 +244,7 @@ class RadixCache:
 
 
 def _below(node: Node) -> list[Node]:
-    """All nodes under one."""
+    """All descendants of a node."""
     found = list(node.children.values())
     for one in found:
         found += one.children.values()
@@ -252,7 +252,7 @@ def _below(node: Node) -> list[Node]:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences share at their beginning."""
+    """Length of the longest common prefix of two sequences."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -16,12 +16,12 @@ from glm5.records import Completion, SamplingParams
 class Request:
     """One sample of one prompt.
 
-    `tokens` are prompt and output. Of these the pages hold the first `stored`, and the model goes on with `next`, which
-    is smaller where a hidden state has to be computed again. `carried` is the MTP layer's state [D] that predicts the
-    token after the last one; where it exists, the last token waits for its drafts and is no part of a prefill.
-    `namespace` None keeps the request out of the prefix cache. `number` counts requests, `row` is its line in the page
-    table. With `score` nothing is sampled: the completion gets the log-probabilities of the prompt's own tokens after
-    the first. `error` is set if computing it failed.
+    `tokens` are prompt and output. The pages contain the first `stored` of them. The model continues at `next`, which
+    is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D] that predicts
+    the token after the last one; if it is set, the last token waits for its drafts and is not part of a prefill.
+    `namespace` None keeps the request out of the prefix cache. `number` counts requests, `row` is its row in the page
+    table. With `score` nothing is sampled: the completion gets the log-probabilities of the prompt's tokens after the
+    first. `error` is set if the request failed.
     """
 
     prompt_ids: list[int]
@@ -38,10 +38,10 @@ class Request:
     row: int = -1
     stored: int = 0
     next: int = 0
-    inserted: int = 0  # pages that the prefix cache has
-    entered: int = 0  # pages that stand in the page table
+    inserted: int = 0  # pages inserted into the prefix cache
+    entered: int = 0  # pages entered in the page table
     carried: Tensor | None = None
-    coming: int = 0  # tokens that are being drawn
+    coming: int = 0  # tokens being drawn
     started: bool = False
     score: bool = False
     done: bool = False
@@ -52,21 +52,21 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens that are known, or on their way."""
+        """Number of tokens, including those being drawn."""
         return len(self.tokens) + self.coming
 
     @property
     def target(self) -> int:
-        """How many tokens the model has to have seen before the next one can be drawn or drafted, or all are scored."""
+        """How many tokens the model must have read before the next one can be drawn or drafted, or all are scored."""
         return self.length - (self.score or self.carried is not None)
 
     def saw(self, count: int) -> None:
-        """The model has seen the first `count` tokens, and their latents are in the pages."""
+        """The model has read the first `count` tokens; their latents are in the pages."""
         self.next = count
         self.stored = max(self.stored, count)
 
     def advance(self, token: int) -> str | None:
-        """The sample got `token`; returns why it ends ("stop", or "abort" where its grammar cannot go on), or None."""
+        """Record `token`. Returns the stop reason ("stop", or "abort" if the grammar allows no token), or None."""
         self.tokens.append(token)
         state, watch = self.state, self.watch
         state.advance(token)

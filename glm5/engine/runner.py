@@ -1,4 +1,4 @@
-"""From spans of requests to hidden states: batch tensors over the page table, and the forward passes themselves."""
+"""From spans of requests to hidden states: batch tensors over the page table, and the forward passes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SHIFT = PAGE.bit_length() - 1
 
 @dataclass(frozen=True)
 class Feed:
-    """Neighbouring tokens of one request that a layer is to see, the first at position `start`; `ids` are the tokens
-    whose embeddings go in."""
+    """Consecutive input tokens of one request, the first at position `start`; `ids` are the tokens to embed."""
 
     request: Request
     start: int
@@ -30,8 +29,8 @@ class Feed:
 class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
-    MLA takes all tokens in one flat batch without padding where it selects keys and in exact mode; other attention
-    wants rows of one length, so there feeds are grouped by it. Nothing of this changes a token's bits in exact mode.
+    MLA takes all tokens in one flat batch without padding if it selects keys, and in exact mode. Other attention needs
+    rows of equal length, so feeds are grouped by length. In exact mode none of this changes a token's bits.
     """
 
     def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:
@@ -40,7 +39,7 @@ class Runner:
         selecting = config.attention_type == "mla" and (config.selects_keys or exact)
         self.flat = selecting and not config.has_recurrent_layers
         self.device = model.lm_head.weight.device
-        self.spare_row = rows  # for a sequence outside of any schedule
+        self.spare_row = rows  # for a sequence outside the scheduler
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
 
     def trunk(self, feeds: Sequence[Feed]) -> Tensor:
@@ -48,8 +47,9 @@ class Runner:
         return self._run(feeds, None, 0)
 
     def mtp(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
-        """States of the MTP layer [total, D]; the token at position p meets the state of position p - 1, hidden [total,
-        D], and leaves its latent at place p. So a page depends on the tokens in it and before it alone."""
+        """States of the MTP layer [total, D]. The token at position p is combined with the trunk's state at p - 1
+        (hidden [total, D]), and its latent is written at p. So a page depends only on the tokens in it and before it.
+        """
         return self._run(feeds, hidden, 1)
 
     def _run(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
@@ -92,7 +92,7 @@ class Runner:
         pages = Pages(self.table, rows, PAGE, SHIFT)
         places = None
         if not first_key and any(feed.start < feed.request.stored for feed in feeds):
-            # Tokens of reused pages are computed again for their hidden states; their cache entries exist already.
+            # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
             stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
             places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
         shape = (1, -1) if self.flat else (len(feeds), -1)
@@ -108,7 +108,7 @@ class Runner:
         )
 
     def _table(self, request: Request) -> None:
-        """Bring a request's row of the page table up to date."""
+        """Update a request's row of the page table."""
         known, pages = request.entered, request.pages
         if known == len(pages):
             return

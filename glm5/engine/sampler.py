@@ -1,6 +1,6 @@
-"""From hidden states to tokens: penalties, masks, temperature, filters, and draws that depend on a request alone.
+"""From hidden states to tokens: penalties, masks, temperature, filters, and draws that are independent of the batch.
 
-`distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` says what was drawn;
+`distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` builds the records;
 `sample` does all three. Speculative decoding uses `distributions` to accept and to reject.
 """
 
@@ -18,12 +18,12 @@ from glm5.ops.cross_entropy import log_distribution, output_logits
 from glm5.records import SamplingParams
 
 SHORT = 256
-"""So many tokens are looked at before a whole vocabulary is sorted."""
+"""Tokens to check before sorting a whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled token: its id, its log-probability under the distribution it was drawn from, the best others."""
+    """One sampled token: id, log-probability under the distribution it was drawn from, and top log-probabilities."""
 
     token_id: int
     logprob: float
@@ -33,7 +33,7 @@ class Sampled:
 def sample(hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], *, exact: bool = True) -> list[Sampled]:
     """Draw one token per row of hidden [n, D] (after the final norm) with output matrix weight [V, D].
 
-    The draw of a row is a function of (its logits, its state): neighbours do not matter. The states are not advanced.
+    A row's draw depends only on its logits and its state, not on its neighbours. The states are not advanced.
     """
     logprobs = distributions(hidden, weight, states, exact=exact)
     return report(logprobs, draw(logprobs, states), states)
@@ -47,17 +47,17 @@ def distributions(
     *,
     exact: bool = True,
 ) -> Tensor:
-    """The log-probabilities [n, V] in fp32 that the next token of each row is drawn from, after everything its
-    parameters ask for: penalties, biases, masks, temperature, filters. Impossible tokens have -inf.
+    """The log-probabilities [n, V] in fp32 that the next token of each row is drawn from, after the request's
+    penalties, biases, masks, temperature and filters. Impossible tokens have -inf.
 
-    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To judge drafts, give a state once
-    per position and `drafted[i]`, the tokens between what the state of row i knows and the row: rows of a window of
-    two drafts a, b are `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft that its grammar
-    forbids is not masked: that draft is rejected. A greedy row (`state.greedy`) holds the distribution at temperature 1
-    without filters, whose largest value is the choice.
+    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To verify drafts, pass a state once
+    per position, and in `drafted[i]` the tokens between those that the state of row i has recorded and the row. A
+    window of two drafts a, b has `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft that its
+    grammar forbids is not masked, because that draft is rejected. A greedy row (`state.greedy`) has the distribution at
+    temperature 1 without filters; its argmax is the choice.
 
-    A row without penalties, biases or masks has the same bits whatever its neighbours ask for. `exact=False` lets
-    their number change its last digits.
+    The bits of a row without penalties, biases or masks do not depend on its neighbours' parameters. With `exact=False`
+    the number of rows may change its last digits.
     """
     rows = hidden.shape[0]
     if exact:
@@ -85,8 +85,8 @@ def distributions(
 
 
 def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
-    """One token id per row of log-probabilities [n, V]: by inversion at the row's own random number (or the given
-    one), for greedy rows the likeliest. int64 [n]. A row without any possible token gives its lowest id."""
+    """One token id per row of log-probabilities [n, V], int64 [n]: by inversion at the row's own random number (or the
+    given one), for greedy rows the argmax. A row without any possible token gives its lowest id."""
     best = logprobs.argmax(-1)
     if all(state.greedy for state in states):
         return best
@@ -94,21 +94,21 @@ def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[fl
     cumulative = logprobs.exp().cumsum(-1)
     where = torch.tensor(at, dtype=cumulative.dtype, device=logprobs.device).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, where, right=True).clamp_max(logprobs.shape[-1] - 1)
-    # Rounding at the very end of the sum may point at an impossible token; take the likeliest instead.
+    # Rounding at the end of the sum may select an impossible token; take the argmax instead.
     impossible = (logprobs.gather(-1, drawn) == float("-inf")).squeeze(1)
     greedy = torch.tensor([state.greedy for state in states], device=logprobs.device)
     return torch.where(impossible | greedy, best, drawn.squeeze(1))
 
 
 def report(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """What was drawn, with its log-probability in `logprobs` [n, V] and as many of the best as each state asks for."""
+    """The drawn tokens with log-probabilities from `logprobs` [n, V], and as many top tokens as each state sets."""
     chosen = logprobs.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
     tops = best_of(logprobs, [state.params.top_logprobs for state in states])
     return [Sampled(*one) for one in zip(tokens.tolist(), chosen, tops, strict=True)]
 
 
 def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """log softmax of logits [n, V] over temperatures [n], 0 standing for 1; fp32."""
+    """log softmax of logits [n, V] / temperatures [n] in fp32; temperature 0 counts as 1."""
     scales = [1.0 if t == 0 else 1.0 / t for t in temperatures]
     if len(set(scales)) == 1:
         return log_distribution(logits, scales[0]).float()
@@ -120,7 +120,7 @@ def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 def best_of(logprobs: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
-    """The likeliest tokens of each row of log-probabilities [n, V], `counts[i]` of them at most, the best first."""
+    """The likeliest tokens of each row of log-probabilities [n, V], at most `counts[i]`, in descending order."""
     found: list[dict[int, float]] = [{} for _ in counts]
     for count in {count for count in counts if count > 0}:
         mine = [i for i, own in enumerate(counts) if own == count]
@@ -137,9 +137,9 @@ def _filters(params: SamplingParams) -> bool:
 def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Apply min-p, then top-k, then top-p to log-distributions [n, V] after temperature, and renormalise.
 
-    min-p keeps tokens of at least that share of the likeliest one's probability; top-k the k likeliest of them; top-p
-    the fewest likeliest whose share of what is left by then reaches it (the order of vLLM). Ties fall to lower ids.
-    Sorting a vocabulary is slow, so that rows whose choice lies within the `SHORT` likeliest sort only these.
+    min-p keeps tokens with at least that fraction of the likeliest token's probability. top-k keeps the k likeliest of
+    them. top-p keeps the fewest likeliest tokens that reach that share of the remaining mass (the order of vLLM). Ties
+    fall to lower ids. Sorting a vocabulary is slow, so only the `SHORT` likeliest are sorted if that decides a row.
     """
     cut = _Cut(params, logp)
     if logp.shape[1] <= SHORT:
@@ -149,7 +149,7 @@ def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     order = best.values.gather(-1, place).sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, ids.gather(-1, order.indices)
     keep, complete = cut(values.exp(), logp.exp().sum(-1, keepdim=True))
-    last = keep.sum(-1, keepdim=True) - 1  # what is kept comes first
+    last = keep.sum(-1, keepdim=True) - 1  # kept tokens come first
     sure = (complete & (values.gather(-1, last) > values[:, -1:])).squeeze(1)
     kept = torch.log_softmax(values.masked_fill(~keep, float("-inf")), dim=-1)
     logprobs = torch.full_like(logp, float("-inf")).scatter_(-1, ids, kept)
@@ -167,7 +167,7 @@ def _among_all(logp: Tensor, cut: _Cut) -> Tensor:
 
 
 class _Cut:
-    """min_p, top_k and top_p of some rows, [n, 1] each; `endless` where the first two cut nothing off."""
+    """min_p, top_k and top_p of some rows, [n, 1] each; `endless` if the first two remove nothing."""
 
     def __init__(self, params: Sequence[SamplingParams], like: Tensor) -> None:
         self.min_p = like.new_tensor([p.min_p for p in params]).unsqueeze(1)
@@ -183,14 +183,14 @@ class _Cut:
         return part
 
     def __call__(self, probs: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What to keep of probabilities in falling order [n, K], and per row whether K was enough to say so.
+        """Which of the probabilities [n, K], in descending order, to keep, and per row whether K was enough to decide.
 
-        `total` [n, 1] is the sum of a row of which `probs` is the beginning; None where it is the whole row.
+        `total` [n, 1] is the sum of the whole row if `probs` is only its first part, else None.
         """
         ranks = torch.arange(probs.shape[1], device=probs.device)
         keep = ((probs >= self.min_p * probs[:, :1]) & (ranks < self.top_k)).index_fill_(1, ranks[:1], True)
         complete = ~keep[:, -1:] | self.endless
         left = probs.where(keep, 0.0).cumsum(-1)
         mass = left[:, -1:] if total is None else torch.where(keep[:, -1:], total, left[:, -1:])
-        # A share may round to nothing, and a row that is no distribution passes no comparison: the first stays anyway.
+        # A share may round to nothing, and NaN fails every comparison: keep the first token in any case.
         return (keep & (left - probs < self.top_p * mass)).index_fill_(1, ranks[:1], True), complete

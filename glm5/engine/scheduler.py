@@ -1,4 +1,4 @@
-"""Who runs in the next step, over which tokens, on which pages: continuous batching, chunked prefill, preemption."""
+"""Plans each step's requests, tokens and pages: continuous batching, chunked prefill, preemption."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from glm5.engine.request import Request
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start .. start + count - 1 of a request, which the model is to see next. `drafts` of them are yet to be
-    drafted; `draws` says that the request gets new tokens from it."""
+    """Tokens start .. start + count - 1 of a request, the model's next input. `drafts` of them are still to be drafted;
+    `draws` says that the request gets new tokens from this span."""
 
     request: Request
     start: int
@@ -24,19 +24,20 @@ class Span:
 
 
 class Scheduler:
-    """Requests run in the order in which they came, as far as rows and pages reach.
+    """Runs requests in the order of arrival, up to `max_batch` rows and the available pages.
 
-    Every running request that has read its prompt gets its next token in every step, so a long prompt holds up nobody:
-    prompts are read in chunks, within a budget of `chunk` tokens per step that is shared with decoding. A request is
-    admitted when its known tokens fit. When pages run out, the youngest running request gives up its own, waits in
-    front of the queue and later computes again what the prefix cache has lost of it; it keeps its tokens and its seed.
-    Rows that are scored get at most half of the budget while prompts are read or wait, and these pass them.
+    Every running request that has read its prompt gets its next token in every step. Prompts are read in chunks within
+    a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
+    admitted when its known tokens fit. When pages run out, the youngest running request is preempted: it frees its
+    pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes what the prefix
+    cache has lost of it. While prompts are read or wait, scored rows get at most half the budget, and prompts pass
+    them.
     """
 
     def __init__(
         self, pool: KVPool, radix: RadixCache | None, *, max_batch: int, chunk: int, drafts: int, bring_back: bool
     ) -> None:
-        """`bring_back`: the last reused token is computed again, for its hidden state."""
+        """`bring_back`: recompute the last reused token for its hidden state."""
         self.pool, self.radix = pool, radix
         self.chunk, self.drafts, self.bring_back = chunk, drafts, bring_back
         self.waiting: deque[Request] = deque()
@@ -45,14 +46,14 @@ class Scheduler:
         self._rows = list(range(max_batch))[::-1]
 
     def plan(self) -> list[Span]:
-        """The next step. Every span has its pages."""
+        """The next step's spans, with pages allocated."""
         window = 1 + self.drafts
         decoding = sum(r.next >= r.length - 1 for r in self.running)
         budget = max(PAGE, self.chunk - decoding * window)
         scoring = self._share(budget) if any(r.score for r in self.running) else 0
         spans: list[Span] = []
         at = 0
-        while at < len(self.running):  # preemption takes requests off its end
+        while at < len(self.running):  # preemption removes requests from its end
             request = self.running[at]
             at += 1
             if request.carried is not None and request.next == request.length - 1:
@@ -68,18 +69,18 @@ class Scheduler:
             if self._provide(request, span):
                 spans.append(span)
             else:
-                break  # it was the youngest, and now waits
+                break  # it was the youngest and was preempted
         self.admit(spans)
         return spans
 
     def _share(self, budget: int) -> int:
-        """What of a budget may go to scores."""
+        """The part of a budget that scored rows may use."""
         waits = any(not r.score for r in self.waiting)
         reads = any(r.target - r.next > 1 for r in self.running if not r.score)
         return max(1, budget // 2) if waits or reads else budget
 
     def _provide(self, request: Request, span: Span) -> bool:
-        """Give a request the pages for a span, at the cost of younger ones; False if it had to give up its own."""
+        """Allocate a span's pages, preempting younger requests if needed. False if the request was itself preempted."""
         # The MTP layer writes one token ahead of the trunk.
         needed = -(-(span.start + span.count + (1 if self.bring_back else 0)) // PAGE) - len(request.pages)
         while needed > self.pool.available:
@@ -92,8 +93,8 @@ class Scheduler:
         return True
 
     def admit(self, spans: list[Span]) -> None:
-        """Add requests from the queue to a plan while budget, rows and pages last; none while one that runs and is not
-        scored has to wait."""
+        """Add requests from the queue to a plan until budget, rows or pages run out. Admits none while a running
+        request that is not scored has to wait."""
         if not self.waiting or not self._rows:
             return
         if sum(not span.request.score for span in spans) < sum(not request.score for request in self.running):
@@ -127,7 +128,7 @@ class Scheduler:
                 self.radix.hit_tokens += request.next
             left = request.target - request.next
             if left == 0:
-                continue  # preempted, and all of it is cached: it decodes from the next step on
+                continue  # preempted, and fully cached: it decodes from the next step on
             count = min(left, budget, scoring if request.score else budget)
             budget -= count
             scoring -= count if request.score else 0
@@ -135,7 +136,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _awaits_neighbour(self, request: Request) -> bool:
-        """Whether a running request is about to compute whole pages that this one could then share."""
+        """Whether a running request is about to compute whole pages that this one could share."""
         if self.radix is None or request.namespace is None:
             return False
         for other in self.running:
@@ -148,7 +149,7 @@ class Scheduler:
         return False
 
     def _match_prefix(self, request: Request) -> None:
-        """Start from what the prefix cache knows of a request's tokens."""
+        """Start from the cached prefix of a request's tokens."""
         if self.radix is None or request.namespace is None:
             return
         found = self.radix.match(request.namespace, request.tokens)
@@ -161,7 +162,7 @@ class Scheduler:
             request.next = min(found.length, request.length - 1)
 
     def insert_prefix(self, request: Request, *, last: bool = False) -> None:
-        """Tell the prefix cache of the pages that a request has filled, with `last` also of the one filled in part."""
+        """Insert a request's full pages into the prefix cache; with `last` also the partly filled one."""
         if self.radix is None or request.namespace is None:
             return
         length = request.stored if last else request.stored // PAGE * PAGE
@@ -170,7 +171,7 @@ class Scheduler:
             request.inserted = length // PAGE
 
     def release(self, request: Request, *, keep: bool = True) -> None:
-        """Take a request out of the batch; with `keep` the prefix cache keeps what it may."""
+        """Remove a request from the batch; with `keep` its pages go to the prefix cache."""
         self.running.remove(request)
         if keep:
             self.insert_prefix(request, last=True)
@@ -180,13 +181,13 @@ class Scheduler:
         request.stored = request.next = request.inserted = request.entered = 0
 
     def preempt(self, request: Request) -> None:
-        """Take a request's pages and put it in front of the queue."""
+        """Free a request's pages and put it at the front of the queue."""
         self.preemptions += 1
         self.release(request)
         self.waiting.appendleft(request)
 
     def requeue(self) -> None:
-        """All running requests compute their tokens anew, under new weights."""
+        """Make all running requests recompute their tokens, for new weights."""
         for request in reversed(self.running[:]):
             request.carried = None
             request.next = request.stored = 0
@@ -195,5 +196,5 @@ class Scheduler:
 
 
 def _draws(request: Request, count: int) -> bool:
-    """Whether the next `count` tokens of a request bring a new one."""
+    """Whether the next `count` tokens of a request produce a new one."""
     return count == request.target - request.next and request.carried is None and not request.score

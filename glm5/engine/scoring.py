@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are given: of a scheduled request's own prompt, and of a whole row at once."""
+"""Log-probabilities of given tokens: of a scheduled request's own prompt, or of a whole row at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import distribution, token_logprobs
 
 LINES = 64
-"""Whole distributions that exist at a time; a multiple of `ROW_TILE`, so that results do not depend on it."""
+"""Distributions computed at a time; a multiple of `ROW_TILE`, so results do not depend on it."""
 
 
 def score_span(hidden: Tensor, weight: Tensor, span: Span) -> list[Sampled]:
-    """What the states hidden [count, D] of a span of a scoring request say of the tokens after them, without those that
-    its completion holds already (a request that was preempted reads its tokens again)."""
+    """Scores of the tokens after each position of a span, from its hidden states [count, D]. Leaves out tokens that the
+    completion has already (a preempted request reads its tokens again)."""
     request, params = span.request, span.request.params
     known = max(0, len(request.completion.token_ids) - span.start)
     ids = request.tokens[span.start + 1 + known : span.start + 1 + span.count]
@@ -36,7 +36,7 @@ def score_span(hidden: Tensor, weight: Tensor, span: Span) -> list[Sampled]:
 
 @torch.no_grad()
 def score_row(model: GLM5ForCausalLM, row: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-probability of every token of a row after its first in the learner's form: one packed forward, no cache."""
+    """Log-probability of every token of a row after its first, by the learner's forward pass: packed, no cache."""
     if len(row) < 2:
         return []
     ids = torch.tensor([list(row)], device=model.lm_head.weight.device)
@@ -45,7 +45,7 @@ def score_row(model: GLM5ForCausalLM, row: Sequence[int], temperature: float = 1
 
 
 def _logprobs(rows: Tensor, weight: Tensor, ids: Sequence[int], temperature: float) -> list[float]:
-    """log p of ids [n] under the states rows [n, D]."""
+    """log p of ids [n], given the hidden states rows [n, D]."""
     if not ids:
         return []
     padded = _padded(rows)
@@ -56,5 +56,5 @@ def _logprobs(rows: Tensor, weight: Tensor, ids: Sequence[int], temperature: flo
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Rows of zeros up to a multiple of `ROW_TILE`, so that a row's bits do not depend on their number."""
+    """Pad with zero rows to a multiple of `ROW_TILE`, so a row's bits do not depend on the number of rows."""
     return torch.cat((rows, rows.new_zeros(round_up(len(rows), ROW_TILE) - len(rows), rows.shape[1])))

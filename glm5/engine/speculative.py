@@ -1,9 +1,10 @@
 """MTP speculative decoding: chained drafts from the one MTP layer, one batched verification (§2.1, Table 2).
 
-Drafts are drawn from the MTP layer's distribution q after the request's temperature and filters, and verified against
-the trunk's p after the same. Draft d is accepted with probability min(1, p(d) / q(d)). The first rejected draft is
-replaced by a draw from max(p - q, 0); if all are accepted, a draw from p follows. So every token is distributed like p,
-whatever q is (rejection sampling). A greedy request accepts drafts while they are the likeliest tokens.
+A draft d is drawn from q, the MTP layer's distribution after the request's temperature and filters. It is verified
+against p, the trunk's distribution after the same filters, and accepted with probability min(1, p(d) / q(d)). The first
+rejected draft is replaced by a draw from max(p - q, 0), normalised. If all drafts are accepted, one more token is drawn
+from p. So every token has distribution p, whatever q is (rejection sampling). Greedy requests accept drafts equal to
+the argmax.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from glm5.engine.sampler import distributions, draw
 
 @dataclass
 class Drafts:
-    """Drafted tokens of B requests: `tokens` int64 [B, k] and `logprobs` [B, k, V], the distributions that they were
+    """Drafted tokens of B requests: `tokens` int64 [B, k], and `logprobs` [B, k, V], the distributions that they were
     drawn from (None if all requests are greedy)."""
 
     tokens: Tensor
@@ -31,8 +32,8 @@ class Drafts:
 
 @dataclass
 class Verification:
-    """`accepted` [B]: how many drafts are accepted; `last` [B]: the token after them; `logprobs` [B, k + 1, V]: the
-    trunk's log-probabilities at each place of the window."""
+    """`accepted` [B]: number of accepted drafts; `last` [B]: the token after them; `logprobs` [B, k + 1, V]: the
+    trunk's log-probabilities at each position of the window."""
 
     accepted: Tensor
     last: Tensor
@@ -40,10 +41,9 @@ class Verification:
 
 
 def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
-    """Chain `count` drafts for requests whose `carried` state predicts the token after their last one.
+    """Chain `count` drafts for requests that have a `carried` state, which predicts the token after their last one.
 
-    Draft k + 1 comes from the MTP layer at the position of draft k. The latent cached there is overwritten as soon as
-    the true token is known.
+    Draft k + 1 comes from the MTP layer at the position of draft k. The true token later overwrites its cached latent.
     """
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]
@@ -95,8 +95,7 @@ def verify(
 
 
 def _residual(logprobs: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:
-    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p itself if rounding leaves nothing
-    of it."""
+    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p if rounding leaves 0."""
     rows = torch.arange(len(accepted), device=logprobs.device)
     q = drafted[rows, accepted.clamp_max(drafted.shape[1] - 1)]
     rest = (logprobs.exp() - q.exp()).clamp_min(0.0)

@@ -1,4 +1,4 @@
-"""One step of the engine: plan, compute, draw, accept. A failure ends the requests it belongs to and no others."""
+"""One step of the engine: plan, compute, draw, accept. A failure ends only the requests that cause it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = get_logger("engine")
 
 @dataclass
 class Counts:
-    """What steps count since the start. `accepted[k]` are the `rounds` that kept draft k + 1 and all before it;
-    `seconds` says where the time went; `failed_steps` are forward passes or draws that raised, `failed_requests` those
-    that were found to be the reason."""
+    """Counters of steps since the start. `accepted[k]` are the `rounds` that accepted draft k + 1 and all before it;
+    `seconds` is the time by phase; `failed_steps` are forward passes or draws that raised, `failed_requests` their
+    causes."""
 
     accepted: list[int]
     rounds: int = 0
@@ -42,7 +42,7 @@ class Counts:
 
 @dataclass
 class Computed:
-    """What the model made of some spans: `hidden` [total, D] and the new tokens of each."""
+    """The model's output for some spans: `hidden` [total, D] and the new tokens of each."""
 
     spans: list[Span]
     hidden: Tensor
@@ -51,7 +51,7 @@ class Computed:
 
 @dataclass
 class Carried:
-    """Tokens that the MTP layer is to see next, and the trunk's states [n, D] they meet."""
+    """Next input tokens of the MTP layer, and the trunk's states [n, D] that they are combined with."""
 
     span: Span
     feed: Feed
@@ -64,9 +64,9 @@ Item = TypeVar("Item", Span, Carried)
 class Steps:
     """Advances the requests of a scheduler.
 
-    What raises while a batch is computed is tried again on halves of the batch, until what still raises is one request:
-    that one ends with an error and the others go on as if it had never been there. This is safe because a span has no
-    effect before its tokens are accepted, except on latents at its own places, which the second attempt writes again.
+    If a batch raises, it is retried on halves until a single request is found to raise. That request ends with an
+    error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before its
+    tokens are accepted, except latents at its own positions, which the retry writes again.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Steps:
     ) -> None:
         self.scheduler, self.runner, self.counts = scheduler, runner, counts
         self.drafts, self.max_length = drafts, max_length
-        # The number of tokens that drafts bring decides what comes next: nothing can be planned ahead.
+        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="glm5-draw") if overlap and not drafts else None
-        self._ahead: list[Span] = []  # the next step, as far as it is planned
+        self._ahead: list[Span] = []  # the planned part of the next step
         self._failed: list[Request] = []
 
     def advance(self, version: int) -> tuple[list[Request], list[Request]]:
-        """One step under the weights `version`: the requests that got a token, and those that failed. Raises
-        EngineBroken if not even one token on places of its own can be computed; nothing else may be asked then."""
+        """One step under weight version `version`. Returns the requests that got a token, and those that failed. Raises
+        EngineBroken if not even one token can be computed on the dummy page; the engine is then unusable."""
         began = time.perf_counter()
         spans = self._plan()
         self.counts.seconds["scheduler"] += time.perf_counter() - began
@@ -94,22 +94,21 @@ class Steps:
         return [span.request for computed in done for span in computed.spans if span.draws], self._failed
 
     def probe(self) -> None:
-        """Compute one token on places that no request owns. Raises EngineBroken if that fails."""
+        """Compute one token on the dummy page. Raises EngineBroken if that fails."""
         error = caught(self._try_out)
         if error is not None:
             text = f"The engine cannot compute anything ({type(error).__name__}); see the log."
             raise EngineBroken(text) from error
 
     def leave(self, request: Request, *, keep: bool = True) -> None:
-        """Take a request out of the batch, or out of the queue, where preemption may have put it. `keep`: what it has
-        computed may stay in the prefix cache."""
+        """Remove a request from the batch or the queue. `keep`: its pages may stay in the prefix cache."""
         if request.row >= 0:
             self.scheduler.release(request, keep=keep)
         elif request in self.scheduler.waiting:
             self.scheduler.waiting.remove(request)
 
     def _plan(self) -> list[Span]:
-        """What was planned while the last tokens were drawn, less what they have ended; else a plan made now."""
+        """The plan made during the last draw, without requests that have ended since; or else a new plan."""
         ahead, self._ahead = self._ahead, []
         spans = [s for s in ahead if s.request.row >= 0 and not s.request.done and s.start == s.request.next]
         if not spans:
@@ -118,7 +117,7 @@ class Steps:
         return spans
 
     def _compute(self, spans: list[Span], *, whole: bool) -> Computed:
-        """Run the model over spans and draw; `whole` says that these are all spans of the step."""
+        """Run the model over spans and draw; `whole`: these are all spans of the step."""
         began = time.perf_counter()
         drafting = [span.request for span in spans if span.drafts]
         drafts = draft(self.runner, drafting, self.drafts) if drafting else None
@@ -141,7 +140,7 @@ class Steps:
     def _draw_and_plan(
         self, worker: ThreadPoolExecutor, spans: list[Span], hidden: Tensor
     ) -> tuple[list[list[Sampled]], list[int]]:
-        """Draw, and meanwhile plan the next step, which needs to know how many tokens come, not which."""
+        """Draw, and plan the next step meanwhile. The plan depends on the number of new tokens, not on their ids."""
         coming = worker.submit(draw_tokens, self.runner, spans, hidden, None)
         for span in spans:
             span.request.coming = int(span.draws)
@@ -150,13 +149,13 @@ class Steps:
         finally:
             for span in spans:
                 span.request.coming = 0
-            wait((coming,))  # whatever happens next, two threads must not meet in a request
+            wait((coming,))  # in any case, two threads must not use one request
         return coming.result()
 
-    # What comes out.
+    # Results.
 
     def _settle(self, computed: Computed, version: int) -> None:
-        """Give the requests their tokens, and take those out that have ended."""
+        """Give the requests their tokens, and remove those that have ended."""
         began = time.perf_counter()
         carried: list[Carried] = []
         at = 0
@@ -186,8 +185,8 @@ class Steps:
         self.counts.seconds["scheduler"] += accepted - began + time.perf_counter() - ran
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
-        """Give a request its tokens; returns how many tokens of the span are now part of its sequence. Raises
-        RequestFailed for a token with no probability."""
+        """Give a request its tokens. Returns how many tokens of the span are now part of its sequence. Raises
+        RequestFailed if a token has probability 0."""
         request, done = span.request, span.request.completion
         taken = 0
         for token in fresh:
@@ -218,7 +217,7 @@ class Steps:
         return taken
 
     def _carry(self, carried: Sequence[Carried]) -> None:
-        """Run the MTP layer over what the trunk has just seen, so that the next drafts start from the truth."""
+        """Run the MTP layer over the trunk's last tokens, so the next drafts start from accepted tokens."""
         states = self.runner.mtp([one.feed for one in carried], torch.cat([one.hidden for one in carried]))
         at = 0
         for one in carried:
@@ -231,8 +230,8 @@ class Steps:
     def _apart(
         self, items: list[Item], work: Callable[[list[Item]], None], again: Callable[[Item], Item | None]
     ) -> None:
-        """Do `work` on all items except those whose requests make it raise. `again` is what to try of an item after a
-        failure that may have been its own."""
+        """Do `work` on all items except those whose requests make it raise. `again` returns the item to retry after a
+        failure that it may have caused itself, or None."""
         parts, attempts = [items], 0
         while parts:
             part = parts.pop()
@@ -254,20 +253,20 @@ class Steps:
             else:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
-            del error  # its trace holds the tensors of the attempt
+            del error  # its traceback references the tensors of the attempt
 
     def _again(self, span: Span) -> Span | None:
         """A span as it was before it failed."""
         request = span.request
         if request.row < 0:
-            return None  # the plan for the next step has taken its pages: it comes again by itself
+            return None  # preempted by the plan for the next step; it is scheduled again
         request.next = span.start
-        if self.runner.model.config.has_recurrent_layers:  # its state may have moved on: it starts from nothing
+        if self.runner.model.config.has_recurrent_layers:  # its state may have advanced: start from position 0
             return Span(request, 0, span.start + span.count, 0, span.draws)
         return span
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error. One that had all its tokens by then keeps them."""
+        """End a request with an error. One that already has all its tokens keeps them."""
         if not request.done:
             log.error("A request of %d tokens failed; others go on.", request.length, exc_info=error)
             self.counts.failed_requests += 1
@@ -292,7 +291,7 @@ class Steps:
 
 
 def caught(work: Callable[..., object], *arguments: object) -> BaseException | None:
-    """Do `work` and return what it raises. Not only classes of Exception: a panic of a library in Rust is none."""
+    """Do `work` and return what it raises. A panic of a Rust library is caught too, although it is no Exception."""
     try:
         work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

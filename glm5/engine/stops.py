@@ -1,7 +1,7 @@
-"""Stop strings, found while tokens arrive: one object per sample, constant work per character.
+"""Streaming detection of stop strings: one object per sample, constant work per character.
 
-The engine and the code that shows text to a client each feed the same tokens to a `StopStringDetector`, so both end a
-sample at the same place. A stop string may span tokens, and so may a character.
+The engine and the code that sends text to a client feed the same tokens to a `StopStringDetector` each, so both end a
+sample at the same place. A stop string, or one character, may span several tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ VISIBLE_MARKERS = (
 
 
 class StopMatcher:
-    """Text in, the part in front of the first stop string out.
+    """Text in, the part before the first stop string out.
 
-    The first stop string is the one that is complete first; of several that end with the same character the longest
-    counts. What comes out does not depend on how the text was cut. `matched` is the stop string once it was found, and
-    `cut` the number of characters in front of it. `keep` lets the stop string itself through.
+    The first stop string is the one that is complete first; if several end at the same character, the longest counts.
+    The output does not depend on how the text is cut. `matched` is the stop string once found, `cut` the number of
+    characters before it. `keep` includes the stop string in the output.
     """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
@@ -49,7 +49,7 @@ class StopMatcher:
         return self.matched is not None
 
     def feed(self, text: str) -> str:
-        """More text; returns what can no longer be part of a stop string. After a hit nothing comes out any more."""
+        """Add text; returns the characters that can no longer be part of a stop string. Returns "" after a match."""
         if self.matched is not None:
             return ""
         state, following, fail = self._state, self._next, self._fail
@@ -67,7 +67,7 @@ class StopMatcher:
         return data[:end]
 
     def finish(self) -> str:
-        """The end of the text that was held back because it might have become a stop string."""
+        """The held-back end of the text, which might have become a stop string."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -84,9 +84,9 @@ class StopStringDetector:
 
     Args:
         stops: stop strings; an empty one never matches.
-        silent: further ids without text (the ids that stop the sample); special tokens that are no `VISIBLE_MARKERS`
-            are silent in any case.
-        min_tokens: a stop string counts only if it begins behind so many tokens.
+        silent: further ids without text (the ids that stop the sample); special tokens outside `VISIBLE_MARKERS` are
+            always silent.
+        min_tokens: a stop string counts only if it begins after so many tokens.
         keep: the stop string is part of the text.
     """
 
@@ -103,7 +103,7 @@ class StopStringDetector:
         self._silent = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS} | set(silent)
         self._matcher = StopMatcher(stops, keep=keep)
         self._early = min_tokens
-        self._before = 0  # characters of the early tokens
+        self._before = 0  # characters of the first `min_tokens` tokens
 
     @property
     def matched(self) -> str | None:
@@ -116,11 +116,11 @@ class StopStringDetector:
 
     @property
     def cut(self) -> int | None:
-        """How many characters of the text (without silent tokens) lie in front of the stop string; None without one."""
+        """Number of characters of the text (without silent tokens) before the stop string; None without one."""
         return None if self._matcher.cut is None else self._before + self._matcher.cut
 
     def feed(self, token: int) -> str:
-        """The text that is certain by now."""
+        """Add a token; returns the text that is final."""
         text = "" if token in self._silent else self._decoder.feed((token,))
         if self._early > 0:
             self._early -= 1
@@ -129,7 +129,7 @@ class StopStringDetector:
         return self._matcher.feed(text)
 
     def finish(self) -> str:
-        """After the last token: what was held back; bytes of an incomplete character come out as U+FFFD."""
+        """After the last token: the held-back text; bytes of an incomplete character become U+FFFD."""
         if self.hit:
             return ""
         return self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
@@ -137,9 +137,8 @@ class StopStringDetector:
 
 @lru_cache(maxsize=16)
 def automaton(stops: tuple[str, ...]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
-    """Aho-Corasick: per state its transitions, the state of its longest proper suffix, its length, and the longest
-    stop string that ends there ("" for none). All samples of a request share one: it takes some hundred bytes for each
-    character. Nobody changes it."""
+    """Aho-Corasick. Per state: its transitions, the state of its longest proper suffix, its length, and the longest
+    stop string that ends there (or ""). Shared by a request's samples, read-only; some hundred bytes per character."""
     following: list[dict[str, int]] = [{}]
     depth, found = [0], [""]
     for stop in stops:

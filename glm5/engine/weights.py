@@ -1,9 +1,8 @@
-"""New weights for a running engine, in two phases: everything is read and checked first, then copied between two steps.
+"""New weights for a running engine, in two phases: read and check everything, then copy between two steps.
 
-`stage` does the slow part (files, hashes, shapes) beside the running engine and may be called from any thread; it
-needs memory for a second set of weights when they come from a directory. `apply` copies within memory, in the engine's
-thread, so that no step sees weights of two versions. `load_weights` is both. Whatever is wrong shows in `stage`; the
-engine then goes on with what it has.
+`stage` does the slow part (files, hashes, shapes) while the engine runs, in any thread. For a directory it needs memory
+for a second set of weights. `apply` copies within memory, in the engine's thread, so no step mixes two versions.
+`load_weights` is both. Errors in the source are found in `stage`; the engine then keeps its weights.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from glm5.engine.engine import Engine
 
 _MAY_DIFFER = {"eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range", "dtype"}
-"""Settings of a checkpoint that do not change what weights mean. The engine keeps its own."""
+"""Checkpoint settings that do not change the meaning of weights. The engine keeps its own."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that were checked and fit, by names of the engine's `state_dict`."""
+    """Checked weights, by names of the engine's `state_dict`."""
 
     tensors: Mapping[str, Tensor]
     source: str
@@ -41,7 +40,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """What an update did. `seconds` is how long the engine stood still."""
+    """Result of an update. `seconds` is how long the engine was paused."""
 
     version: int
     tensors: int
@@ -57,15 +56,15 @@ def load_weights(
     *,
     hashes: Mapping[str, str] | None = None,
 ) -> WeightUpdate:
-    """Give the engine the weights of a checkpoint directory, or tensors by names of its `state_dict`.
+    """Load the weights of a checkpoint directory, or tensors by names of the engine's `state_dict`.
 
     A directory's manifest is verified before anything is read. `hashes` are SHA-256 digests by name (see
-    `tensor_hashes`), one for each tensor, checked before and, where no type was converted, again in the engine's own
-    memory. Running requests go on with the new weights from their next token.
+    `tensor_hashes`), one per tensor. They are checked before the copy and, if no type was converted, again in the
+    engine's own memory. Running requests use the new weights from their next token.
 
     Raises:
         CheckpointError: the directory is missing, damaged, or belongs to another architecture or tokenizer.
-        EngineError: names, shapes, types or hashes do not fit. In both cases the engine is as it was.
+        EngineError: names, shapes, types or hashes do not fit. In both cases the engine keeps its weights.
     """
     return apply(engine, stage(engine.model, source, hashes=hashes, tokenizer=engine.tokenizer), version, hashes=hashes)
 
@@ -77,7 +76,7 @@ def stage(
     hashes: Mapping[str, str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Staged:
-    """Read and check everything; changes nothing. `model` is the engine's, `tokenizer` the one it reads text with."""
+    """Read and check everything without changing the engine. `model` and `tokenizer` are the engine's."""
     if isinstance(source, Mapping):
         tensors, name = source, "tensors"
     else:
@@ -92,7 +91,7 @@ def stage(
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
-    With `hashes` the engine's memory is read back; EngineError if it differs, which only broken memory can cause.
+    With `hashes` the engine's memory is read back. Raises EngineError if it differs (only after memory errors).
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"A weight version is a number from 0, not {version!r}.")
@@ -120,7 +119,7 @@ def tensor_hashes(model: nn.Module) -> dict[str, str]:
 
 
 def _read(model: GLM5ForCausalLM, path: Path, tokenizer: Tokenizer | None) -> Mapping[str, Tensor]:
-    """The weights of a directory in host memory. Configuration and tokenizer are compared before they are read."""
+    """The weights of a directory in host memory. Configuration and tokenizer are compared first."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
     ours, theirs = _meaning(model.config), _meaning(GLM5Config.load(path))
@@ -141,7 +140,7 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise EngineError where tensors are not a whole new set of weights for the model."""
+    """Raise EngineError if the tensors are not a complete set of weights for the model."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ tensors.keys()):
         raise EngineError(f'Weight update does not fit the model: tensor "{name}" exists on one side only.')

@@ -1,4 +1,4 @@
-"""The vocabulary as bytes: masks over token ids, and texts that an answer must not spell."""
+"""The vocabulary as bytes: masks over token ids, and texts that an answer must not contain."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.stops import automaton
 
 Mask = NDArray[np.int32]
-"""One bit per id, 32 in a word, the lowest first; ids beyond the vocabulary are 0."""
+"""One bit per id, 32 per word, lowest first; ids outside the vocabulary are 0."""
 KEPT_MASKS = 64
-"""So many masks of a `Spelling` are kept..."""
+"""Cached masks per `Spelling`."""
 KEPT_SPELLINGS = 16
-"""...and so many of these, beside those that are in use."""
+"""Cached `Spelling` objects, apart from those in use."""
 
 
 class Words:
-    """The vocabulary of one tokenizer: its special sets as masks, and searches by bytes."""
+    """The vocabulary of one tokenizer: masks of its special tokens, and searches by bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.special
@@ -34,11 +34,11 @@ class Words:
         self.ordinary = sorted((text, i) for i, text in enumerate(self.bytes) if i not in self.special)
         self.order = np.array([i for _, i in self.ordinary], dtype=np.intp)
         self.longest = max((len(text) for text, _ in self.ordinary), default=0)
-        self.spelling = lru_cache(KEPT_SPELLINGS)(partial(Spelling, self))  # of a tuple of texts; shared by all samples
+        self.spelling = lru_cache(KEPT_SPELLINGS)(partial(Spelling, self))  # by tuple of texts; shared by all samples
         plain = set(range(self.size)) - self.special
         self.thought = self.mask(plain | {self.end_of_thought})
         self.only_end_of_thought = self.mask({self.end_of_thought})
-        # A turn with calls ends where their results begin, any other one where the user speaks (see the template).
+        # In the chat template, a turn with calls ends where their results begin; other turns end at the next user turn.
         self.ends_calls = self.mask({special["<|observation|>"]})
         self.ends_answer = self.mask({special["<|user|>"], special["<|endoftext|>"]})
         self.ends = self.mask(set(self.stops))
@@ -52,13 +52,13 @@ class Words:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def starting_with(self, text: bytes) -> NDArray[np.intp]:
-        """The ordinary tokens that begin with `text`: a part of `order`."""
+        """The ordinary tokens that begin with `text`, as a slice of `order`."""
         first = bisect_left(self.ordinary, (text, -1))
         last = bisect_right(self.ordinary, text, lo=first, key=lambda one: one[0][: len(text)])
         return self.order[first:last]
 
     def holding(self, texts: Sequence[bytes]) -> NDArray[np.intp]:
-        """The ordinary tokens in which one of some texts of whole characters occurs."""
+        """The ordinary tokens that contain one of `texts` (whole characters)."""
         if not texts:
             return self.order[:0]
         anywhere = re.compile(b"(?:" + b"|".join(map(re.escape, texts)) + b")[^\xff]*")
@@ -67,28 +67,27 @@ class Words:
 
     @cached_property
     def _joined(self) -> bytes:
-        """All ordinary tokens, with a byte between them that no character has."""
+        """All ordinary tokens, separated by a byte that occurs in no character."""
         return b"\xff".join(text for text, _ in self.ordinary)
 
     @cached_property
     def _starts(self) -> NDArray[np.intp]:
-        """Where in `_joined` each of them begins."""
+        """The offset of each token in `_joined`."""
         lengths = np.array([len(text) + 1 for text, _ in self.ordinary], dtype=np.intp)
         return np.cumsum(lengths) - lengths
 
 
 class Spelling:
-    """Texts that must not be completed in ordinary tokens, however they are cut into these.
+    """Texts that ordinary tokens must not complete, however the texts are split into tokens.
 
-    What is known of the text so far is a state, a number: the longest end that begins one of the texts. A special
-    token, which is no text, takes it back to 0.
+    The state, a number, is the longest suffix of the text so far that begins one of the texts; special tokens reset it.
     """
 
     def __init__(self, words: Words, texts: Sequence[str]) -> None:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
         self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
-        # What is left of a text where so much of it has come, by state: as long as a token may be, at most.
+        # Per state: the remainders of the texts that would complete them, up to the length of a token.
         self._rests: dict[int, list[bytes]] = {}
         for text in self._texts:
             state = 0
@@ -101,7 +100,7 @@ class Spelling:
         self._whole = ~words.mask(words.holding(self._texts))
 
     def after(self, state: int, token: int) -> int:
-        """The state behind one more token."""
+        """The state after one more token."""
         if token in self._words.special or token >= self._words.size:
             return 0
         for char in self._words.bytes[token].decode("latin-1"):
@@ -111,7 +110,7 @@ class Spelling:
         return state
 
     def allowed(self, state: int) -> Mask:
-        """All tokens but those that complete one of the texts. Bits beyond the vocabulary are set."""
+        """All tokens except those that complete one of the texts. Bits outside the vocabulary are set."""
         found = self._masks.get(state)
         if found is None:
             ends: list[NDArray[np.intp]] = []

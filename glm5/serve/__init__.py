@@ -1,4 +1,4 @@
-"""The HTTP server: text meets tokens here. Needs the extra `serve`."""
+"""The HTTP server: converts between text and token ids. Needs the extra `serve`."""
 
 from __future__ import annotations
 

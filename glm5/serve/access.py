@@ -1,4 +1,4 @@
-"""Who may ask: keys, hosts, pages of other sites, and how many at once. Free of torch, like `errors`."""
+"""Access control: API keys, allowed hosts, cross-site requests, concurrent requests. Free of torch, like `errors`."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ ADMIN_PATHS = (
     "/abort_request",
     FLUSH_PATH,
 )
-"""These change what the server does for everybody: they need the key where there is one, and without one they answer
-this machine alone."""
+"""Paths that change the server for everybody. They need the key if set; otherwise they answer only this machine."""
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _PORTS = {"http": "80", "https": "443"}
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 WORKERS_PATH = "/workers"
-"""Of a router: its engine processes, and below it what is done to one of them. As protected as ADMIN_PATHS."""
+"""Router only: its engine processes, with actions on one of them below it. Protected like ADMIN_PATHS."""
 UNCOUNTED = (*OPEN_PATHS, "/metrics")
-"""These must work while a server is full, and so must what changes it."""
+"""Not counted as concurrent requests: these, and ADMIN_PATHS, must work while a server is full."""
 
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Who sends one of these is a proxy, or plays one; whom it speaks for is known only where it is trusted."""
+"""Headers of a proxy, or of a client that poses as one. They are believed only if the proxy is trusted."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, beyond the API key.
+    """Access rules apart from the API key.
 
     Attributes:
-        admin_key: opens ADMIN_PATHS, which the API key then does not, and all else.
-        origins: of pages of other sites that may use this server, like "https://chat.example".
-        proxies: addresses and networks whose X-Forwarded-For, -Host and -Proto are believed.
+        admin_key: opens ADMIN_PATHS, which the API key then does not open, and everything else.
+        origins: other sites that may use this server, like "https://chat.example".
+        proxies: addresses and networks with trusted X-Forwarded-For, -Host and -Proto headers.
     """
 
     admin_key: str | None = None
@@ -66,7 +65,7 @@ class Access:
         self.networks()
 
     def networks(self) -> list[Network]:
-        """`proxies`. Raises UsageError for what is no address."""
+        """`proxies`, parsed. Raises UsageError if one is not an address or network."""
         try:
             return [ipaddress.ip_network(proxy) for proxy in self.proxies]
         except ValueError as error:
@@ -74,13 +73,13 @@ class Access:
 
 
 KEY_ALONE = Access()
-"""Nothing beyond the API key."""
+"""No access rules apart from the API key."""
 
 
 @dataclass(frozen=True)
 class Asker:
-    """Whom a request comes from and what it was addressed to, behind all proxies that are trusted. `client` is None
-    where some other proxy, or whoever plays one, hides it. `scheme` is None where only a proxy could know it."""
+    """The client of a request and the host it was addressed to, after resolving trusted proxies. `client` is None if an
+    untrusted proxy, or a client that poses as one, hides it. `scheme` is None if only a proxy could know it."""
 
     client: str | None
     host: str
@@ -88,12 +87,12 @@ class Asker:
 
 
 class Guard:
-    """Turns away who may not ask: wrong key, and pages of other sites that use a visitor's browser to reach us.
+    """ASGI middleware that refuses requests with a wrong key and cross-site requests made by a visitor's browser.
 
-    A browser sends such a page's requests along without asking, and lets it read the answers once its name resolves to
-    our address; the first shows in Origin and Sec-Fetch-Site, the second in Host. Beyond `requests` at once the rest is
-    told to come back. `observe` hears the path and status of every answer. Every answer carries an id of its request.
-    A `trusted` one stands behind another, and asks nobody who they are.
+    A browser sends a foreign page's requests without asking the user, and lets the page read the answers if its name
+    resolves to our address (DNS rebinding). Origin and Sec-Fetch-Site show the first, Host the second. Requests beyond
+    `requests` at once get 429. `observe` is called with the path and status of every answer. Every answer carries a
+    request id. With `trusted`, a router in front has checked access already; only `requests` applies.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Guard:
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The path of a route, not a client's invention.
+                # The route's path pattern, so clients cannot invent label values.
                 self.observe(getattr(scope.get("route"), "path", "other"), message["status"])
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers["request-id"] = request_id
@@ -151,7 +150,7 @@ class Guard:
         if self.allowed_hosts is not None and _hostname(asker.host) not in self.allowed_hosts:
             return ApiError(403, f"This server does not answer for the host {asker.host!r}.", code="wrong_host")
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        # Some admin paths may be read with GET, and act all the same.
+        # Some admin paths accept GET and still change the server.
         acts = scope["method"] not in ("GET", "HEAD") or _is_admin(path)
         foreign = site in ("cross-site", "same-site") or _is_foreign(origin, asker)
         if acts and foreign and origin not in self.access.origins:
@@ -177,7 +176,7 @@ def add_guard(
     observe: Callable[[str, int], None],
     trusted: bool = False,
 ) -> None:
-    """Put a Guard before `app` and, where pages of other sites may use it, in front of that what tells browsers so."""
+    """Put a Guard before `app` and, if other sites may use it, the CORS middleware before the Guard."""
     app.add_middleware(
         Guard,
         api_key=api_key or None,
@@ -198,17 +197,17 @@ def add_guard(
 
 
 def asker_of(scope: Scope, headers: Headers, networks: Collection[Network] = ()) -> Asker:
-    """Read from the right, each proxy's word is taken only from an address that is trusted."""
+    """The client of a request. X-Forwarded-For is read from the right, as long as trusted addresses report it."""
     peer = scope.get("client")
     client, host = (None if peer is None else str(peer[0])), headers.get("host", "")
     if not _is_among(client, networks):
         return Asker(None if any(name in headers for name in FORWARDED) else client, host)
-    # Several headers of one name are one list.
+    # Repeated headers of one name form one list.
     hops = [hop.strip() for value in headers.getlist("x-forwarded-for") for hop in value.split(",")]
     while hops and _is_among(client, networks):
         client = hops.pop()
     if _is_among(client, networks) or _address(client) is None:
-        client = None  # a proxy that does not say whom it speaks for
+        client = None  # a proxy that does not name its client
     scheme = headers.get("x-forwarded-proto", "").rpartition(",")[2].strip().lower()
     host = headers.get("x-forwarded-host", host).rpartition(",")[2].strip()
     return Asker(client, host, scheme if scheme in _PORTS else None)
@@ -228,7 +227,7 @@ def _address(client: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def _knows(headers: Headers, *keys: str | None) -> bool:
-    """Whether a request brings one of the keys. Takes the same time whatever it brings."""
+    """Whether a request carries one of the keys, in constant time."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     offered = [bearer.strip()] if scheme.lower() == "bearer" else []
     offered += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
@@ -246,7 +245,7 @@ def _is_foreign(origin: str | None, asker: Asker) -> bool:
     scheme, _, rest = origin.partition("://")
     if asker.scheme is not None and scheme != asker.scheme:
         return True
-    # A proxy may name the port that the browser leaves out.
+    # A proxy may name the default port, which the browser omits.
     return not rest or rest not in (asker.host, asker.host.removesuffix(f":{_PORTS.get(scheme, '')}"))
 
 
@@ -258,6 +257,6 @@ def _hostname(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
+    """Whether a host name or address is a loopback one."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback

@@ -1,4 +1,4 @@
-"""The Anthropic surface: /v1/messages, whole and as events, and /v1/messages/count_tokens."""
+"""The Anthropic surface: /v1/messages, in one piece or as events, and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
 
 
 class Answer:
-    """How one message is written."""
+    """Writes one message."""
 
     def __init__(self, service: Service, body: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
@@ -63,7 +63,7 @@ class Answer:
         self._omit = body.thinking is not None and body.thinking.display == "omitted"
 
     def whole(self, stream: Stream, reply: Reply) -> dict[str, Any]:
-        """The message as one object. Raises ApiError where it was aborted."""
+        """The message as one object. Raises ApiError if it was aborted."""
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             thinking = "" if self._omit else reply.reasoning
@@ -76,7 +76,7 @@ class Answer:
         return {**self._message(_usage(stream, reply)), "content": content, **self._stop(reply)}
 
     async def events(self, stream: Stream, reply: Reply) -> AsyncGenerator[str, None]:
-        """Server-sent events. The status has been sent already, so that a late error is an event too."""
+        """Server-sent events. The status has been sent already, so a late error is an event too."""
         blocks = Blocks(self._omit)
         try:
             yield event({"type": "message_start", "message": self._message(_usage(stream, reply))}, "message_start")
@@ -114,12 +114,12 @@ class Answer:
 
 
 class Blocks:
-    """Deltas of a chat message to events of content blocks, of which one is open at a time."""
+    """Converts deltas of a chat message to content-block events. At most one block is open at a time."""
 
     def __init__(self, omit_thinking: bool) -> None:
         self._omit = omit_thinking
         self._index = -1
-        self._kind: str | int | None = None  # of the open block; a number for a tool call
+        self._kind: str | int | None = None  # of the open block; an int for a tool call
         self._thoughts: list[str] = []
 
     def take(self, delta: OpenAIDelta) -> Iterator[dict[str, Any]]:
@@ -139,7 +139,7 @@ class Blocks:
                 yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """The end of the open block, if there is one."""
+        """Close the open block, if there is one."""
         if self._kind == "thinking":
             yield self._delta({"type": "signature_delta", "signature": signature("".join(self._thoughts))})
         if self._kind is not None:
@@ -159,7 +159,7 @@ class Blocks:
 
 
 def signature(thoughts: str) -> str:
-    """A checksum; clients want something in its place. It is not asked for again."""
+    """A checksum as signature, because clients expect one. It is never verified."""
     return base64.b64encode(hashlib.sha256(thoughts.encode("utf-8", "replace")).digest()).decode()
 
 
@@ -168,8 +168,9 @@ def _id(call: OpenAIDelta) -> str:
 
 
 def _usage(stream: Stream, reply: Reply) -> dict[str, Any]:
-    """`input_tokens` is what `count_tokens` says, from the first event on. Clients add the tokens that were written to
-    and read from a cache that they asked for; ours is no such, and what it held is an extension of the details."""
+    """`input_tokens` equals the result of `count_tokens`, from the first event on. Clients add the tokens written to
+    and read from a cache that they requested. Ours is not such a cache: its tokens are in the details (an
+    extension)."""
     return {
         "input_tokens": len(stream.prompt),
         "cache_read_input_tokens": 0,

@@ -1,8 +1,8 @@
-"""Requests of the Anthropic surface, and their conversations in the form that the chat template takes.
+"""Requests of the Anthropic surface, converted to conversations for the chat template.
 
-A `thinking` block that comes back is the reasoning of its turn, whatever its signature; redacted ones cannot be read
-and are dropped. A message may hold tool results and text; they become messages of their own, in their order. A last
-message of the assistant is continued.
+A returned `thinking` block is the reasoning of its turn, whatever its signature; redacted blocks cannot be read and are
+dropped. Tool results and text of one message become separate messages in the same order. If the last message is the
+assistant's, the answer continues it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HOSTED = frozenset(
     """metadata service_tier cache_control diagnostics inference_geo speed user_profile_id workspace_id betas
     anthropic_beta billing_policy fallbacks fallback_credit_token user session_id prompt_cache_key request_id""".split()
 )
-"""What clients send about themselves or to steer a service; accepted, without effect."""
+"""Client metadata and service options; accepted, without effect."""
 OWN_TOOLS_ONLY = "only tools of type custom work"
 
 Block = Mapping[str, Any]
 
 
 class ThinkingConfig(Fields):
-    """`thinking`. Absent means off. `budget_tokens` is kept; `display: omitted` withholds the text of thoughts."""
+    """`thinking`. Absent means off. `budget_tokens` is enforced; `display: omitted` withholds the text of thoughts."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -88,7 +88,7 @@ class ResultBlock(Fields):
 
 
 class ContentBlock(ResultBlock):
-    """A block of a message; the input of a tool is free. A result with `is_error` begins with "Error: "."""
+    """A block of a message; a tool's input is free. A result with `is_error` begins with "Error: "."""
 
     IGNORED = ResultBlock.IGNORED | {"signature", "data", "caller", "toolset_name", "index"}
     REFUSED = {name: no(instead=TEXT_ONLY) for name in ("source", "tool_name", "title", "context", "file_id")}
@@ -104,8 +104,7 @@ class ContentBlock(ResultBlock):
 
 
 class Tool(Fields):
-    """One of `tools`; its schema and its examples are free. `strict` is kept when a call is forced, and is a wish
-    otherwise."""
+    """One of `tools`; its schema and its examples are free. `strict` is enforced only if a call is forced."""
 
     IGNORED = frozenset({"strict", "cache_control", "eager_input_streaming"})
     REFUSED = {"allowed_callers": no(["direct"])} | {
@@ -124,7 +123,7 @@ class Tool(Fields):
 
 
 class Turn(Fields):
-    """One of `messages`. What else an answer holds, and clients send back, is passed over."""
+    """One of `messages`. Other fields of an answer, which clients send back, are ignored."""
 
     IGNORED = frozenset({"id", "type", "model", "stop_reason", "stop_sequence", "usage", "container", "stop_details"})
     INSIDE = {"content": ContentBlock}
@@ -134,7 +133,7 @@ class Turn(Fields):
 
 
 class Prompting(Fields):
-    """What makes the prompt."""
+    """The fields that make up the prompt."""
 
     IGNORED = HOSTED
     REFUSED = {
@@ -157,7 +156,7 @@ class Prompting(Fields):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Render for generation. Raises DataError for blocks or tools that the model cannot read."""
+        """Render for generation. Raises DataError if the model cannot read a block or tool."""
         messages = [{"role": "system", "content": text}] if (text := _text(self.system, "system")) else []
         for i, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{i}]")
@@ -212,7 +211,7 @@ class MessagesRequest(Prompting, Sampling):
 
 
 class CountRequest(Prompting):
-    """POST /v1/messages/count_tokens: what makes the prompt. How to sample makes no difference to the count."""
+    """POST /v1/messages/count_tokens: the fields of the prompt. Sampling fields do not change the count."""
 
     IGNORED = HOSTED | (implemented(MessagesRequest).keys() - implemented(Prompting).keys())
 
@@ -226,7 +225,7 @@ def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
-    """Tool results, and the text between them."""
+    """Messages for tool results and for the text between them."""
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result":
@@ -245,7 +244,7 @@ def _user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
 
 
 def _failed(block: Block, where: str) -> bool:
-    """The template has no mark for a failed call, so that its text has to say it."""
+    """Whether the call failed. The template has no mark for that, so the result's text must say it."""
     failed = block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise DataError(f"{where}.is_error must be true or false.")

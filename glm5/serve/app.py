@@ -1,4 +1,4 @@
-"""The application and the process around it: surfaces, errors, start and stop."""
+"""The application and its process: surfaces, errors, start and stop."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def create_app(
 ) -> FastAPI:
     """The server as an ASGI application; its engine thread runs for the time of the lifespan.
 
-    `defaults` are the sampling parameters of requests that give none. `allowed_hosts` are the host names that requests
-    may be addressed to; None allows all. `trusted` is for an application that only a router can reach, which has asked
-    already.
+    `defaults` are the sampling parameters of requests that give none. `allowed_hosts` are the accepted Host names; None
+    accepts all. Set `trusted` if only a router can reach the application; the router has checked access already.
     """
     limits, metrics = limits or Limits(), Metrics()
     thread = EngineThread(engine, limits.samples, metrics)
@@ -69,7 +68,7 @@ def create_app(
         yield
         await asyncio.to_thread(thread.stop, limits.stop_seconds)
 
-    # FastAPI's own documentation pages load scripts from elsewhere, and its document does not know our bodies.
+    # FastAPI's documentation pages load scripts from other sites; its OpenAPI document lacks our bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     for surface in (openai, responses, anthropic, native):
@@ -84,7 +83,7 @@ def create_app(
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:
-    """Health and metrics."""
+    """Health and metrics routes."""
 
     @app.get("/health")
     @app.get("/ping")
@@ -101,7 +100,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 
 def load_defaults(directory: Path) -> SamplingParams:
-    """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError where it holds nonsense."""
+    """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError if a value is not valid."""
     path = directory / "generation_config.json"
     if not path.exists():
         return SamplingParams()
@@ -119,8 +118,8 @@ def load_defaults(directory: Path) -> SamplingParams:
 def load_app(
     directory: Path, limits: Limits, options: EngineOptions, *, model_name: str | None = None, **rest: Any
 ) -> FastAPI:
-    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError where there is no
-    model, or no tokenizer that fits it."""
+    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError without a model
+    and its tokenizer."""
     engine = Engine.from_pretrained(directory, **asdict(options))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
@@ -145,11 +144,11 @@ def run(
     limits: Limits | None = None,
     options: EngineOptions | None = None,
 ) -> None:
-    """Serve a checkpoint directory until interrupted; port 0 takes a free one. Prints the address when ready.
+    """Serve a checkpoint directory until interrupted; port 0 selects a free port. Prints the address when ready.
 
     Raises:
-        UsageError: the address is taken or not ours, or it is open to others and there is no API key.
-        CheckpointError: no model, or no tokenizer that fits it.
+        UsageError: the address is taken or not ours, or it is reachable from other machines and there is no API key.
+        CheckpointError: no model, or no matching tokenizer.
     """
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits())
     with bind(host, port) as listener:
@@ -164,15 +163,15 @@ def run(
         )
         try:
             listen(app, listener, announce)
-        except OSError as error:  # another server began to listen while this one was loading
+        except OSError as error:  # another server took the port during loading
             raise address_error(error, host, port) from None
 
 
 def listen(
     app: FastAPI, listener: socket.socket, ready: Callable[[Iterable[socket.socket]], None], **config: Any
 ) -> None:
-    """Answer until interrupted; `ready` is called once. `config` goes to uvicorn."""
-    # The engine thread gives up first, so that streams end with a sentence rather than with a broken connection.
+    """Answer requests until interrupted; `ready` is called once. `config` goes to uvicorn."""
+    # The engine thread stops first, so streams end with an error event rather than a broken connection.
     limits = app.state.service.limits
     settings = ServerConfig(app, limits, limits.stop_seconds + 2, **config)
     with contextlib.suppress(KeyboardInterrupt):
@@ -180,7 +179,7 @@ def listen(
 
 
 class _Server(Server):
-    """Says when it listens, and tells the engine thread first when it is to stop."""
+    """Calls `ready` once it listens, and stops the engine thread before it stops itself."""
 
     def __init__(
         self, config: ServerConfig, service: Service, ready: Callable[[Iterable[socket.socket]], None]

@@ -1,4 +1,4 @@
-"""Grammars are compiled in threads of their own: neither the engine's thread nor the event loop waits for one."""
+"""Compiles grammars in separate threads, so that neither the engine thread nor the event loop waits for one."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from glm5.serve.errors import Overloaded, Stopping
 
 WORKERS = 2
 WAITING = 128
-"""Grammars that may be under way at once, those in work included."""
+"""Maximum grammars queued or compiling at once."""
 SECONDS = 20.0
 IN_USE_BYTES = 512 << 20
-"""Grammars that are kept or in use count for so many bytes at most: 64 different ones of usual size."""
+"""Maximum cost of grammars kept or in use: 64 different ones of usual size."""
 FORMS = 16
-"""Different grammars of one request."""
+"""Maximum different grammars per request."""
 
 
 def check_forms(specs: Iterable[GrammarSpec | None]) -> None:
-    """Raise EngineError if the prompts of a request ask for too many forms of answers."""
+    """Raise EngineError if the prompts of a request use too many different grammars."""
     count = len({(spec.kind, spec.value, spec.many) for spec in specs if spec is not None})
     if count > FORMS:
         raise EngineError(f"The request has {count} different grammars or schemas; at most {FORMS} are allowed.")
 
 
 class Compiler:
-    """At most `workers` grammars are in work, `waiting` under way, and a request waits `seconds` for its own. Requests
-    for the same grammar share the work. The size and the work of a grammar are bounded by `glm5.engine.grammar`, so a
-    thread always comes back. All grammars that are in use count for `in_use` bytes at most."""
+    """Compiles at most `workers` grammars at once, with `waiting` queued or compiling. A request waits up to `seconds`
+    for its own. Requests for the same grammar share the work. `glm5.engine.grammar` bounds the size and the work of a
+    grammar, so every compilation ends. All grammars in use together cost at most `in_use` bytes."""
 
     def __init__(
         self,
@@ -50,12 +50,11 @@ class Compiler:
         self._readers: dict[GrammarSpec, int] = {}
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
-        """The grammar, ready for use. Belongs to one event loop. Work that has not begun is dropped when the last who
-        waits for it leaves.
+        """The compiled grammar. Call it from one event loop only. Unstarted work is dropped with its last waiter.
 
         Raises:
-            EngineError: it cannot be enforced, or not in time.
-            Overloaded: too many others are under way, or in use.
+            EngineError: the grammar cannot be enforced, or did not compile in time.
+            Overloaded: too many other grammars are queued, compiling or in use.
             MissingExtraError: llguidance is not installed.
         """
         if spec not in self._work:
@@ -91,5 +90,5 @@ class Compiler:
         return grammars.compile(spec)
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Drop work that has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)

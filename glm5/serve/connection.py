@@ -1,7 +1,7 @@
-"""Connections under limits: time to ask, time to read, and how many. Free of torch; router and workers share it.
+"""Limits of connections: number, time to send a request, time to read an answer. Free of torch, for router and workers.
 
-uvicorn bounds neither how long a client takes to send a request or to read an answer, nor how many connections there
-are. Clients that send half of a header and wait could take every file descriptor, and with them the server.
+uvicorn bounds neither how long a client takes to send a request or to read an answer, nor the number of connections.
+Clients that send half a header and wait could take every file descriptor and so block the server.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from glm5.serve.limits import Limits
 log = get_logger("serve")
 
 RESERVED_FILES = 32
-"""File descriptors left for everything but connections: weights, workers, threads."""
+"""File descriptors reserved for uses other than connections: weights, workers, threads."""
 SPARE = 8
-"""Connections beyond those with requests under way: for health checks, and for saying that the server is busy."""
+"""Connections beyond the concurrent requests: for health checks and for 429 answers."""
 WANTED_FILES = 1 << 16
 BURST = 4
-"""Connections accepted at once; asyncio would accept as many as wait before it looks at any, whatever the limit."""
+"""Connections accepted at once. asyncio would accept all waiting ones before it handles any, whatever the limit."""
 BACKLOG = 1024
 GRACE_SECONDS = 5.0
-"""A body that does not come gets an answer that says so; the connection ends this much later."""
+"""Seconds between the answer to a body that does not arrive and the end of the connection."""
 SLOWEST = 1024
-"""Bytes a second; whoever reads an answer more slowly is cut off."""
+"""Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
-"""Bytes of an answer that the system holds for a client that does not read; by itself it takes megabytes of each."""
+"""Socket send buffer per connection, in bytes; the system default is megabytes per client that does not read."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 def fitted(limits: Limits, files: int = 1, others: int = RESERVED_FILES) -> Limits:
-    """Limits that the file descriptors of this process allow. A connection takes `files` of them, all else `others`.
+    """Limits that the file descriptors of this process allow: `files` per connection, and `others` for everything else.
     Raises the soft limit of the process first."""
     most = min(limits.connections, max(2 * SPARE, (_free_files() - others) // files))
     requests = min(limits.requests, most - SPARE)
@@ -56,7 +56,7 @@ def fitted(limits: Limits, files: int = 1, others: int = RESERVED_FILES) -> Limi
 def _free_files() -> int:
     try:
         import resource
-    except ImportError:  # no POSIX system
+    except ImportError:  # not a POSIX system
         return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
@@ -72,7 +72,7 @@ def _free_files() -> int:
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's settings for `app` under `limits`; it has `stop_seconds` to finish. `rest` goes to uvicorn."""
+    """uvicorn's settings for `app` under `limits`, with `stop_seconds` to finish. `rest` goes to uvicorn."""
 
     def __init__(self, app: Any, limits: Limits, stop_seconds: float, **rest: Any) -> None:
         self.limits = limits
@@ -81,16 +81,16 @@ class ServerConfig(uvicorn.Config):
             http=Connection,
             ws="none",
             backlog=BURST,
-            log_level="error",  # a warning for each malformed request would let clients write into the log
+            log_level="error",  # else clients could fill the log with malformed requests
             access_log=False,
-            proxy_headers=False,  # see `access`, which asks whose they are
+            proxy_headers=False,  # `access` handles them
             timeout_graceful_shutdown=max(1, round(stop_seconds)),
             **rest,
         )
 
 
 class Server(uvicorn.Server):
-    """Keeps more clients waiting in the system than it accepts at once."""
+    """Listens with a backlog longer than the number of connections it accepts at once."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -99,8 +99,8 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection. Ends where the client takes too long to send a request or to read an answer, and makes room for
-    others, before its request has arrived, where there are too many."""
+    """One connection. It ends if the client takes too long to send a request or to read an answer. If there are too
+    many connections, one without a complete request is dropped for a new one."""
 
     config: ServerConfig
 
@@ -110,8 +110,8 @@ class Connection(H11Protocol):
         limits = self.config.limits
         self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
         self._phase: tuple[Any, Any] = (h11.IDLE, None)
-        self.since = self.loop.time()  # of the phase
-        self._stalled: tuple[float, int] | None = None  # since when an answer waits for its reader, and its bytes then
+        self.since = self.loop.time()  # start of the phase
+        self._stalled: tuple[float, int] | None = None  # since when the client has not read, and the unsent bytes then
         self._ticking = self.loop.call_later(self._every, self._tick)
         if len(self.connections) > limits.connections and not self._make_room():
             transport.write(FULL)
@@ -127,16 +127,16 @@ class Connection(H11Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether no whole request of this connection waits for its answer."""
+        """Whether no complete request of this connection waits for its answer."""
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 
     def drop(self) -> None:
-        """End it now."""
+        """Close it now."""
         self.connections.discard(self)
         self.transport.abort()
 
     def _make_room(self) -> bool:
-        """Drop the oldest unfinished connections of whoever has most of them; False where there are no others."""
+        """Drop the oldest unfinished connections of the client with the most of them. False if there are no others."""
         others = [one for one in cast("Iterable[Connection]", self.connections) if one is not self and one.unfinished]
         if not others:
             return False
@@ -148,7 +148,7 @@ class Connection(H11Protocol):
 
     @property
     def neighbourhood(self) -> str:
-        """The client's address; of IPv6 the part that one subscriber has."""
+        """The client's address; for IPv6 the subscriber's prefix."""
         host = self.client[0] if self.client else ""
         return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host and "%" not in host else host
 
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
 
     def _asks_too_slowly(self, now: float) -> bool:
         state, limits = self.conn.their_state, self.config.limits
-        # A connection that is kept for the next request has uvicorn's timer. The request tells one head from the next.
+        # uvicorn's own timer covers idle keep-alive connections. The request cycle distinguishes successive requests.
         phase = (None if self.timeout_keep_alive_task is not None else state, self.cycle)
         if phase != self._phase:
             self._phase, self.since = phase, now

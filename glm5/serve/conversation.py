@@ -1,4 +1,4 @@
-"""What was said in a terminal chat: questions, answers, tool results; kept in a JSON file where the user wants it."""
+"""The conversation of a terminal chat: questions, answers, tool results; saved as JSON on request."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_FILE_BYTES = 64 << 20
 
 @dataclass
 class Conversation:
-    """The messages behind the system prompt, and the tools (OpenAI function format) that answers may call."""
+    """The messages after the system prompt, and the tools (OpenAI function format) that answers may call."""
 
     system: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     messages: list[Message] = field(default_factory=list)
 
     def prompt(self) -> list[Message]:
-        """All messages, as the template takes them."""
+        """All messages, as input of the chat template."""
         return ([Message("system", self.system)] if self.system else []) + self.messages
 
     def undo(self) -> str | None:
-        """Drop the last question and all that followed; returns it, or None where nothing was asked."""
+        """Drop the last question and everything after it. Returns the question, or None if there is none."""
         for i in reversed(range(len(self.messages))):
             if self.messages[i].role == "user":
                 question = self.messages[i].content
@@ -44,10 +44,10 @@ class Conversation:
 
     @classmethod
     def load(cls, path: Path, tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
-        """Read what `save` wrote, or a bare list of messages; `tools` are used where the file has none.
+        """Read a file of `save`, or a bare list of messages. `tools` are used if the file has none.
 
         Raises:
-            DataError: the file cannot be read or holds no conversation.
+            DataError: the file cannot be read or is not a conversation.
         """
         data = _read_json(path)
         saved = data if isinstance(data, dict) else {"messages": data}
@@ -60,13 +60,13 @@ class Conversation:
 
 
 def load_tools(path: Path) -> list[Mapping[str, Any]]:
-    """Tool specifications from a JSON file: a list, or a single one. Raises DataError where it holds none."""
+    """Tool specifications from a JSON file: a list, or a single one. Raises DataError if it contains none."""
     data = _read_json(path)
     return check_tools([data] if isinstance(data, dict) else data, path)
 
 
 def check_tools(tools: Any, path: Path) -> list[Mapping[str, Any]]:
-    """`tools` as a list of specifications. Raises DataError that names the first one without a name."""
+    """`tools` as a list of specifications. Raises DataError with the position of the first one without a name."""
     if not isinstance(tools, list):
         raise DataError(f"{path} holds no tools; it needs a list of specifications in OpenAI function format.")
     for i, tool in enumerate(tools):

@@ -1,6 +1,6 @@
-"""Names of fields that other servers and services know and this one does not implement: lists for the request classes.
+"""Lists of request fields that other servers know and this one does not implement.
 
-Where they come from: OpenAI's and Anthropic's API, and what vLLM, SGLang, llama.cpp, z.ai and OpenRouter add to it.
+Sources: the APIs of OpenAI and Anthropic, and the extensions of vLLM, SGLang, llama.cpp, z.ai and OpenRouter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ HOSTED = frozenset(
     guided_decoding_backend tool_stream stream_reasoning spaces_between_special_tokens timings_per_token
     return_progress mm_processor_kwargs media_io_kwargs""".split()
 )
-"""What clients send about themselves, or to steer a service: its storage, queue, caches and transport."""
+"""Client metadata and service options: storage, queue, caches and transport."""
 
 SAMPLER_DETAILS = frozenset(
     """mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold
     dynatemp_exponent repeat_last_n length_penalty early_stopping smoothing_curve""".split()
 )
-"""They qualify one of `SAMPLERS` and mean nothing without it."""
+"""Parameters of `SAMPLERS`, without meaning on their own."""
 
 SAMPLERS: Mapping[str, Refused] = {
     "typical_p": no(1),
@@ -67,7 +67,7 @@ REPORTS: Mapping[str, Refused] = {
     "return_cached_tokens_details": no(False),
     "routed_experts_prompt_start": no(0),
 }
-"""What an answer shall tell besides its text."""
+"""Extra information in an answer besides its text."""
 
 PROMPTS: Mapping[str, Refused] = {
     "truncate_prompt_tokens": no(instead="shorten the prompt"),
@@ -80,7 +80,7 @@ PROMPTS: Mapping[str, Refused] = {
     "lora": no([]),
     "n_keep": no(0),
 }
-"""What goes into the prompt or the model."""
+"""Changes to the prompt or the model."""
 
 ENDINGS: Mapping[str, Refused] = {
     "stop_regex": no([], "", instead="use stop"),
@@ -88,6 +88,6 @@ ENDINGS: Mapping[str, Refused] = {
     "n_predict": no(-1, instead="use max_tokens"),
     "t_max_predict_ms": no(0, -1),
 }
-"""How an answer ends or what form it has."""
+"""How an answer ends, or its form."""
 
 COMMON: Mapping[str, Refused] = {**SAMPLERS, **REPORTS, **PROMPTS, **ENDINGS}

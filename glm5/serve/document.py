@@ -1,7 +1,7 @@
-"""GET /openapi.json: what the server takes and answers, for tools that read OpenAPI 3.1.
+"""GET /openapi.json: the requests and answers of the server as OpenAPI 3.1.
 
-Bodies are read by hand (`Service.read`), within limits and with one sentence for what is wrong, so that FastAPI cannot
-see their types. Here they are named again, once for all surfaces; a test holds the table to what the routes read.
+`Service.read` parses bodies within limits and reports the first error in one sentence, so FastAPI does not know their
+types. This module names them again, once for all surfaces; a test compares the table with the routes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BODIES: Mapping[str, type[Fields]] = {
     "/continue_generation": NoFields,
 }
 OPTIONAL = ("/pause_generation", "/continue_generation")
-"""Their body may be left out."""
+"""Routes with an optional body."""
 MEDIA = {"/": "text/html", "/metrics": "text/plain"}
-"""What is not JSON."""
+"""Routes with a media type other than JSON."""
 ERRORS: Mapping[str, str] = {
     "400": "The request cannot be answered; the message says why.",
     "401": "The API key is wrong or missing.",
@@ -79,11 +79,11 @@ _MESSAGE = {
         "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, _NULL]},
     },
 }
-"""What the chat template takes; it judges the order of messages and the details of calls itself."""
+"""Input of the chat template, which checks the order of messages and the details of calls itself."""
 
 
 class _Bodies(GenerateJsonSchema):
-    """JSON schemas of requests, in which null stands for an absent field and refused fields have neutral values."""
+    """JSON schemas of requests. null stands for an absent field, and refused fields have neutral values."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         found, kind = super().model_schema(schema), schema["cls"]
@@ -102,7 +102,7 @@ class _Bodies(GenerateJsonSchema):
 
 
 def add_document(app: FastAPI) -> None:
-    """Let `app` answer GET /openapi.json with the routes that it has by then."""
+    """Let `app` answer GET /openapi.json with the routes registered so far."""
 
     @cache
     def written() -> dict[str, Any]:
@@ -114,7 +114,7 @@ def add_document(app: FastAPI) -> None:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of an application whose POST routes are those of `BODIES`."""
+    """The OpenAPI document of an application. Its POST routes must be those of `BODIES`."""
     kinds = [(kind, "validation") for kind in BODIES.values()]
     _, schemas = models_json_schema(
         kinds,  # type: ignore[arg-type]  # a literal in a list is a str to mypy
@@ -126,7 +126,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         "OpenAIError": _wrapped(_OPENAI_ERROR),
         "AnthropicError": _wrapped(_ANTHROPIC_ERROR),
     }
-    found = get_openapi(title="glm5", version=__version__, routes=app.routes)  # for its paths, whatever made them
+    found = get_openapi(title="glm5", version=__version__, routes=app.routes)  # only for its paths
     paths = {path: {m: _operation(path, m) for m in methods} for path, methods in found["paths"].items()}
     return {
         **found,
@@ -138,7 +138,7 @@ def document(app: FastAPI) -> dict[str, Any]:
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        "security": [{}, {"bearer": []}, {"key": []}],  # a server without a key asks for none
+        "security": [{}, {"bearer": []}, {"key": []}],  # a server without a key requires none
     }
 
 

@@ -1,7 +1,7 @@
-"""Between asyncio and the engine: one thread owns the engine, requests come in and tokens go out as they are sampled.
+"""The bridge between asyncio and the engine: one thread owns the engine, takes requests and streams tokens.
 
-The engine is not thread-safe, so nothing but this thread calls it. The asyncio side leaves small jobs (start prompts,
-cancel a sample, run a function) under a condition, on which the thread also sleeps while it has nothing to do.
+The engine is not thread-safe, so only this thread calls it. The asyncio side queues small jobs (start prompts, cancel a
+sample, run a function) under a condition variable. The thread also sleeps on that condition when it has nothing to do.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ BROKEN = "The engine stopped after an internal error and could not be replaced s
 REPLACED = "The engine failed while it had this request, and was replaced; see the server's log. Send it again."
 UNREADY = "The engine could not take the request because of an internal error; see the server's log."
 FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0
-"""Seconds between two attempts to replace an engine: twice as many after each."""
+"""Seconds between two attempts to rebuild an engine; doubles after each, up to the second value."""
 
 
 class EngineThread:
-    """Runs the engine's step loop in a thread of its own. `max_samples` bounds those waiting and running together.
+    """Runs the engine's step loop in a thread of its own. `max_samples` bounds waiting plus running samples.
 
-    A request that cannot be computed fails alone (see `Engine.step`). When the engine itself fails, everything that it
-    had under way ends with EngineFailed, and it is rebuilt on the same weights. While that fails too, it is tried again
-    after a while, and `check` says so.
+    A request that cannot be computed fails alone (see `Engine.step`). If the engine itself fails, all requests in
+    progress end with EngineFailed, and the engine is rebuilt on the same weights. If that fails too, it is retried
+    later, and `check` raises meanwhile.
     """
 
     def __init__(self, engine: Engine, max_samples: int = 256, metrics: Metrics | None = None) -> None:
@@ -51,17 +51,17 @@ class EngineThread:
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
         self._wake = threading.Condition()
-        # All below is guarded by the condition.
+        # The condition guards everything below.
         self._jobs: deque[Callable[[], None]] = deque()
         self._streams: dict[Stream, None] = {}  # in order of arrival
         self._calls: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
-        self._reserved = 0  # samples whose grammars are being compiled
+        self._reserved = 0  # samples that wait for their grammar
         self._paused = False
-        self._deadline: float | None = None  # time.monotonic() at which a stop loses patience
+        self._deadline: float | None = None  # time.monotonic() at which `stop` aborts the rest
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._compiler = Compiler(lambda: self.engine.grammars)
-        # The engine thread's own: when to rebuild a broken engine, and what to tell event loops at the end of a round.
+        # Engine thread only: when to rebuild a broken engine, and callbacks for event loops at the end of a round.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
 
@@ -70,7 +70,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until it ended."""
+        """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until then."""
         with self._wake:
             wanted = time.monotonic() + seconds
             self._deadline = wanted if self._deadline is None else min(self._deadline, wanted)
@@ -80,7 +80,7 @@ class EngineThread:
         self._compiler.close()
 
     def check(self) -> None:
-        """Raise why no request can be taken now; return where one can."""
+        """Raise the reason if no request can be accepted now."""
         if self._error is not None:
             raise EngineFailed(BROKEN)
         if self._deadline is not None:
@@ -94,7 +94,7 @@ class EngineThread:
 
     @property
     def samples(self) -> int:
-        """How many are waiting or running."""
+        """Number of samples waiting or running."""
         with self._wake:
             return self._taken()
 
@@ -102,12 +102,12 @@ class EngineThread:
         return self._reserved + sum(len(stream.open) for stream in self._streams)
 
     async def submit(self, prompt: Sequence[int], params: SamplingParams) -> Stream:
-        """Start `params.n` samples. Raises Overloaded, Stopping or EngineFailed, and EngineError for a bad prompt."""
+        """Start `params.n` samples. Raises Overloaded, Stopping, EngineFailed, or EngineError for a bad prompt."""
         return await self.submit_all([Part(prompt, params)])
 
     async def submit_all(self, parts: Sequence[Part], *, deadline: float | None = None) -> Stream:
-        """Start the samples of several prompts, or none of them; they have `deadline` seconds, in which their grammars
-        are compiled too. Raises ApiError for a grammar that cannot be enforced."""
+        """Start the samples of several prompts, or none of them. `deadline` seconds bound their time, grammar
+        compilation included. Raises ApiError if a grammar cannot be enforced."""
         stream = Stream(self, parts, deadline)
         if stream.size > self.max_samples:
             most = f"this server takes at most {self.max_samples} at a time"
@@ -155,7 +155,7 @@ class EngineThread:
         deadline: float | None = None,
     ) -> list[Completion]:
         """Score rows under all limits of requests (see `Engine.scored`). Raises like `submit_all`, and EngineError if
-        somebody aborts one of `names`."""
+        one of `names` is aborted."""
         params = SamplingParams(temperature=temperature, top_logprobs=top_logprobs)
         names = names or [""] * len(rows)
         parts = [Part(row, params, name, score=True) for row, name in zip(rows, names, strict=True)]
@@ -178,7 +178,7 @@ class EngineThread:
                 self._wake.notify()
 
     def abort(self, name: str | None) -> int:
-        """End the samples of prompts named `name`, or all where it is None; returns how many there were."""
+        """End the samples of prompts named `name`, or all if it is None. Returns how many there were."""
         with self._wake:
             found = [(s, i) for s in self._streams for i in list(s.open) if name is None or s.names[i] == name]
         for stream, index in found:
@@ -186,13 +186,13 @@ class EngineThread:
         return len(found)
 
     def pause(self, paused: bool) -> None:
-        """Stop stepping the engine after the present step, or go on. Requests are taken meanwhile, and wait."""
+        """Pause the step loop after the current step, or resume it. Requests are accepted meanwhile, and wait."""
         with self._wake:
             self._paused = paused
             self._wake.notify()
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Run `function` with the engine between two steps and return what it returns, or raise what it raises."""
+        """Run `function` with the engine between two steps. Returns its result or raises its exception."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
@@ -237,7 +237,7 @@ class EngineThread:
         self._flush()
 
     def _end_all(self, end: EngineError) -> None:
-        """End everything that is under way; the engine forgets it too, unless it has failed."""
+        """End all requests in progress, in the engine too unless it has failed."""
         with self._wake:
             left, calls = list(self._streams), list(self._calls.items())
             self._streams.clear()
@@ -251,14 +251,14 @@ class EngineThread:
             self._tell(stream.loop, partial(stream.put, end))
 
     def _work(self) -> bool:
-        """Wait for something to do, do the jobs, advance the engine by one step. False when it is time to end."""
+        """Wait for work, do the jobs, advance the engine by one step. False when it is time to end."""
         with self._wake:
             while not (self._jobs or (self._streams and not self._paused) or self._deadline is not None):
                 self._wake.wait(None if self._error is None else max(0.0, self._retry_at - time.monotonic()))
                 if self._error is not None and time.monotonic() >= self._retry_at:
                     break
             jobs, self._jobs = self._jobs, deque()
-            if self._deadline is not None:  # told to stop; what is paused would not finish anyway
+            if self._deadline is not None:  # stopping: a paused engine would never finish
                 late = self._paused or time.monotonic() >= self._deadline
                 if late or not (self._streams or jobs):
                     return False
@@ -273,7 +273,7 @@ class EngineThread:
         for job in jobs:
             job()
         if self.engine.busy and not self._paused:
-            with contextlib.suppress(RequestFailed):  # its stream is told so below
+            with contextlib.suppress(RequestFailed):  # its stream gets the error below
                 self.engine.step()
         with self._wake:
             streams = list(self._streams)
@@ -288,7 +288,7 @@ class EngineThread:
         self._tell(stream.loop, partial(stream.put, error))
 
     def _replace(self, failure: BaseException) -> None:
-        """After what no request is to blame for: end what is under way, and start the engine over."""
+        """After a failure that no single request caused: end all requests in progress, and rebuild the engine."""
         log.error("The engine failed; it is replaced, and what it had under way ends.", exc_info=failure)
         self.metrics.engine_failures += 1
         self._error = failure
@@ -335,7 +335,7 @@ class EngineThread:
             self.engine.abort(request)
 
     def _deliver(self, stream: Stream) -> None:
-        """Post what is new since the last time."""
+        """Post the new tokens since the last call."""
         failed = [request.error for request in stream.requests if request.error is not None]
         if failed:
             self._end(stream, failed[0])
@@ -344,7 +344,7 @@ class EngineThread:
             request, start = stream.requests[index], stream.sent[index]
             done, ids = request.completion, request.completion.token_ids[start:]
             if not request.done and (request.score or not ids):
-                continue  # scores come when all of them are there: new weights may begin them anew
+                continue  # scores are sent complete: new weights may restart them
             stream.sent[index] += len(ids)
             self._measure(stream, index, len(ids))
             tops = done.top_logprobs[start:] or [{} for _ in ids]
@@ -378,10 +378,10 @@ class EngineThread:
         self._outbox.setdefault(loop, []).append(news)
 
     def _flush(self) -> None:
-        """One wake-up for each event loop, however much there is to tell."""
+        """Wake each event loop once, with all its callbacks."""
         outbox, self._outbox = self._outbox, {}
         for loop, news in outbox.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no reader is left
                 loop.call_soon_threadsafe(_each, news)
 
 

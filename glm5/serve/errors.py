@@ -1,7 +1,7 @@
-"""What a client gets instead of an answer: one sentence, a status, and the form that its surface speaks.
+"""Error answers: one sentence and a status, in the format of the client's surface.
 
-No text of an unexpected error leaves the server; those are logged and answered with a fixed sentence. Free of torch and
-of the engine, so that a process in front of engines can speak the same way.
+The text of an unexpected error never leaves the server: it is logged, and the client gets a fixed sentence. Free of
+torch and of the engine, so a router can use the same formats.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from starlette.responses import JSONResponse, Response
 from glm5.errors import EngineError, Glm5Error, RequestFailed, TooLongError
 
 CLIENT_GONE = 499
-"""Status of an answer that nobody waits for; it is seen in logs and metrics only."""
+"""Status of an answer after the client has disconnected; only logs and metrics show it."""
 LONGEST = 1000
-"""Characters of a sentence; some quote what the client sent."""
+"""Maximum characters of a message; some quote client input."""
 INTERNAL = "Internal error; see the server's log."
 
 
 class Overloaded(EngineError):
-    """As many samples as the server takes are waiting or running; come back later."""
+    """The server has reached its limit of waiting and running samples; retry later."""
 
 
 class Stopping(EngineError):
@@ -32,14 +32,14 @@ class Stopping(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine failed with what it had under way. Requests are taken again once it is replaced."""
+    """The engine failed, and with it all requests in progress. Requests are accepted again after it is rebuilt."""
 
 
 class TooLate(EngineError):
-    """A request was not complete within the time that the server gives one."""
+    """A request was not complete within the server's time limit."""
 
 
-# Status and word for programs, by class of error.
+# HTTP status and error code, by class of error.
 _STATUS: Mapping[type[Glm5Error], tuple[int, str]] = {
     Overloaded: (429, "rate_limit_exceeded"),
     Stopping: (503, "stopping"),
@@ -69,7 +69,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Glm5Error):
-    """An answer other than 200. `param` is the field at fault, `code` a word for programs, `retry_after` in seconds."""
+    """An answer other than 200. `param` is the field at fault, `code` for programs, `retry_after` in seconds."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 1.0
@@ -82,7 +82,7 @@ class ApiError(Glm5Error):
 
     @classmethod
     def of(cls, error: Glm5Error) -> ApiError:
-        """The answer to an error from below: the client's fault unless the engine says otherwise."""
+        """The answer to an error of the layers below: 400 unless its class has another status."""
         if isinstance(error, ApiError):
             return error
         for kind, (status, code) in _STATUS.items():
@@ -93,7 +93,7 @@ class ApiError(Glm5Error):
         return cls(400, text, param=field if field in ("messages", "tools") else None)
 
     def body(self, anthropic: bool = False) -> dict[str, Any]:
-        """The error in OpenAI form, which the native surface shares, or in Anthropic form."""
+        """The error in OpenAI format, which the native surface shares, or in Anthropic format."""
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
@@ -102,11 +102,11 @@ class ApiError(Glm5Error):
 
 
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The answer in the form of the surface that `path` belongs to, with the headers that its status asks for."""
+    """The answer in the format of the surface that `path` belongs to, with the headers of its status."""
     own = {
         401: {"WWW-Authenticate": "Bearer"},
         408: {"Connection": "close"},
-        413: {"Connection": "close"},  # what may be left of the body is not worth reading
+        413: {"Connection": "close"},  # do not read the rest of the body
         429: {"Retry-After": str(math.ceil(error.retry_after))},
         503: {"Retry-After": str(math.ceil(error.retry_after))},
     }
@@ -115,7 +115,7 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The answer to whatever a route raises; for `HANDLED`."""
+    """The answer to any exception of a route; for `HANDLED`."""
     path: str = request.scope["path"]
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
@@ -128,7 +128,7 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 HANDLED: tuple[type[Exception], ...] = (Glm5Error, HTTPException, ClientDisconnect, Exception)
-"""Kinds of errors that an application leaves to `on_error`."""
+"""Exception types that an application passes to `on_error`."""
 
 
 def speaks_anthropic(path: str) -> bool:

@@ -1,11 +1,11 @@
-"""What requests may hold. Every field of every object of a body is one of three kinds, and nothing else is taken.
+"""The fields of requests. Every field of every object of a body is implemented, accepted or refused.
 
-It is implemented; or accepted without effect, since it steers a hosted service or says something about the client; or
-refused by name, since it would change the answer in a way that this server cannot. Values of a refused field that ask
-for nothing are accepted. A field that no list names is refused too, with the nearest name that one does. Only what is
-free by design is not looked into: JSON schemas, arguments of tools, metadata.
+A field is accepted without effect if it is client metadata or an option of a hosted service. It is refused by name if
+it would change the answer in a way that this server cannot; it may still have a neutral value, which asks for nothing.
+An unknown field is refused too, with the nearest known name. Only free parts are not checked: JSON schemas, arguments
+of tools, metadata.
 
-The classes of requests are the table: `Fields.INSIDE` leads to the objects in them. `docs/serving.md` shows it.
+The request classes are the table: `Fields.INSIDE` leads to the objects in them. `docs/serving.md` shows it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from glm5.serve.errors import ApiError
 
 LEAVE_OUT = "leave it out"
 LONGEST_NAME = 100
-"""Characters of a field's name that an error repeats."""
+"""Maximum characters of a field's name in an error."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that this server does not have. `neutral` are values that ask for nothing, `instead` says what to do."""
+    """A refused field. `neutral` are values that ask for nothing, `instead` is the advice in the error."""
 
     neutral: tuple[Any, ...] = ()
     instead: str = LEAVE_OUT
@@ -41,8 +41,8 @@ def no(*neutral: Any, instead: str = LEAVE_OUT) -> Refused:
 class Fields(BaseModel):
     """Base of all requests and their parts. A null field counts as absent.
 
-    `INSIDE` names the class that knows the fields of a part which is kept as the client wrote it (an object, or a list
-    of them); parts that are `Fields` themselves need no entry.
+    `INSIDE` maps a field that is kept as the client wrote it (an object, or a list of them) to the class that checks
+    it. Fields with a `Fields` type need no entry.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -59,13 +59,13 @@ class Fields(BaseModel):
 
 @cache
 def implemented(kind: type[Fields]) -> Mapping[str, str]:
-    """The fields that have an effect: their names in requests, and in the class."""
+    """The fields that have an effect: their names in requests, mapped to their names in the class."""
     return {field.alias or name: name for name, field in kind.model_fields.items()}
 
 
 @cache
 def parts(kind: type[Fields]) -> Mapping[str, type[Fields]]:
-    """The fields that hold objects with a table of their own, by their names in requests."""
+    """The fields that contain objects with their own table, by their names in requests."""
     found = {alias: _of(kind.model_fields[name].annotation) for alias, name in implemented(kind).items()}
     return {name: part for name, part in (found | dict(kind.INSIDE)).items() if part is not None}
 
@@ -88,7 +88,7 @@ def check(body: Fields, where: str = "") -> None:
 
 
 def finite(value: Any) -> bool:
-    """Whether all numbers in a request are ones that JSON has: its free parts may hold NaN, or overflow to infinity."""
+    """Whether all numbers in a request are valid JSON: free parts may contain NaN, or overflow to infinity."""
     left = [value]
     while left:
         one = left.pop()
@@ -104,7 +104,7 @@ def finite(value: Any) -> bool:
 
 
 def _look(kind: type[Fields], value: Any, where: str) -> None:
-    """An object that is a `Fields` or is kept as it came, or a list of such."""
+    """Check a `Fields`, an object kept as it came, or a list of them."""
     if isinstance(value, Fields):
         check(value, where + ".")
     elif isinstance(value, list):
@@ -121,7 +121,7 @@ def _look(kind: type[Fields], value: Any, where: str) -> None:
 
 
 def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:
-    """A field that is not implemented."""
+    """Check a field that is not implemented. Raises ApiError 400 if it is refused or unknown."""
     if name in kind.IGNORED:
         return
     short = name[:LONGEST_NAME].encode("utf-8", "replace").decode()
@@ -135,7 +135,7 @@ def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, with 0 and false apart."""
+    """Equality that distinguishes 0 from false."""
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 
@@ -147,7 +147,7 @@ def objects(kind: type[Fields], path: str = "") -> Iterator[tuple[str, type[Fiel
 
 
 def table(kind: type[Fields], shown: set[type[Fields]]) -> str:
-    """The table of one request in Markdown: a row for each object that is not in `shown`, which grows."""
+    """The table of one request in Markdown: a row per object that is not in `shown`, to which they are added."""
     lines = ["| Object | Implemented | Accepted, no effect | Refused |", "|---|---|---|---|"]
     for path, part in objects(kind):
         if part in shown:
@@ -161,7 +161,7 @@ def table(kind: type[Fields], shown: set[type[Fields]]) -> str:
 
 
 def _told(refused: Mapping[str, Refused]) -> Iterator[str]:
-    """Those with the same advice together."""
+    """Refused fields, grouped by advice."""
     groups: dict[str, list[str]] = {}
     for name in sorted(refused):
         groups.setdefault(refused[name].instead, []).append(f"`{name}`")

@@ -1,4 +1,4 @@
-"""Where a server's keys come from. Free of torch."""
+"""Reads the server's keys from an option, a file or the environment. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from glm5.errors import UsageError
 
 LONGEST = 4096
-"""Bytes of a key, and of its file."""
+"""Maximum bytes of a key, and of its file."""
 
 
 def find_key(name: str, given: str | None, file: Path | None) -> str | None:
     """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
-    GLM5_ADMIN_KEY, which leaves the environment so that no process started later inherits it. None where there is none.
+    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
 
     Raises:
-        UsageError: more than one of them, a file that others may read, or what is no key.
+        UsageError: more than one source, a file that others may read, or a value that is not a valid key.
     """
     variable = f"GLM5_{name.upper()}_KEY"
     found = {
@@ -36,7 +36,7 @@ def find_key(name: str, given: str | None, file: Path | None) -> str | None:
 
 
 def _read(file: Path) -> str:
-    """The content of a key file, without the line end. A pipe will do."""
+    """The content of a key file, without the line end. A pipe works too."""
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode

@@ -1,4 +1,4 @@
-"""What one server takes, and reading bodies under those limits."""
+"""Limits of one server, and reading request bodies under them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from starlette.requests import Request
 from glm5.serve.errors import ApiError
 
 DRAINED = 8
-"""Up to so many times the limit, a body that is too large is read to its end and dropped: a client that is cut off
-while it writes does not get to read why."""
+"""A body of up to this many times the limit is read to its end and dropped: while it writes, a client cannot read the
+error."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Limits:
     """Limits of one server.
 
     Attributes:
-        body_bytes: longest body; more is answered with 413.
+        body_bytes: longest body (413).
         body_seconds: time for a body to arrive (408).
         header_seconds: time for the head of a request to arrive (408).
-        send_seconds: how long a client that does not read its answer is waited for; the connection ends.
-        connections: open connections; beyond it, those without a whole request make room. File descriptors may allow
-            fewer (see `connection.fitted`).
-        requests: requests under way at once, of any kind but health checks (429).
+        send_seconds: how long to wait for a client that does not read its answer; then the connection ends.
+        connections: open connections; beyond it, those without a complete request are dropped. File descriptors may
+            allow fewer (see `connection.fitted`).
+        requests: concurrent requests of any kind except health checks (429).
         samples: samples waiting and running in the engine at once (429).
-        tokens: longest prompt plus answer; None takes what the engine can hold (400).
-        request_seconds: time for one answer, waiting included (504, or an error event where the answer is streamed).
-        stop_seconds: how long a server that was told to stop lets answers finish.
+        tokens: longest prompt plus answer; None means the engine's maximum (400).
+        request_seconds: time for one answer, waiting included (504, or an error event in a stream).
+        stop_seconds: time for running answers to finish when the server stops.
     """
 
     body_bytes: int = 8 << 20
@@ -45,14 +45,14 @@ class Limits:
 
 
 def check_samples(count: int, limits: Limits) -> None:
-    """Before any work on prompts: `count` samples in all must fit into the engine. Raises ApiError 400."""
+    """Before any work on prompts: check that `count` samples can fit into the engine. Raises ApiError 400."""
     if count > limits.samples:
         text = f"The request asks for {count} samples; this server takes at most {limits.samples} at a time."
         raise ApiError(400, text, code="too_many_samples")
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body. The limit holds while reading, so that no announced length has to be believed."""
+    """The body. The limit applies to the bytes read, whatever Content-Length says."""
     limit, size, raw = limits.body_bytes, 0, bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):

@@ -1,4 +1,4 @@
-"""Where a server listens, and what it says about that. Free of torch."""
+"""The listening socket, and the address to print. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from glm5.serve.access import LOOPBACK_NAMES, Access, is_loopback
 
 
 def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] | None:
-    """Host names that requests may be addressed to; None where all may. Raises UsageError where a server without a key
-    would let others in."""
+    """Accepted Host names; None accepts all. Raises UsageError if a server without a key would be open to others."""
     if not is_loopback(host) and not api_key:
         raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
     pages = {name for origin in access.origins if (name := urlsplit(origin).hostname) is not None}
@@ -22,8 +21,8 @@ def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] |
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: connecting before the model is loaded fails at once."""
-    # Where the protocol is not named, asyncio leaves out TCP_NODELAY, and answers wait 40 ms for an acknowledgement.
+    """A bound socket that does not listen yet: a connection fails at once until the model is loaded."""
+    # Without the protocol number, asyncio does not set TCP_NODELAY, and answers wait 40 ms for an ACK.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -42,8 +41,8 @@ def address_error(error: OSError | OverflowError, host: str, port: int) -> Usage
 
 
 def announce(sockets: Iterable[socket.socket]) -> None:
-    """Say on stdout where the server can be reached."""
+    """Print the server's address on stdout."""
     for listener in sockets:
         host, port = listener.getsockname()[:2]
-        with contextlib.suppress(OSError):  # a full disk, or nobody who reads: no reason to end
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the server
             print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -1,7 +1,7 @@
-"""What the server counts, in the text format of Prometheus.
+"""The server's metrics, in the text format of Prometheus.
 
-A few counters and three histograms do not need a package: this one has no locks, for each value is written by one
-thread alone (requests by the event loop, tokens by the engine's thread) and reading a number is atomic.
+A few counters and three histograms do not need a package. They need no locks: each value is written by one thread only
+(requests by the event loop, tokens by the engine's thread), and reading a number is atomic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONG = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
 class Histogram:
-    """Counts by upper bound. `observe` may weigh one value several times."""
+    """Counts by upper bound. `observe` may count one value several times."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(bounds)
@@ -39,7 +39,7 @@ class Histogram:
 
 
 class Metrics:
-    """Everything since the start of the server."""
+    """All metrics since the start of the server."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -52,7 +52,7 @@ class Metrics:
         self.time_per_token = Histogram(FAST)
 
     def answered(self, path: str, status: int) -> None:
-        """From the event loop: an answer began. `path` is a route's, or "other"."""
+        """An answer began; called from the event loop. `path` is a route's, or "other"."""
         self.requests[path, status] += 1
 
     def accepted(self, prompt_tokens: int) -> None:
@@ -64,12 +64,12 @@ class Metrics:
         self.time_to_first_token.observe(seconds)
 
     def tokens(self, tokens: int, seconds: float) -> None:
-        """`tokens` of one sample that came together, `seconds` after those before."""
+        """`tokens` of one sample arrived together, `seconds` after the previous ones."""
         self.generated_tokens += tokens
         self.time_per_token.observe(seconds / tokens, tokens)
 
     def text(self, engine: Mapping[str, Any]) -> str:
-        """The exposition. `engine` are the engine's own numbers (see `Engine.stats`), none where it has failed."""
+        """The metrics as text. `engine` are the numbers of `Engine.stats`, empty if the engine has failed."""
         lines: list[str] = []
 
         def family(name: str, kind: str, help_text: str, samples: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""The native surface, in the spelling of SGLang: token ids in and out, and what a trainer needs of an engine.
+"""The native surface, compatible with SGLang: token ids in and out, and the engine control that a trainer needs.
 
 `/generate` reports the log-probability, the id and the weight version of every sampled token, the stop token included.
 """
@@ -47,11 +47,11 @@ log = get_logger("serve")
 
 HEALTH_SECONDS = 20.0
 REPEATS = 32
-"""Events that hold all of their sample so far may together be so many times as long as the last one..."""
+"""Cumulative events together may be this many times as long as the last one, ..."""
 FREE = 1 << 14
-"""...and so many tokens more: the first 180 tokens or so come one by one."""
+"""... plus this many tokens: the first 180 tokens or so come one by one."""
 LONG = 1024
-"""Tokens of an event that is written beside the event loop."""
+"""Longer events, in tokens, are encoded in a thread."""
 
 
 def router(service: Service) -> APIRouter:
@@ -110,7 +110,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/update_weights_from_disk")
     async def update_weights(request: Request) -> Response:
         body = await service.read(request, UpdateRequest)
-        async with updating:  # one after the other: each version has one content, and one copy is in memory at a time
+        async with updating:  # in turn: each version has one content, and only one copy is in memory
             return await _update(service, body)
 
     @routes.post("/pause_generation")
@@ -118,7 +118,7 @@ def router(service: Service) -> APIRouter:
         body = await _optional(service, request, PauseRequest)
         count = service.thread.abort(None) if body.mode == "abort" else service.thread.samples
         service.thread.pause(True)
-        await service.thread.call(lambda engine: None)  # the present step is over
+        await service.thread.call(lambda engine: None)  # waits for the current step to end
         return {
             "status": "ok",
             "message": f"Paused; {count} samples were {'ended' if body.mode == 'abort' else 'kept'}.",
@@ -148,14 +148,14 @@ def router(service: Service) -> APIRouter:
 
 
 async def _optional(service: Service, request: Request, kind: type[Body]) -> Body:
-    """A body that clients may leave out."""
+    """An optional body; an empty one gives the defaults."""
     if request.headers.get("content-length") in (None, "0") and "transfer-encoding" not in request.headers:
         return kind()
     return await service.read(request, kind)
 
 
 async def _update(service: Service, body: UpdateRequest) -> Response:
-    """Weights are read and checked beside the running engine, which then takes them between two steps."""
+    """Read and check weights while the engine runs, then apply them between two steps."""
     present = service.weight_version
     version = present + 1 if body.weight_version is None else int(body.weight_version)
     if version <= present:
@@ -163,7 +163,7 @@ async def _update(service: Service, body: UpdateRequest) -> Response:
         return _refused(ApiError(409, text, param="weight_version", code="old_version"))
     try:
         ours = service.thread.engine.model
-        # In a thread that ends: torch keeps a team of threads for every thread that computes, and teams share cores.
+        # A short-lived thread: torch keeps a thread pool per computing thread, and the pools compete for cores.
         reader = ThreadPoolExecutor(1)
         staging = partial(weights.stage, ours, Path(body.model_path), tokenizer=service.tokenizer)
         try:
@@ -184,32 +184,32 @@ async def _update(service: Service, body: UpdateRequest) -> Response:
 
 
 def _refused(error: ApiError) -> Response:
-    """An update that changed nothing, in the form of SGLang and in ours."""
+    """A failed update that changed nothing, in SGLang's format and in ours."""
     return JSONResponse(
         {"success": False, "message": str(error), "num_paused_requests": 0, **error.body()}, error.status
     )
 
 
 class Plain:
-    """One sample as plain text: not parsed, and trimmed as the client asks."""
+    """One sample as plain text: not parsed, and trimmed as the client requests."""
 
     def __init__(self, tokenizer: Tokenizer, params: NativeSampling, stop_ids: frozenset[int]) -> None:
         self.ids: list[int] = []
         self.versions: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[dict[int, float]] = []
-        self.pieces: list[str] = []  # of the text
-        self.told = (0, 0)  # pieces and ids that an incremental stream has sent
+        self.pieces: list[str] = []  # pieces of the text
+        self.told = (0, 0)  # counts of pieces and ids that an incremental stream has sent
         self.finish: dict[str, Any] | None = None
         self._params = params
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
-        self._early = params.min_tokens or 0  # no stop string begins in so many tokens
+        self._early = params.min_tokens or 0  # no stop string begins within these tokens
         keep = params.no_stop_trim
         self._watch = StopStringDetector(
             tokenizer, params.stops(), silent=stop_ids, min_tokens=params.min_tokens or 0, keep=keep
         )
-        # With special tokens in the text, a stop string is looked for in that text.
+        # If the text includes special tokens, stop strings are searched in that text.
         self._decoder = None if params.skip_special_tokens else StreamDecoder(tokenizer)
         self._matcher = StopMatcher(() if self._decoder is None else params.stops(), keep=keep)
 
@@ -261,7 +261,7 @@ class Generation:
         self.began = time.monotonic()
 
     async def answer(self, request: Request) -> Response:
-        """The response, whole or as events."""
+        """The response, in one piece or as events."""
         if self.body.return_logprob and self.body.logprob_start_len >= 0:
             if not await unless_gone(request, self._score()):
                 return Response(status_code=CLIENT_GONE)
@@ -316,7 +316,7 @@ class Generation:
         return json_answer(answers if self.listed else answers[0])
 
     async def _events(self, stream: Stream, plain: Sequence[Plain]) -> AsyncGenerator[str, None]:
-        """Each event holds all of its sample so far, or what is new in it; a server that falls behind sends fewer."""
+        """Each event contains its sample so far, or only the new part. Fewer events are sent under load."""
         incremental = self.body.incremental_streaming_output
         tokens, spent = 0, -FREE
         try:
@@ -347,7 +347,7 @@ class Generation:
         return framed("".join(json_pieces({**entry, "index": index} if self.listed else entry)))
 
     def _entry(self, stream: Stream | None, index: int, plain: Plain) -> dict[str, Any]:
-        """A sample, without what an incremental stream has told of it. Holds iterators (see `json_answer`)."""
+        """A sample, without the part that an incremental stream has sent. Contains iterators (see `json_answer`)."""
         owner, (pieces, start) = self.owners[index], plain.told
         versions = plain.versions[start:]
         meta: dict[str, Any] = {
@@ -371,5 +371,5 @@ class Generation:
 
 
 def _told(top: dict[int, float]) -> list[list[Any]]:
-    """The likeliest tokens of one place. Those that cannot be sampled are left out."""
+    """The likeliest tokens of one position, without those of probability 0."""
     return [[value, token, None] for token, value in top.items() if math.isfinite(value)]

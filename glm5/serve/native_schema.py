@@ -1,4 +1,4 @@
-"""Requests of the native surface, in the spelling of SGLang."""
+"""Requests of the native surface, compatible with SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rid = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class NativeSampling(Sampling):
-    """`sampling_params`. Of the text that an answer is cut at, `no_stop_trim` keeps the stop string or token."""
+    """`sampling_params`. With `no_stop_trim` the stop string or token stays in the text."""
 
     IGNORED = SAMPLER_DETAILS | {"custom_params", "spaces_between_special_tokens", "temperature_last"}
     REFUSED = {**COMMON, "max_tokens": no(instead="use max_new_tokens")}
@@ -56,9 +56,9 @@ class NativeSampling(Sampling):
 
 
 class GenerateRequest(Fields):
-    """POST /generate: `text` or `input_ids`, one or a batch; `sampling_params` for all, or one for each.
+    """POST /generate: `text` or `input_ids`, one or a batch; `sampling_params` for all, or one per prompt.
 
-    Events of a stream hold all of their sample so far; with `incremental_streaming_output` what is new in it.
+    Events of a stream contain their sample so far; with `incremental_streaming_output` only the new part.
     """
 
     IGNORED = HOSTED - {"rid"}
@@ -109,18 +109,18 @@ class GenerateRequest(Fields):
         return bool(self.input_ids) and isinstance(cast(list[Any], self.input_ids)[0], list)
 
     def prompts(self) -> Prompts:
-        """One entry for each prompt."""
+        """One entry per prompt."""
         given = self.input_ids if self.text is None else self.text
         return cast(Prompts, given if self.batched else [given])
 
     def each(self) -> list[NativeSampling]:
-        """How to sample, for each prompt."""
+        """The sampling parameters, per prompt."""
         one = self.sampling_params
         return one if isinstance(one, list) else [one] * len(self.prompts())
 
 
 class UpdateRequest(Fields):
-    """POST /update_weights_from_disk. Caches are always computed again, and a pause stays one."""
+    """POST /update_weights_from_disk. Caches are always recomputed, and a pause continues."""
 
     IGNORED = frozenset(
         """manifest is_async torch_empty_cache recapture_cuda_graph token_step flush_cache keep_pause""".split()
@@ -135,7 +135,7 @@ class UpdateRequest(Fields):
 
 
 class PauseRequest(Fields):
-    """POST /pause_generation. `abort` ends what is running; the other modes, which are one here, keep it."""
+    """POST /pause_generation. `abort` ends running requests; the other modes, which are equal here, keep them."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -156,6 +156,6 @@ class AbortRequest(Fields):
 
 
 class NoFields(Fields):
-    """A body that may be empty and whose fields have no meaning."""
+    """A body that may be empty and has no meaningful fields."""
 
     IGNORED = frozenset({"torch_empty_cache"})

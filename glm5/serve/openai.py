@@ -65,7 +65,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         found = _model(service)
-        # The second half is how Anthropic's clients know the end of a list.
+        # Anthropic's clients find the end of a list by these fields.
         return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
     @routes.get("/v1/models/{name:path}")
@@ -96,7 +96,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    """For clients of both kinds."""
+    """The model entry, for OpenAI and Anthropic clients."""
     created = datetime.fromtimestamp(service.created, UTC).isoformat()
     openai = {"object": "model", "created": service.created, "owned_by": "glm5", "root": service.model_name}
     anthropic = {"type": "model", "display_name": service.model_name, "created_at": created}
@@ -110,7 +110,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 class ChatForm:
-    """How chat completions write their answers. What is `whole` holds iterators (see `json_answer`)."""
+    """Writes chat completions. The result of `whole` contains iterators (see `json_answer`)."""
 
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
@@ -135,7 +135,7 @@ class ChatForm:
 
 
 class TextForm:
-    """How completions write their answers. With `echo` the prompt comes first, scored where log-probabilities are."""
+    """Writes text completions. With `echo` the prompt comes first, with scores if log-probabilities are requested."""
 
     whole_name = chunk_name = "text_completion"
 
@@ -170,7 +170,7 @@ class TextForm:
         return self.text(reply.index // self._samples, reply.content, reply.new_scored())
 
     def text(self, owner: int, content: str, scored: Sequence[Scored]) -> dict[str, Any]:
-        """A choice that belongs to prompt `owner`."""
+        """A choice of prompt `owner`."""
         echoed = self._echoed[owner]
         shifted = [Scored(one.token, one.logprob, one.top, one.offset + len(echoed)) for one in scored]
         told = self._written([*self._prompt_scores[owner], *shifted])
@@ -202,7 +202,7 @@ def _head(service: Service, prefix: str) -> dict[str, Any]:
 async def _answer(
     request: Request, body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm
 ) -> Response:
-    """The answer in one piece or as events. However it ends, nothing of it keeps running in the engine."""
+    """The answer in one piece or as events. All its samples in the engine end with it, also after an error."""
     if body.stream:
         return EventResponse(_events(form, body, stream, replies), stream)
     if not await unless_gone(request, collect(stream, replies)):
@@ -233,7 +233,7 @@ def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, An
 
 
 def _echo(form: TextForm) -> Response:
-    """Nothing but the echoed prompts."""
+    """An answer with only the echoed prompts."""
     choices = [{"index": i, **form.text(i, "", ()), "finish_reason": "length"} for i in range(len(form.prompts))]
     count = sum(len(prompt.ids) for prompt in form.prompts)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
@@ -243,7 +243,7 @@ def _echo(form: TextForm) -> Response:
 async def _events(
     form: ChatForm | TextForm, body: OpenAISampling, stream: Stream, replies: list[Reply]
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events. The status has been sent already, so that a late error is an event too."""
+    """Server-sent events. The status has been sent already, so a late error is an event too."""
     usage, running = body.stream_options.include_usage, body.stream_options.continuous_usage_stats
     told = [0] * len(replies)
     head: Mapping[str, Any] = {**form.head, "object": form.chunk_name}

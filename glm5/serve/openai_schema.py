@@ -62,7 +62,7 @@ class Call(Fields):
 
 
 class ChatMessage(Fields):
-    """One of `messages`. Of what clients send back of an answer, the text, the thoughts and the calls are read."""
+    """One of `messages`. Of an answer that a client sends back, the text, the reasoning and the calls are read."""
 
     IGNORED = frozenset(
         """name type id index refusal annotations parsed phase weight train cache_control provider_specific_fields
@@ -85,8 +85,8 @@ class ChatMessage(Fields):
 
 
 class Tool(Fields):
-    """One of `tools`. The chat template writes the function as it is, so that its fields are free. `strict` is kept
-    when a call is forced, and is a wish otherwise."""
+    """One of `tools`. The chat template writes the function as it is, so its fields are free. `strict` is enforced if a
+    call is forced, else only a wish."""
 
     IGNORED = frozenset({"strict", "cache_control"})
     REFUSED = {
@@ -113,7 +113,7 @@ class ToolChoice(Fields):
 
 
 class Conversation(Fields):
-    """The part of a chat request that makes the prompt. The chat template judges `messages` and `tools`."""
+    """The fields of a chat request that make up the prompt. The chat template checks `messages` and `tools`."""
 
     IGNORED = HOSTED
     REFUSED = {
@@ -142,14 +142,14 @@ class Conversation(Fields):
     add_generation_prompt: bool = True
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Render for generation. Raises DataError for messages or tools that the template cannot take."""
+        """Render for generation. Raises DataError if the template cannot take the messages or tools."""
         ending: Ending = (
             "continue" if self.continue_final_message else "answer" if self.add_generation_prompt else "none"
         )
         return render(tokenizer, self.messages, [] if self.tool_choice == "none" else self.tools, self._mode(), ending)
 
     def _mode(self) -> Mode:
-        """The most explicit wish wins."""
+        """The thinking mode; the most explicit field wins."""
         kwargs, thinking = self.chat_template_kwargs, self.thinking
         effort = kwargs.reasoning_effort or self.reasoning_effort
         typed = None if thinking is None else thinking.type == "enabled"
@@ -160,7 +160,7 @@ class Conversation(Fields):
 
 
 class SchemaFormat(Fields):
-    """`response_format.json_schema`. Its schema is always enforced, with `strict` or without."""
+    """`response_format.json_schema`. Its schema is always enforced, with or without `strict`."""
 
     IGNORED = frozenset({"strict", "description", "name"})
 
@@ -168,7 +168,7 @@ class SchemaFormat(Fields):
 
 
 class ResponseFormat(Fields):
-    """`response_format`. The schema may also stand beside the type, as llama.cpp has it."""
+    """`response_format`. The schema may also be next to the type, as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat = SchemaFormat()
@@ -228,7 +228,7 @@ class ChatRequest(Conversation, OpenAISampling):
         return self.max_completion_tokens or self.max_tokens
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """By tool_choice, response_format or what stands for it, and the budget of thoughts."""
+        """The grammar from tool_choice, response_format or its equivalents, with the thinking budget."""
         formed = self._formed(prompt)
         return limit_thinking(prompt, self._forced(prompt) or formed, self.thinking_token_budget)
 
@@ -262,7 +262,7 @@ class ChatRequest(Conversation, OpenAISampling):
 class CompletionRequest(OpenAISampling):
     """POST /v1/completions: prompts as text (special tokens are recognised) or as ids, one or several.
 
-    `max_tokens` 0 is allowed together with `echo`: the prompt is scored and nothing is added to it.
+    `max_tokens` 0 is allowed together with `echo`: the prompt is scored and no token is generated.
     """
 
     IGNORED = HOSTED | SAMPLER_DETAILS | {"add_special_tokens"}
@@ -301,13 +301,13 @@ class CompletionRequest(OpenAISampling):
         return self.form()
 
     def prompts(self) -> Prompts:
-        """One entry for each prompt."""
+        """One entry per prompt."""
         single = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return cast(Prompts, [self.prompt] if single else self.prompt)
 
 
 class TokenizeRequest(Conversation):
-    """POST /tokenize: `prompt`, or `messages` as for a chat. How to sample makes no difference to it."""
+    """POST /tokenize: `prompt`, or `messages` as for a chat. Sampling fields do not change the result."""
 
     IGNORED = HOSTED | (implemented(ChatRequest).keys() - implemented(Conversation).keys()) | {"add_special_tokens"}
     REFUSED = {

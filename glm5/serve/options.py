@@ -1,4 +1,4 @@
-"""How a server sets up its engine. Free of torch, and plain values: a process in front of engines hands them on."""
+"""Engine options of a server. Free of torch, and plain values, so a router can pass them on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class EngineOptions:
     """Keywords of `Engine.from_pretrained`, which explains them, with a server's defaults: fast rather than exact.
 
     Attributes:
-        exact: whether an answer's bits are the same whatever runs beside it; costs speed.
+        exact: make an answer's bits independent of the rest of the batch; slower.
         speculative: tokens that the MTP layer drafts per step.
         cache_tokens: size of the cache; None lets the engine choose.
-        host_cache_bytes: bytes of host memory for prefixes that the cache has no room for.
-        max_batch: samples that advance together.
+        host_cache_bytes: bytes of host memory for evicted prefixes.
+        max_batch: maximum samples per step.
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
-        chat_template: a version such as "5.2" or the path of a Jinja file; None takes what the checkpoint says.
+        chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
     """
 
     exact: bool = False

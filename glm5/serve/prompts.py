@@ -1,6 +1,6 @@
-"""From what clients send to token ids: conversations, plain text and ids, and the form that an answer must have.
+"""From client input to token ids: conversations, plain text and ids, and the grammar of the answer.
 
-The other direction is `reply`; no other module of the server turns text into tokens or back.
+`reply` is the other direction; no other module of the server converts between text and tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from glm5.records import GrammarSpec, Message
 from glm5.serve.errors import ApiError
 
 Ending = Literal["answer", "continue", "none"]
-"""What a rendered conversation ends with: the opening of a new answer, the last message left open, or nothing."""
+"""The end of a rendered conversation: the opening of a new answer, the last message left open, or nothing."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt and how to read the answer: whether it starts inside a think block, what tools it may call.
-    If the answer has `begun` in the prompt, or there is no chat, think tags are text."""
+    """A rendered prompt and how to read the answer: whether it starts inside a think block, and which tools it may
+    call. If the answer has `begun` in the prompt, or there is no chat, think tags are text."""
 
     ids: list[int]
     thinking: bool = False
@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Mode:
-    """Whether to think, whether to clear the reasoning of earlier turns (None: as the template does), how hard."""
+    """Whether to think, whether to clear the reasoning of earlier turns (None: the template's default), effort."""
 
     enable: bool = True
     clear: bool | None = None
@@ -50,7 +50,7 @@ def render(
     """A conversation as a prompt.
 
     Raises:
-        DataError: messages or tools that the template cannot take, or a last message that cannot be continued.
+        DataError: the template cannot take the messages or tools, or the last message cannot be continued.
     """
     last = f"messages[{len(messages) - 1}]"
     if ending == "continue":
@@ -73,7 +73,7 @@ def render(
 
 
 def _begun(tokenizer: Tokenizer, turn: Message, thinking: bool) -> tuple[list[int], bool]:
-    """Ids of an answer that has begun already, and whether its think block is still open."""
+    """Ids of a partial answer, and whether its think block is still open."""
     ids: list[int] = []
     if thinking:
         ids += tokenizer.encode(turn.reasoning or "")
@@ -84,12 +84,12 @@ def _begun(tokenizer: Tokenizer, turn: Message, thinking: bool) -> tuple[list[in
 
 
 def encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
-    """Plain text, in which special tokens are recognised, or ids as they are."""
+    """Plain text, with special tokens recognised, or ids as they are."""
     return Prompt(tokenizer.encode(prompt, allow_special=True) if isinstance(prompt, str) else prompt, begun=True)
 
 
 def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
-    """The answer must be a call of tool `name`, or of any where it is None; thinking ends at once.
+    """The answer must be a call of tool `name`, or of any tool if it is None; thinking ends at once.
 
     Raises:
         ApiError: there is no such tool.
@@ -108,14 +108,14 @@ def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
 
 
 def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
-    """The answer, behind its thoughts, must be a JSON object, or fit a JSON schema."""
+    """The answer after its reasoning must be a JSON object, or match a JSON schema."""
     if schema is None:
         return GrammarSpec("json", after_thinking=prompt.thinking)
     return GrammarSpec("json_schema", json.dumps(schema), after_thinking=prompt.thinking)
 
 
 def limit_thinking(prompt: Prompt, spec: GrammarSpec | None, tokens: int | None) -> GrammarSpec | None:
-    """`spec`, if any, with a think block of at most `tokens` tokens; None leaves it as it is."""
+    """`spec`, if any, with a think block of at most `tokens` tokens; `tokens` None changes nothing."""
     if tokens is None or not prompt.thinking:
         return spec
     if spec is None:

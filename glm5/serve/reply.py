@@ -1,9 +1,9 @@
-"""One sample on its way to the client: tokens in, deltas out, and the whole kept for an unstreamed answer.
+"""One sample on its way to the client: tokens in, deltas out, and the complete message for an unstreamed answer.
 
-Tokens become text, text is cut at a stop string, and the rest is parsed into reasoning, content and tool calls. Deltas
-are those of an OpenAI chat message, which the other surfaces translate. An unstreamed answer takes the same way, so
-that both forms agree. One thing differs: a call that the model never finished has partly been streamed already, whereas
-the whole answer shows it as content.
+Tokens become text, the text is cut at a stop string, and the rest is parsed into reasoning, content and tool calls.
+Deltas have the form of OpenAI chat deltas; the other surfaces translate them. An unstreamed answer uses the same path,
+so both forms agree, with one exception. A call that the model never finished has been streamed in part, but the
+complete answer shows it as content.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from glm5.serve.engine_thread import Delta
 from glm5.serve.prompts import Prompt
 
 IMPOSSIBLE = -9999.0
-"""What OpenAI writes for a log-probability of minus infinity, which JSON cannot."""
+"""OpenAI's value for a log-probability of minus infinity, which JSON cannot represent."""
 
 OpenAIDelta = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its log-probability, the likeliest ones at its place, and where its text begins in the answer."""
+    """A token with its log-probability, the likeliest ones at its position, and its text offset in the answer."""
 
     token: int
     logprob: float
@@ -51,9 +51,8 @@ class Scored:
 class Reply:
     """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
 
-    `matched` then says what ended it: a stop string, a stop id, or nothing (None). `drafts` is how many tokens the
-    engine drafts in a step; those of the steps so far are `draft_tokens`, and `accepted_draft_tokens` of them stand in
-    the sample.
+    `matched` is then the stop string or stop id that ended it, or None. `drafts` is the number of tokens that the
+    engine drafts per step. `draft_tokens` counts the drafts, `accepted_draft_tokens` those in the sample.
     """
 
     def __init__(
@@ -92,10 +91,10 @@ class Reply:
         return len(self.ids)
 
     def feed(self, delta: Delta) -> list[OpenAIDelta]:
-        """What the new tokens add, as deltas of a chat message. Sets `finish_reason` at the end."""
+        """The deltas of a chat message for the new tokens. Sets `finish_reason` at the end."""
         if self.finish_reason is not None:
             return []
-        if self.ids and delta.token_ids:  # a step of the engine; the first token came from the prompt, without drafts
+        if self.ids and delta.token_ids:  # an engine step; the first token comes from the prefill, without drafts
             self.draft_tokens += self._drafts
             self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
         events: list[Event] = []
@@ -127,7 +126,7 @@ class Reply:
         return fresh
 
     def message(self) -> dict[str, Any]:
-        """The whole assistant message."""
+        """The complete assistant message."""
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self.content if self.content or not self.calls else None,
@@ -151,11 +150,11 @@ class Reply:
     def _parse(self, text: str) -> list[Event]:
         events = self._parser.feed(text) if text else []
         if any(not isinstance(event, ReasoningDelta) for event in events):
-            self._thinking = False  # the marker was spelled out in ordinary tokens
+            self._thinking = False  # ordinary tokens spelled out the marker
         return events
 
     def _delta(self, event: Event) -> OpenAIDelta | None:
-        """Take an event into the whole and say it as a delta; None where the client learns nothing new."""
+        """Add an event to the message and return its delta, or None if there is nothing to send."""
         if isinstance(event, ReasoningDelta):
             self.reasoning += event.text
             return {"reasoning_content": event.text, "reasoning": event.text}
@@ -184,12 +183,12 @@ def _openai_call(call_id: str, call: ToolCall) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry."""
+    """A log-probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token; of a part of a character its bytes, as OpenAI writes them: `bytes:\\xe2\\x82`."""
+    """The text of one token; for a part of a character its bytes in OpenAI's notation: `bytes:\\xe2\\x82`."""
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
@@ -198,7 +197,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat answer. Alternatives that cannot be sampled are left out."""
+    """`logprobs.content` of a chat answer, without alternatives of probability 0."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.decode_bytes([token])

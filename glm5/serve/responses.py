@@ -1,4 +1,4 @@
-"""OpenAI's Responses surface: whole and as events. Nothing is kept, so that each request brings what was said."""
+"""OpenAI's Responses surface, in one piece and as events. Stateless: each request contains the conversation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
 
 
 class Answer:
-    """How one response is written."""
+    """Writes one response."""
 
     def __init__(self, service: Service, body: ResponsesRequest) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -75,7 +75,7 @@ class Answer:
         return self._response(stream, reply, _status(reply), output)
 
     async def events(self, stream: Stream, reply: Reply) -> AsyncGenerator[str, None]:
-        """Server-sent events. The status has been sent already, so that a late error is an event too."""
+        """Server-sent events. The status has been sent already, so a late error is an event too."""
         items, number = Items(), 0
 
         def told(kind: str, **fields: Any) -> str:
@@ -142,15 +142,15 @@ class Answer:
 
 
 class Items:
-    """Deltas of a chat message to events of output items, of which one is open at a time. `output` are those so far."""
+    """Converts deltas of a chat message to output-item events. At most one item is open. `output`: the items so far."""
 
     def __init__(self) -> None:
         self.output: list[Event] = []
-        self._kind: str | int | None = None  # of the open item; a number for a call
+        self._kind: str | int | None = None  # of the open item; an int for a call
         self._text: list[str] = []
 
     def take(self, delta: OpenAIDelta) -> Iterator[Event]:
-        """Keywords of the events that a delta makes."""
+        """The events of a delta, as keyword arguments."""
         if "reasoning" in delta:
             yield from self._open("reasoning", _reasoning(), _thoughts(""))
             yield self._more("response.reasoning_text.delta", delta["reasoning"], content_index=0)
@@ -164,14 +164,14 @@ class Items:
                 yield self._more("response.function_call_arguments.delta", call["function"]["arguments"])
 
     def end(self, status: str, reply: Reply) -> Iterator[Event]:
-        """The end of the answer. A call that was cut off is incomplete, so that nobody runs it."""
+        """The end of the answer. A call that was cut off is incomplete, so that no client runs it."""
         if not any(item["type"] in ("message", "function_call") for item in self.output):
             yield from self._open("message", _message(), _said(""))
         cut_off = isinstance(self._kind, int) and self.output[-1]["call_id"] not in {call["id"] for call in reply.calls}
         yield from self._close("incomplete" if cut_off else status)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """The end of the open item."""
+        """Close the open item."""
         if self._kind is None:
             return
         item, text, kind = self.output[-1], "".join(self._text), self._kind

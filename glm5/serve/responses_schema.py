@@ -1,6 +1,6 @@
-"""Requests of OpenAI's Responses surface. They become chat requests, so that both surfaces ask the same of the model.
+"""Requests of OpenAI's Responses surface, converted to chat requests, so both surfaces give the model the same prompt.
 
-Items of `input` are messages, thoughts, calls and their results; those of one answer become one message again.
+Items of `input` are messages, reasoning, calls and their results; the items of one answer become one message again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = Mapping[str, Any]
 
 
 class Reasoning(Fields):
-    """`reasoning`. Thoughts come as they are, so that a summary is never made."""
+    """`reasoning`. It is sent in full; no summary is made."""
 
     IGNORED = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -112,7 +112,7 @@ class EventOptions(Fields):
 
 
 class ResponsesRequest(Sampling):
-    """POST /v1/responses. Nothing is stored, whatever `store` says; `max_tool_calls` counts tools of a service."""
+    """POST /v1/responses. Nothing is stored, whatever `store` says; `max_tool_calls` is for hosted tools."""
 
     IGNORED = HOSTED | SAMPLER_DETAILS | {"image", "background_options", "max_tool_calls"}
     REFUSED = {
@@ -146,7 +146,7 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises ApiError for items or tools that the model cannot read."""
+        """The same as a chat request. Raises ApiError if the model cannot read an item or tool."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -182,8 +182,7 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an item to the conversation. The parts of one answer come as thoughts, text, calls, in this order; of the
-    thoughts it gets a list."""
+    """Add an item to the conversation. An answer's parts come as reasoning (a list), text, calls."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
@@ -207,7 +206,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 
 
 def _answer(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
-    """The answer that is being put together, if it has none of `without` yet; else a new one."""
+    """The message being assembled, if it has none of `without` yet; else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})
@@ -230,7 +229,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """A tool in the form of chat requests."""
+    """A tool in the format of chat requests."""
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         kind = tool.get("type")
         text = f"tools[{i}] has the type {kind!r:.60}; {FUNCTIONS_ONLY}, and each needs a name."

@@ -1,4 +1,4 @@
-"""The samples of a request on their way from the engine's thread to the event loop that asked for them."""
+"""The samples of a request, passed from the engine thread to the event loop of the request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A prompt and how to sample from it. `name` is what it can be aborted by; only prompts of one `namespace` share
-    what the prefix cache holds. `grammar` is that of `params`, once it is compiled. With `score` the prompt's own
-    tokens are scored instead (see `Engine.submit_score`)."""
+    """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
+    one `namespace`. `grammar` is the compiled grammar of `params`, or None. With `score` the prompt's own tokens are
+    scored instead (see `Engine.submit_score`)."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -45,22 +45,22 @@ class Delta:
 
 
 class Stream:
-    """The samples of some prompts as they grow. Belongs to the event loop that it was made in.
+    """The samples of some prompts as they grow. Belongs to the event loop that created it.
 
-    Samples are numbered through: those of the first prompt, then those of the second. Iteration ends when every sample
-    has ended. It raises RequestFailed if one of them cannot be computed, EngineFailed if the engine fails, and TooLate
-    at the deadline. Whoever leaves early calls `cancel`, which may be called at any time.
+    Samples are numbered consecutively: those of the first prompt, then those of the second. Iteration ends when every
+    sample has ended. It raises RequestFailed if one of them cannot be computed, EngineFailed if the engine fails, and
+    TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
     """
 
     def __init__(self, owner: EngineThread, parts: Sequence[Part], deadline: float | None) -> None:
         self.parts = list(parts)
-        self.names = [part.name for part in parts for _ in range(part.params.n)]  # of the samples
+        self.names = [part.name for part in parts for _ in range(part.params.n)]  # by sample
         self.size = len(self.names)
-        self.requests: list[Request] = []  # the engine thread's, filled once the engine has accepted the prompts
+        self.requests: list[Request] = []  # written by the engine thread once the engine has accepted the prompts
         self.sent = [0] * self.size
-        self.open = set(range(self.size))  # samples whose last delta has not been posted
+        self.open = set(range(self.size))  # samples without their last delta
         self.began = time.monotonic()
-        self.last = [0.0] * self.size  # when a sample's latest token was posted; 0 before its first
+        self.last = [0.0] * self.size  # time of a sample's latest token; 0 before its first
         self.loop = asyncio.get_running_loop()
         self._owner = owner
         self._seconds = deadline
@@ -75,33 +75,33 @@ class Stream:
 
     @property
     def caught_up(self) -> bool:
-        """Whether everything that came has been read."""
+        """Whether all deltas so far have been read."""
         return self._queue.empty()
 
     @property
     def deadline(self) -> float | None:
-        """When this stream is cut off, in the time of its event loop."""
+        """When this stream is cut off, in its event loop's time."""
         return self._deadline
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the prompts; raises what it has against them."""
+        """Wait until the engine has accepted the prompts. Raises its error if it refuses them."""
         await self.in_time(self._accepted)
 
     def cancel(self, index: int | None = None) -> None:
-        """End one sample, or all, before its time."""
+        """End one sample, or all, early."""
         self._owner.cancel(self, index)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
             if self._deadline is not None and self.loop.time() >= self._deadline:
-                raise self._too_late()  # a wait that need not wait would not notice
+                raise self._too_late()  # the timeout has no effect while items are ready
             item = await self.in_time(self._queue.get())
             if item is None:
                 return
             if isinstance(item, EngineError):
                 raise item
             yield item
-            await asyncio.sleep(0)  # a full queue would otherwise keep the event loop from everything else
+            await asyncio.sleep(0)  # a full queue would otherwise block the event loop
 
     async def in_time(self, work: Any) -> Any:
         """Await `work` until the deadline."""
@@ -115,15 +115,15 @@ class Stream:
         return TooLate(f"The answer was not complete within {self._seconds:g} seconds, the time limit of this server.")
 
     def put(self, item: Delta | EngineError | None) -> None:
-        """Within the event loop. None is the end."""
+        """Add an item; call in the event loop. None is the end."""
         self._queue.put_nowait(item)
 
     def settle(self, error: Glm5Error | None) -> None:
-        """Within the event loop: the prompts were accepted, or refused with `error`."""
+        """The prompts were accepted, or refused with `error`; call in the event loop."""
         if self._accepted.done():
             return
         if error is None:
             self._accepted.set_result(None)
         else:
             self._accepted.set_exception(error)
-            self._accepted.exception()  # seen, even if nobody waits any more
+            self._accepted.exception()  # mark as retrieved, even if no task waits

@@ -1,7 +1,7 @@
-"""What all surfaces share of their requests: strict types, sampling, and one way to say what is wrong.
+"""Common parts of requests of all surfaces: strict types, sampling parameters, and error messages.
 
-Types are strict: "0.5" is no temperature. A null field counts as absent. `glm5.serve.fields` says what happens to
-fields that are not implemented.
+Types are strict: "0.5" is not a valid temperature. A null field counts as absent. See `glm5.serve.fields` for other
+fields.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from glm5.serve.fields import Fields, check, finite, no
 from glm5.serve.prompts import Prompt
 
 COLDEST = 1e-5
-"""Temperatures below this one are greedy: dividing logits by them would overflow."""
+"""Lower temperatures are greedy: division of logits by them would overflow."""
 MAX_BIASES = 1024
 MAX_STOPS = 16
-"""Stop strings of one request; OpenAI allows 4, other servers any number."""
+"""Maximum stop strings per request; OpenAI allows 4, other servers any number."""
 MAX_BAD_WORDS = 64
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -31,12 +31,12 @@ Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
-"""Ends at the first entry that is none: a list of a million rows would otherwise give a million errors."""
+"""Validation stops at the first bad entry; otherwise a list of a million rows could give a million errors."""
 MOST_ERRORS = 1000
 MAX_ROWS = 4096
-"""Prompts of one request, before anything is done with them; see `check_samples`."""
+"""Maximum prompts per request, checked before any work on them; see `check_samples`."""
 MAX_ITEMS = 1 << 15
-"""Items of an input, or blocks of a message."""
+"""Maximum items of an input, or blocks of a message."""
 Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Rows = Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_ROWS)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_ROWS)]
@@ -48,7 +48,7 @@ Body = TypeVar("Body", bound=Fields)
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:
-    """A request from the bytes of its body. Raises ApiError 400 with the first thing that is wrong."""
+    """A request from the bytes of its body. Raises ApiError 400 with the first error."""
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
@@ -56,7 +56,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
             text = f"The body has {error.error_count():,} mistakes; correct them."
             raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        # Of the forms that a field may have, a list that is too long is the one that was meant.
+        # If a field has several forms, a list that is too long is the form that was meant.
         first = next((one for one in found if one["type"] == "too_long"), found[0])
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -69,7 +69,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
 
 
 class TemplateKwargs(Fields):
-    """`chat_template_kwargs`: what goes to the chat template."""
+    """`chat_template_kwargs`: variables of the chat template."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -85,7 +85,7 @@ def _not_too_many_biases(given: Any) -> Any:
 
 
 class Penalties(Fields):
-    """What changes logits before temperature, and is spelled alike everywhere. See `SamplingParams`."""
+    """Changes to logits before temperature, with the same names on all surfaces. See `SamplingParams`."""
 
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -97,7 +97,7 @@ class Penalties(Fields):
     ] = {}
 
     def biases(self, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs. Raises ApiError for what is no id of the vocabulary."""
+        """`logit_bias` as pairs. Raises ApiError if a key is not an id of the vocabulary."""
         found = []
         for name, bias in self.logit_bias.items():
             token = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else -1
@@ -113,8 +113,8 @@ def _check_token(token: int, given: Any, tokenizer: Tokenizer, field: str) -> No
 
 
 class Sampling(Penalties):
-    """The part of a request that says how to sample. None takes the server's default. Only requests with the same
-    `cache_salt` share what the prefix cache holds. `min_new_tokens` is another name of `min_tokens`."""
+    """The sampling fields of a request. None means the server's default. Requests share the prefix cache only if they
+    have the same `cache_salt`. `min_new_tokens` is an alias of `min_tokens`."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -138,20 +138,19 @@ class Sampling(Penalties):
         return self
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings; every surface has its own name for them."""
+        """The stop strings; their field's name depends on the surface."""
         return ()
 
     def samples(self) -> int:
-        """How many samples of each prompt."""
+        """Number of samples per prompt."""
         return 1
 
     def limit(self) -> int | None:
-        """Most tokens of an answer; None where it may fill the context."""
+        """Maximum tokens of an answer; None means up to the end of the context."""
         return None
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """The form that the answer to `prompt` must have. The prompts of a request that has several are plain text, and
-        their answers have one form."""
+        """The grammar of the answer to `prompt`. Several prompts are plain text and share one grammar."""
         return None
 
     def params(
@@ -162,7 +161,7 @@ class Sampling(Penalties):
         top_logprobs: int,
         grammar: GrammarSpec | None,
     ) -> SamplingParams:
-        """Ours; `defaults` fill what the client left out."""
+        """The engine's SamplingParams; `defaults` fill in absent fields."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", *_PENALTIES)
         chosen: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         params = replace(defaults, **chosen)
@@ -203,7 +202,7 @@ class StreamOptions(Fields):
 
 
 class StructuredOutputs(Fields):
-    """`structured_outputs` of vLLM: one of its fields at most. JSON never holds free white space here."""
+    """`structured_outputs` of vLLM: at most one of its fields. JSON here never contains free white space."""
 
     IGNORED = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
     REFUSED = {
@@ -220,9 +219,9 @@ class StructuredOutputs(Fields):
 
 
 class OpenAISampling(Sampling):
-    """What both OpenAI endpoints take, and in what pieces to answer. The form of the answer may also be asked for in
-    the dialects of other servers: `structured_outputs`, `guided_*` (vLLM), `regex`, `ebnf` (SGLang), `grammar`,
-    `json_schema` (llama.cpp). Grammars are in the notation of Lark or in GBNF. `do_sample: false` (z.ai) is greedy."""
+    """Common fields of both OpenAI endpoints: sampling, streaming and the form of the answer. The form also has the
+    names of other servers: `structured_outputs`, `guided_*` (vLLM), `regex`, `ebnf` (SGLang), `grammar`, `json_schema`
+    (llama.cpp). Grammars are in Lark's notation or in GBNF. `do_sample: false` (z.ai) is greedy."""
 
     max_tokens: Count | None = None
     n: int = Field(default=1, ge=1, le=128)
@@ -242,7 +241,7 @@ class OpenAISampling(Sampling):
     schema_object: dict[str, Any] | str = Field(default="", alias="json_schema")
 
     def form(self) -> GrammarSpec | None:
-        """What those dialects ask for. Raises ApiError where it is more than one thing."""
+        """The grammar of these fields. Raises ApiError if more than one is set."""
         asked = self.structured_outputs
         schemas = (asked.schema_text, self.guided_json, self.schema_object)
         choices, grammars = (asked.choice, self.guided_choice), (asked.grammar, self.guided_grammar)

@@ -1,6 +1,6 @@
-"""Where a terminal chat reads and writes: a terminal, or pipes.
+"""Input and output of a terminal chat: a terminal, or pipes.
 
-On a terminal everything appears on it. Elsewhere stdout gets the answers and tool calls alone, and stderr the rest.
+On a terminal everything is shown there. With pipes stdout gets only the answers and tool calls, and stderr the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-# Escape sequences of a model's making could rewrite the screen, or worse.
+# Escape sequences in a model's output could rewrite the screen, or worse.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -23,7 +23,7 @@ class Screen:
 
     def __init__(self) -> None:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # bytes that are no text, characters that the terminal lacks
+            if isinstance(stream, io.TextIOWrapper):  # invalid bytes, and characters that the terminal lacks
                 stream.reconfigure(errors="replace")
         self._out = Console(highlight=False)
         self._talks = sys.stdin.isatty()
@@ -36,7 +36,7 @@ class Screen:
                 import readline  # noqa: F401  (gives input() a history and editing keys)
 
     def read(self, prompt: str) -> str:
-        """One input; a line that ends in a backslash goes on in the next. Raises EOFError at the end of all input."""
+        """One input; a line that ends in a backslash continues on the next. Raises EOFError at the end of all input."""
         lines = [self._read_line(prompt)]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
@@ -59,7 +59,7 @@ class Screen:
         return line.removesuffix("\n").removesuffix("\r")
 
     def write(self, text: str, style: str = "") -> None:
-        """Text of an answer, as it streams."""
+        """Print text of an answer as it streams."""
         if text:
             self.waiting(None)
             clean = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -71,14 +71,14 @@ class Screen:
             self._line_open = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """Begin a new line unless the present one is empty."""
+        """End the current line unless it is empty."""
         self.waiting(None)
         if self._line_open:
             self._out.out("")
             self._line_open = False
 
     def note(self, text: str, style: str = "dim") -> None:
-        """A line about the chat rather than of it."""
+        """Print a line about the chat, not part of it."""
         self.end_line()
         self._notes.out(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), style=style)
 
@@ -86,7 +86,7 @@ class Screen:
         self.note(f"Error: {text}", style="red")
 
     def waiting(self, text: str | None) -> None:
-        """A line in place of which the next output comes; only a terminal has one. None removes it."""
+        """Show a temporary line, only on a terminal; the next output replaces it. None removes it."""
         if text is None:
             if self._status is not None:
                 self._status.stop()

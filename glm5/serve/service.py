@@ -1,4 +1,4 @@
-"""What the routes of all surfaces share: one engine thread, one tokenizer, limits, and the way of an answer."""
+"""Shared by the routes of all surfaces: engine thread, tokenizer, limits, and the steps from request to answer."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from glm5.serve.schema import Body, Sampling, parse
 log = get_logger("serve")
 
 MAX_SCORES = 1 << 20
-"""Log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
+"""Maximum log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
 READ = 2
-"""Of a prompt so many times the context is read: enough to say how long one is that is somewhat too long."""
+"""Read at most this many times the context of a prompt: enough to report the length of a prompt slightly too long."""
 MAX_ANSWER_SCORES = 1 << 21
-"""Log-probabilities of the tokens of one answer: some 70 MB in the longest form, and five times as much memory."""
+"""Maximum log-probabilities of generated tokens in one answer: up to some 70 MB, and five times that in memory."""
 Job = tuple[Sampling, Prompt]
-"""How to sample, and from what."""
+"""Sampling fields and prompt."""
 
 
 @dataclass
 class Service:
-    """One model behind several surfaces. `max_length` is the longest prompt plus answer, in tokens."""
+    """One model, served on several surfaces. `max_length` is the longest prompt plus answer, in tokens."""
 
     thread: EngineThread
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class Service:
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def numbers(self) -> Mapping[str, Any]:
-        """What the engine says about itself; nothing where it has failed."""
+        """The engine's statistics; empty if it has failed."""
         try:
             return await self.thread.call(lambda engine: engine.stats())
         except Glm5Error:
@@ -62,24 +62,24 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the same request may get another answer."""
+        """Changes whenever the same request may get a different answer."""
         return f"glm5-{__version__}-w{self.weight_version}"
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a model that is not ours; None is ours."""
+        """Raise ApiError 404 if the name is not that of our model; None is accepted."""
         if name is not None and name != self.model_name:
             text = f"The model {name!r:.200} does not exist; this server has {self.model_name!r}."
             raise ApiError(404, text, param="model", code="model_not_found")
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The body of a request, within the limits."""
+        """The parsed body of a request, within the limits."""
         return await asyncio.to_thread(parse, kind, await read_body(request, self.limits))
 
     async def make(
         self, prompt: Callable[..., Prompt], tokenizer: Tokenizer, *arguments: Any, count: int = 0
     ) -> Prompt:
-        """Render or encode outside the event loop, and not much more than fits. `count` messages cannot fit where each
-        takes at least a token."""
+        """Render or encode in a thread, and not much more text than fits. Raises ApiError if `count` messages cannot
+        fit at one token each, and TooLate if a foreign template takes too long."""
         if count >= self.max_length:
             text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
@@ -87,7 +87,7 @@ class Service:
         if prompt is encode or tokenizer.chat_format.version is not None:
             return await asyncio.to_thread(*work)
         try:
-            # A foreign template may be slow. Those who wait for it must not take the threads that others need.
+            # A foreign template may be slow. Requests that wait for it must not occupy the threads of others.
             async with asyncio.timeout(self.limits.request_seconds), self._rendering:
                 return await asyncio.to_thread(*work)
         except TimeoutError:
@@ -95,7 +95,7 @@ class Service:
             raise TooLate(text) from None
 
     def room(self, prompt: Prompt, limit: int | None, field_name: str = "prompt") -> int:
-        """Tokens that an answer may have; without a `limit` it may fill the context."""
+        """Maximum tokens of an answer; without a `limit`, the rest of the context."""
         room = self.max_length - len(prompt.ids)
         if room < 1:
             text = f"The prompt has {len(prompt.ids)} tokens, the limit is {self.max_length - 1}; shorten it."
@@ -110,13 +110,13 @@ class Service:
         field_name: str = "prompt",
         top_logprobs: int | None = None,
     ) -> Stream:
-        """Hand prompts to the engine, each with the samples that are asked for; `names` are those to abort them by.
-        `top_logprobs` is how many the answer tells for each token besides its own; None where it tells none at all."""
+        """Submit prompts to the engine, each with its samples; `names` identify them for aborts. `top_logprobs` is the
+        number of alternatives per token in the answer; None means no log-probabilities at all."""
         parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
         return await self.thread.submit_all(parts, deadline=self.limits.request_seconds)
 
     def _parts(self, jobs: Sequence[Job], names: Sequence[str], top_logprobs: int | None, field: str) -> list[Part]:
-        """Prompts that share a body share its grammar and its parameters, both of which may be megabytes."""
+        """Prompts of one body share its grammar and its parameters, both of which may be megabytes."""
         made: dict[int, SamplingParams] = {}
         parts = []
         rooms = [self.room(prompt, body.limit(), field) for body, prompt in jobs]
@@ -141,9 +141,9 @@ class Service:
         top_logprobs: int = 0,
         names: Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Score the tokens of prompts after their first, all in one request (see `EngineThread.score`). Each of the
-        `samples` of a row repeats its scores in the answer. Raises ApiError if a prompt cannot be scored, or if the
-        answer would be too long."""
+        """Score the tokens of prompts after the first, all in one request (see `EngineThread.score`). The answer
+        repeats the scores for each of the `samples` of a row. Raises ApiError if a prompt cannot be scored or the
+        answer is too long."""
         scores = sum(len(row) * count for row, count in zip(rows, samples, strict=True)) * (1 + top_logprobs)
         if scores > MAX_SCORES:
             text = f"The answer would repeat {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are sent."
@@ -156,7 +156,7 @@ class Service:
         return await self.thread.score(rows, top_logprobs=top_logprobs, names=names, deadline=seconds)
 
     def replies(self, jobs: Sequence[Job], stream: Stream, **options: Any) -> list[Reply]:
-        """One reply for each sample of `stream`."""
+        """One reply per sample of `stream`."""
         owners = [job for job in jobs for _ in range(job[0].samples())]
         stop_ids = stream.requests[0].stop_ids
         options["drafts"] = getattr(self.thread.engine, "drafts", 0)
@@ -167,8 +167,8 @@ class Service:
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
-    """The tokens that answers may have, if so many log-probabilities for `each` can be told. Where the client sets no
-    limit, this one holds. Raises ApiError for limits that are too high together."""
+    """Maximum tokens of each answer. Without a limit from the client, it is at most what `MAX_ANSWER_SCORES` allows at
+    `each` log-probabilities per token. Raises ApiError if the limits together are too high."""
     samples = sum(body.samples() for body, _ in jobs)
     most = MAX_ANSWER_SCORES // (each * max(1, samples)) or 1
     rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]
@@ -180,7 +180,7 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
 
 
 async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
-    """Feed the replies as tokens come; a sample that ends by its text is ended in the engine too."""
+    """Feed the replies as tokens come. A sample that ends by its text is ended in the engine too."""
     async for delta in stream:
         reply = replies[delta.index]
         if reply.finish_reason is None:
@@ -190,7 +190,7 @@ async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tupl
 
 
 async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
-    """Let all replies run to their end. However it ends, nothing of the stream keeps running in the engine."""
+    """Run all replies to their end. All samples in the engine end with it, also after an error."""
     try:
         async for _ in follow(stream, replies):
             pass
@@ -199,7 +199,7 @@ async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
 
 
 def cached_tokens(stream: Stream) -> int:
-    """Prompt tokens that the prefix cache held: for each prompt those of its luckiest sample."""
+    """Cached prompt tokens: for each prompt the maximum over its samples."""
     total, at = 0, 0
     for part in stream.parts:
         total += max(request.completion.cached_len for request in stream.requests[at : at + part.params.n])
@@ -208,8 +208,8 @@ def cached_tokens(stream: Stream) -> int:
 
 
 def openai_usage(stream: Stream, replies: Sequence[Reply]) -> Mapping[str, Any]:
-    """`usage` of the OpenAI surface. An extension: where the engine drafts tokens, `completion_tokens_details` says how
-    many it drafted for this answer (`draft_tokens`) and how many were kept (`accepted_draft_tokens`)."""
+    """`usage` of the OpenAI surface. As an extension, if the engine drafts tokens, `completion_tokens_details` has the
+    number of drafts (`draft_tokens`) and of accepted drafts (`accepted_draft_tokens`)."""
     details = {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)}
     if drafted := sum(reply.draft_tokens for reply in replies):
         accepted = sum(reply.accepted_draft_tokens for reply in replies)

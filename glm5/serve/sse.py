@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end in the engine when the client leaves."""
+"""Server-sent events; requests end in the engine when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from glm5.serve.writing import encode
 
-if TYPE_CHECKING:  # a process in front of engines does without torch
+if TYPE_CHECKING:  # a router runs without torch
     from glm5.serve.engine_thread import Stream
 
 DONE = "data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 GRACE_SECONDS = 10.0
-"""A client that reads more slowly than that behind the deadline of its answer is cut off."""
+"""A client that has not read its answer so many seconds after the deadline is disconnected."""
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> str:
@@ -27,12 +27,12 @@ def event(value: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def framed(data: str, name: str | None = None) -> str:
-    """One event with JSON that is written already."""
+    """One event of JSON text."""
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 
 class EventResponse(Response):
-    """Server-sent events of a stream, which is cancelled as soon as the client hangs up, also between events."""
+    """Server-sent events of a stream. A disconnect cancels the stream at once, also between events."""
 
     def __init__(self, events: AsyncGenerator[str, None], stream: Stream) -> None:
         super().__init__(status_code=200, headers=HEADERS)
@@ -46,7 +46,7 @@ class EventResponse(Response):
             async with asyncio.timeout_at(None if (end := self._stream.deadline) is None else end + GRACE_SECONDS):
                 await first_of(sending, gone(receive))
         except TimeoutError:
-            pass  # the connection ends without a last event; whoever reads on sees that it broke
+            pass  # no last event: the client sees that the connection broke
         finally:
             self._stream.cancel()
             sending.cancel()
@@ -61,13 +61,13 @@ class EventResponse(Response):
 
 
 async def gone(receive: Receive) -> None:
-    """Wait until the client hangs up."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def first_of(work: asyncio.Future[Any], other: Awaitable[Any]) -> bool:
-    """Wait for either and return whether `work` is done, raising what it raises; the other one is dropped."""
+    """Wait for either. Returns whether `work` is done and raises its exception; the other one is cancelled."""
     waiting = asyncio.ensure_future(other)
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ async def first_of(work: asyncio.Future[Any], other: Awaitable[Any]) -> bool:
 
 
 async def unless_gone(request: Request, work: Awaitable[Any]) -> bool:
-    """Run `work` to its end and return True, or drop it and return False when the client hangs up."""
+    """Run `work` to its end and return True, or cancel it and return False if the client disconnects."""
     working = asyncio.ensure_future(work)
     try:
         return await first_of(working, gone(request.receive))

@@ -1,4 +1,4 @@
-"""A chat in the terminal, with the engine in the same process."""
+"""A chat in the terminal; the engine runs in the same process."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def run(
     tools: str | Path | None = None,
     chat_template: str | None = None,
 ) -> None:
-    """Talk with the model of a checkpoint directory until the input ends. What is not given comes from its
+    """Chat with the model of a checkpoint directory until the input ends. Parameters not given come from its
     generation_config.json; without a seed every chat differs.
 
     Raises:
-        UsageError: an impossible temperature.
-        DataError: `tools` is no file of tool specifications.
-        CheckpointError: no model, or no tokenizer that fits it.
+        UsageError: the temperature is not valid.
+        DataError: `tools` is not a file of tool specifications.
+        CheckpointError: no model, or no matching tokenizer.
     """
     directory = Path(directory)
     params = replace(load_defaults(directory), max_tokens=max_tokens or MAX_TOKENS)
@@ -92,7 +92,8 @@ class Interrupt:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Within the block, Ctrl-C is noted rather than raised: the engine must finish its step. A second one raises."""
+    """Within the block, Ctrl-C sets a flag instead of raising, so the engine can finish its step. A second one
+    raises."""
     interrupt = Interrupt()
 
     def note(signum: int, frame: object) -> None:
@@ -144,7 +145,7 @@ class TerminalChat:
         }
 
     def run(self, greeting: str) -> None:
-        """Until the end of the input, or /quit."""
+        """Run until the end of the input, or /quit."""
         if self._screen.interactive:
             self._screen.note(greeting)
         while True:
@@ -186,7 +187,7 @@ class TerminalChat:
             raise
 
     def _answer(self) -> Sequence[ToolCall]:
-        """Generate one assistant message, show it as it grows and append it. Returns the calls that want a result."""
+        """Generate one assistant message, show it as it grows and append it. Returns the calls that need a result."""
         prompt = self._prompt()
         room = self._engine.max_length - len(prompt.ids)
         if room < 1:
@@ -205,7 +206,7 @@ class TerminalChat:
         speed = f"{reply.tokens} tokens, {reply.tokens / seconds:.1f} tokens/s"
         why = {"abort": "; stopped", "length": "; cut off by /max" if params.max_tokens < room else "; context full"}
         self._screen.note(f"{speed}{why.get(reply.finish_reason or '', '')}")
-        stopped = reply.finish_reason == "abort"  # then no call of it is answered
+        stopped = reply.finish_reason == "abort"  # then its calls get no results
         calls = [] if stopped else [call["function"] for call in reply.calls]
         called = tuple(ToolCall(call["name"], json.loads(call["arguments"])) for call in calls)
         thoughts = reply.reasoning if prompt.thinking else None
@@ -261,7 +262,7 @@ class TerminalChat:
         self._screen.write("\n".join([f"Tool call: {name}", *lines]).replace("\n", "\n  ") + "\n", style="cyan")
 
     def _results(self, calls: Sequence[ToolCall]) -> list[Message] | None:
-        """What the user types as the calls' results; None where Ctrl-C says that there is none."""
+        """The results that the user types for the calls; None after Ctrl-C."""
         try:
             return [Message("tool", self._screen.read(f"result of {call.name}> ")) for call in calls]
         except KeyboardInterrupt:

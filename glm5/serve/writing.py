@@ -1,4 +1,4 @@
-"""JSON of answers that may be long, written in pieces: the encoder lets no other thread run before it is done."""
+"""Long JSON answers, written in pieces: the encoder holds the GIL until it is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", 
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """`value` as JSON. Iterators in it are lists that are long: their entries are made only when they are written."""
+    """`value` as JSON. Iterators in it become lists; their entries are created only when they are written."""
     if isinstance(value, dict):
         yield "{"
         for i, (name, one) in enumerate(value.items()):
@@ -38,5 +38,5 @@ def json_pieces(value: Any) -> Iterator[str]:
 
 
 def json_answer(value: Any) -> Response:
-    """A response with `value`. For a thread beside the event loop."""
+    """A response with `value`. Call it in a thread, not in the event loop."""
     return Response(b"".join(piece.encode() for piece in json_pieces(value)), media_type="application/json")

@@ -1,4 +1,4 @@
-"""The chat page at `/`: one document without outside requests, and the policy that keeps it so."""
+"""The chat page at `/`: one document without external requests, and the content security policy that enforces it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page_route(model_name: str) -> APIRouter:
 
 
 def page_text(model_name: str) -> str:
-    """The document with its style and scripts inside. Filled in one pass: a model's name is no place to fill."""
+    """The document with its style and scripts inlined. Filled in one pass: a model's name cannot be a placeholder."""
     parts = {
         "model": html.escape(model_name),
         "style": _read("page.css"),
@@ -45,8 +45,8 @@ def page_text(model_name: str) -> str:
 
 
 def content_policy(text: str) -> str:
-    """Only this page's own script and style, known by their hashes, and only requests to where it came from. Browsers
-    that know trusted types refuse to read any text as markup."""
+    """A policy that allows only this page's own script and style, by their hashes, and requests only to its own origin.
+    Browsers with trusted types refuse to parse any text as markup."""
     return "; ".join(
         (
             "default-src 'none'",

@@ -1,1 +1,1 @@
-"""Several engine processes behind one address (`glm5 serve DIR --dp N`): who gets a request, and what if he fails."""
+"""Several engine processes at one address (`glm5 serve DIR --dp N`): routing of requests, and failover."""

@@ -1,8 +1,8 @@
-"""Which requests belong together: those of one session, else those that begin alike.
+"""Session affinity: which requests should go to the same engine.
 
-They should meet the same engine, because its prefix cache holds what they share. The session is what the client says
-it is, in a header or in the body; where it says nothing, a conversation is known by its system prompt and, when that
-engine has too much to do, by its first message behind it.
+Requests that share a prefix should go to the engine that has it in its prefix cache. The session id comes from a header
+or the body. Without one, the system prompt identifies a conversation, and under overload also the first message after
+it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 
 HEADERS = ("x-session-id", "x-smg-routing-key")
 FIELDS = ("session_id", "prompt_cache_key", "user")
-"""The more a field says about the session, the earlier it is asked."""
+"""Body fields, in descending order of priority."""
 BEGINNING = 256
-"""Characters of a plain prompt, or four times its ids, that are compared."""
+"""Characters of a plain prompt to compare, or four times the number of ids."""
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """`key` finds the engine of a request; `spill` finds another one where that is overloaded (see `HashRing.pick`)."""
+    """`key` selects the engine of a request; `spill` another if that is overloaded (see `HashRing.pick`)."""
 
     key: str
     spill: str | None = None
 
 
 def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
-    """Of a request of any surface. A body that is no JSON object belongs anywhere; its engine will say so."""
+    """The affinity of a request of any surface. A body that is not a JSON object goes anywhere; its engine reports
+    it."""
     for name in HEADERS:
         if headers.get(name):
             return Affinity(f"session:{headers[name]}")
@@ -64,7 +65,7 @@ def _by_beginning(fields: Mapping[str, Any]) -> Affinity:
 
 
 def _text(content: Any) -> str:
-    """Text alone: clients move marks like `cache_control` from turn to turn."""
+    """Only the text: clients move marks like `cache_control` from turn to turn."""
     if isinstance(content, list):
         return "".join(str(block.get("text", "")) for block in content if isinstance(block, dict))
     return str(content)

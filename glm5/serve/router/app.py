@@ -1,7 +1,7 @@
-"""Several engine processes behind one address: `glm5 serve DIR --dp N` (§4.1).
+"""The router process: several engine processes at one address, `glm5 serve DIR --dp N` (§4.1).
 
-This process loads no model and no torch. It asks who may ask, keeps the requests of a session on one engine, and
-replaces engines that fail (see `affinity`, `relay`, `pool`, `control`, and `glm5.engine.hash_ring`).
+This process loads no model and no torch. It checks access, routes the requests of a session to one engine, and replaces
+engines that fail (see `affinity`, `relay`, `pool`, `control`, and `glm5.engine.hash_ring`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from glm5.serve.router.relay import Relay
 from glm5.serve.router.workers import Patience
 
 SESSION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
-"""Go to the engine of their session."""
+"""Routed to the engine of their session."""
 NAME = "{name:path}"
-"""In a path, the end that a client chooses."""
+"""The last part of a path, chosen by the client."""
 ANY_PATHS = {
     "/": "GET",
     "/v1/models": "GET",
@@ -53,9 +53,9 @@ ANY_PATHS = {
     "/health_generate": "GET",
     "/openapi.json": "GET",
 }
-"""Go to the engine with the least to do."""
+"""Routed to the least loaded engine."""
 LARGE = 1 << 16
-"""Bytes; longer bodies are parsed outside of the event loop."""
+"""Bytes; longer bodies are parsed in a thread."""
 
 
 def create_router(
@@ -66,7 +66,7 @@ def create_router(
     limits: Limits | None = None,
     allowed_hosts: Collection[str] | None = None,
 ) -> FastAPI:
-    """The router as an ASGI application. Whoever runs it starts and closes the pool."""
+    """The router as an ASGI application. The caller starts and closes the pool."""
     limits, metrics = limits or Limits(), RouterMetrics()
     app = FastAPI(title="glm5", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -98,8 +98,8 @@ def create_router(
 
 
 def _target(request: Request) -> str:
-    """The path that a worker is asked for: that of the route, never what the client wrote, which libraries tidy up in
-    ways of their own. A name in it becomes one segment without dots."""
+    """The path to request from a worker: the route's own path, never the client's text, which libraries normalise
+    differently. A name in it becomes one segment without dots."""
     path: str = request.scope["route"].path
     if NAME not in path:
         return path
@@ -107,7 +107,7 @@ def _target(request: Request) -> str:
 
 
 def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> None:
-    """Health, metrics, and the workers."""
+    """Routes for health, metrics and the workers."""
 
     @app.get("/health")
     @app.get("/ping")
@@ -149,16 +149,16 @@ def run(
     options: EngineOptions | None = None,
     patience: Patience | None = None,
 ) -> None:
-    """Serve a checkpoint directory with several engine processes until interrupted; port 0 takes a free one. Prints the
+    """Serve a checkpoint directory with several engine processes until interrupted; port 0 is any free port. Prints the
     address when all are ready.
 
     Raises:
-        UsageError: no engines; the address is taken or not ours, or it is open to others and there is no API key.
-        Glm5Error: what the engines say where they do not start.
+        UsageError: no engines; the address is taken or not ours, or reachable by others and there is no API key.
+        Glm5Error: the engines failed to start; with their message.
     """
     if engines < 1:
         raise UsageError(f"A server needs at least one engine, not {engines}.")
-    # A request takes two connections here, one of the client and one to a worker.
+    # A request takes two connections here: one of the client and one to a worker.
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits(), 2, RESERVED_FILES + 8 * engines)
     job = WorkerJob(str(directory), "", model_name, limits, options or EngineOptions())
     with bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
@@ -178,7 +178,7 @@ async def _serve(
     try:
         await pool.start()
         app = create_router(pool, api_key=api_key, access=access, limits=job.limits, allowed_hosts=hosts)
-        # The workers give up first, so that streams end with a sentence rather than with a broken connection.
+        # The workers stop first, so streams end with an error event rather than a broken connection.
         config = ServerConfig(app, job.limits, job.limits.stop_seconds + 4)
         await _Server(config, pool).serve(sockets=[listener])
     finally:
@@ -186,7 +186,7 @@ async def _serve(
 
 
 class _Server(Server):
-    """Says where it listens once it does, and lets the workers finish before it ends."""
+    """Prints its address once it listens, and lets the workers finish before it ends."""
 
     def __init__(self, config: ServerConfig, pool: WorkerPool) -> None:
         super().__init__(config)
@@ -196,12 +196,12 @@ class _Server(Server):
         host, port = sockets[0].getsockname()[:2] if sockets else ("", 0)
         try:
             await super().startup(sockets)
-        except OSError as error:  # another server began to listen while the engines were loading
+        except OSError as error:  # another server took the port while the engines were loading
             raise address_error(error, host, port) from None
         announce(sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._pool.stop()
         await super().shutdown(sockets)
-        # Before uvicorn raises the signal that it was stopped by, which ends this process.
+        # Before uvicorn re-raises the signal that stopped it, which ends this process.
         await self._pool.close()

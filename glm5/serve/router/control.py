@@ -1,4 +1,4 @@
-"""What reaches all workers at once: weights, pauses, aborts, the cache; and what is asked about them."""
+"""Requests to all workers at once: weights, pauses, aborts, cache flushes, and status."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ METRICS_SECONDS = 5.0
 
 
 async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Response:
-    """Send a request to every worker that runs, and answer for all: well only if all did well.
+    """Send a request to every running worker and combine the answers: success only if all succeed.
 
-    Weights come with a version, the same for all; workers that do not take what others took are replaced by ones that
-    do. A worker that starts meanwhile is told before it joins.
+    All workers get the same weight version. A worker that fails an update which others applied is replaced. A worker
+    that is starting gets the update before it joins.
     """
     pushed = None
     async with pool.pushing if path in (UPDATE, PAUSE, CONTINUE) else contextlib.nullcontext():
@@ -47,7 +47,7 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
 
 
 async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Response | None:
-    """None where the worker is lost."""
+    """The worker's answer, or None if the worker is lost."""
     try:
         headers = {"content-type": "application/json"}
         return await worker.client.request(method, path, content=body, headers=headers)
@@ -56,7 +56,7 @@ async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Re
 
 
 def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | None]:
-    """An update with a version, and what a worker that starts later needs of it; None where it is none."""
+    """An update with a version, and the body for workers that start later; None if the request is not an update."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -70,7 +70,7 @@ def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | No
 
 
 def _combined(answers: Mapping[int, httpx.Response | None]) -> Response:
-    """One answer: numbers are sums, other fields those of the first worker, and `workers` has each one's own."""
+    """One answer: numbers are sums, other fields those of the first worker; `workers` has the answer of each."""
     bodies = {rank: _body(answer) for rank, answer in answers.items()}
     statuses = {rank: 503 if answer is None else answer.status_code for rank, answer in answers.items()}
     each = [{"id": rank, "status": statuses[rank], "answer": bodies[rank]} for rank in answers]

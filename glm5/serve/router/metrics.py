@@ -1,4 +1,4 @@
-"""What a router counts itself, and the numbers of its workers beside it in one exposition."""
+"""The router's own metrics, merged with those of its workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
 
 
 class RouterMetrics:
-    """Everything since the start of the router. Written by its event loop alone."""
+    """All metrics since the start of the router. Only its event loop writes them."""
 
     def __init__(self) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -32,7 +32,7 @@ class RouterMetrics:
         self.moved += moved
 
     def text(self, pool: WorkerPool, expositions: Mapping[int, str]) -> str:
-        """Ours, then those of the workers by their rank, whose samples get a label `worker`."""
+        """The router's metrics, then those of the workers by rank, with a label `worker`."""
         places, lines = pool.places, []
         families: list[tuple[str, str, str, Mapping[str, int]]] = [
             ("answers_total", "counter", "Answers of the router by path and status.",
@@ -59,8 +59,8 @@ class RouterMetrics:
 
 
 def merged(expositions: Mapping[int, str]) -> str:
-    """Expositions in one, each family once."""
-    heads: dict[str, list[str]] = {}  # HELP and TYPE, by family
+    """Merge metric texts, so that each family appears once."""
+    heads: dict[str, list[str]] = {}  # HELP and TYPE lines, by family
     samples: dict[str, list[str]] = {}
     for rank, text in expositions.items():
         family = ""

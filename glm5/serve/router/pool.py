@@ -1,8 +1,7 @@
-"""The engine processes behind a router: watched, replaced, drained, and told about new weights.
+"""The engine processes of a router: started, monitored, replaced, drained, and updated with new weights.
 
-The rank of a worker is on the hash ring while it takes requests. One that ends, or misses its heartbeats, leaves the
-ring, is killed and gets a successor under the same rank, which takes over what was pushed to the others (weights, a
-pause) before it joins.
+The rank of a worker is on the hash ring while it takes requests. A worker that ends or misses its heartbeats leaves the
+ring and is killed. Its successor has the same rank and gets their current state (weights, a pause) before it joins.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ UPDATE, PAUSE, VERSION = "/update_weights_from_disk", "/pause_generation", "/get
 
 @dataclass
 class Place:
-    """A rank, and who holds it."""
+    """A rank and its current worker."""
 
     rank: int
     state: str = "starting"  # starting, up, draining, drained, down
     worker: Worker | None = None
     replaced: int = 0
-    wanted: bool = True  # false while an administrator keeps the rank out
+    wanted: bool = True  # false while an administrator has drained the rank
 
     def shown(self) -> dict[str, Any]:
         worker = self.worker
@@ -51,25 +50,26 @@ class Place:
 
 
 class WorkerPool:
-    """`count` workers for one job (whose socket is filled in). Belongs to one event loop."""
+    """`count` workers for one job (the pool sets its socket). Belongs to one event loop."""
 
     def __init__(self, count: int, job: WorkerJob, patience: Patience | None = None) -> None:
         self.patience = patience or Patience()
         self.places = [Place(rank) for rank in range(count)]
         self.stopping = False
-        self.pushing = asyncio.Lock()  # held while all workers are told something, and while one joins
-        self.pushed: dict[str, Any] | None = None  # the last weights: body of an update
+        self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
+        self.pushed: dict[str, Any] | None = None  # the last weights: body of the update
         self.version = 0
         self.paused = False
         self._job = job
         self._ring = HashRing()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder = Path()  # of the sockets; made at the start
+        self._folder = Path()  # of the sockets; created by `start`
         self._launched = 0
 
     async def start(self) -> None:
-        """Return once all workers take requests. Raises what the first one to fail has to say. `close` must follow."""
+        """Return once all workers take requests. Raises the error of the first one that fails. Always call `close`
+        afterwards."""
         self._folder = private_folder()
         starting = [asyncio.ensure_future(self._launch(place.rank)) for place in self.places]
         try:
@@ -86,7 +86,7 @@ class WorkerPool:
             self._spawn(self._keep(place, worker))
 
     def stop(self) -> None:
-        """Take no more requests, and tell the workers: what runs on them may finish within the time of their limits."""
+        """Take no more requests, and tell the workers to stop; their running requests may finish within the limits."""
         self.stopping = True
         self._ring = HashRing()
         self._news()
@@ -94,7 +94,7 @@ class WorkerPool:
             worker.signal(signal.SIGTERM)
 
     async def close(self, seconds: float = 5.0) -> None:
-        """End all processes, by force those that do not end by themselves in time."""
+        """End all processes, and kill those that have not ended after `seconds`."""
         if not self.stopping:
             self.stop()
         if ends := [asyncio.ensure_future(worker.process.wait()) for worker in self.live()]:
@@ -112,16 +112,16 @@ class WorkerPool:
 
     @property
     def up(self) -> int:
-        """How many workers take requests."""
+        """Number of workers that take requests."""
         return len(self._ring)
 
     def live(self) -> list[Worker]:
-        """All that run, those that are being drained included."""
+        """All running workers, including those being drained."""
         return [place.worker for place in self.places if place.worker is not None]
 
     async def pick(self, affinity: Affinity | None, avoid: Collection[Worker] = ()) -> tuple[Worker, bool]:
-        """The worker for a request, and whether that is another than its first choice. None goes to whoever has least
-        to do. Those of `avoid` are taken only where there is no other.
+        """The worker for a request, and whether it differs from the first choice. Without an affinity it is the least
+        loaded worker. Those of `avoid` are taken only if there is no other.
 
         Raises:
             Stopping: the server shuts down.
@@ -157,18 +157,18 @@ class WorkerPool:
         return self.places[worker.rank].worker is worker
 
     def suspect(self, worker: Worker) -> None:
-        """Look after a worker that broke a connection now rather than at its next heartbeat."""
+        """Check a worker that broke a connection now, before its next heartbeat."""
         worker.stirred.set()
 
     def condemn(self, worker: Worker) -> None:
-        """Replace a worker that is alive but of no use."""
+        """Replace a worker that is alive but unusable."""
         worker.doomed = True
         worker.stirred.set()
         self._leave(self.places[worker.rank])
 
     def drain(self, rank: str) -> Place:
-        """Take a worker out: it finishes what runs on it, ends, and is not replaced until `resume`. ApiError (404) if
-        there is no such rank."""
+        """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. ApiError 404 if there is
+        no such rank."""
         place = self._place(rank)
         place.wanted = False
         self._leave(place)
@@ -178,7 +178,7 @@ class WorkerPool:
         return place
 
     def resume(self, rank: str) -> Place:
-        """Let a rank that was drained come back; one that is still finishing goes on first."""
+        """Bring a drained rank back; one that is still draining finishes first."""
         place = self._place(rank)
         place.wanted = True
         self._news()
@@ -195,10 +195,10 @@ class WorkerPool:
         await worker.idle()
         worker.signal(signal.SIGTERM)
 
-    # The life of a rank.
+    # Life cycle of a rank.
 
     async def _keep(self, place: Place, worker: Worker | None) -> None:
-        """Hold a rank: watch its worker to the end, start the next one."""
+        """Keep a rank alive: monitor its worker until it ends, then start the next one."""
         loop, wait = asyncio.get_running_loop(), self.patience.back_off
         while not self.stopping:
             began = loop.time()
@@ -222,7 +222,7 @@ class WorkerPool:
             worker = await self._successor(place)
 
     async def _successor(self, place: Place) -> Worker | None:
-        """A worker that is on the ring, or None where that failed."""
+        """A new worker on the ring, or None if it failed to start."""
         worker = None
         try:
             worker = await self._launch(place.rank)
@@ -235,7 +235,7 @@ class WorkerPool:
                 await self._end(worker)
             if not isinstance(error, Exception):
                 raise
-            # Whatever it was, the rank is tried again.
+            # Whatever the error, the rank is retried.
             log.error("Engine process %d does not come up: %s", place.rank, str(error) or type(error).__name__)
             place.state = "down"
             return None
@@ -246,7 +246,7 @@ class WorkerPool:
         return await launch(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
-        """Give a worker what the others have."""
+        """Apply the current weights and pause state to a worker."""
         if self.pushed is not None:
             answer = await worker.client.post(UPDATE, json=self.pushed)
             if answer.status_code != 200:
@@ -258,7 +258,7 @@ class WorkerPool:
             await worker.client.post(PAUSE, json={"mode": "in_place"})
 
     async def _watch(self, worker: Worker) -> str:
-        """Wait until a worker is of no use any more; returns why."""
+        """Wait until a worker is unusable; returns the reason."""
         ended = asyncio.ensure_future(worker.process.wait())
         try:
             while not self.stopping:
@@ -306,7 +306,7 @@ class WorkerPool:
         self._news()
 
     def _news(self) -> None:
-        """Wake whoever waits for a change."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

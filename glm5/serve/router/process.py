@@ -1,8 +1,8 @@
-"""One engine process behind a router: `python -m glm5.serve.router.process`, which only `workers` starts.
+"""One engine process of a router: `python -m glm5.serve.router.process`, started only by `workers`.
 
-The router writes one line of JSON to stdin and keeps that pipe open; when it ends, however it ends, the pipe closes and
-this process ends too. One line of JSON comes back on stdout: that the socket is ready, or what went wrong. Whoever
-reaches the socket is trusted; it lies in a folder that only its user can enter.
+The router writes one line of JSON to stdin and keeps that pipe open. When the router ends for any reason, the pipe
+closes and this process ends too. It answers with one line of JSON on stdout: the socket is ready, or an error. Any
+client of the socket is trusted; the socket is in a folder that only its user can enter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from glm5.serve.limits import Limits
 from glm5.serve.options import EngineOptions
 
 KEEP_ALIVE_SECONDS = 3600
-"""The router decides when an idle connection ends; a server that closes one may do so under a request."""
+"""The router decides when an idle connection ends; a server that closes it could race with a new request."""
 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a worker is told: the model, and the Unix socket to answer on."""
+    """A worker's input: the model, and the Unix socket to answer on."""
 
     directory: str
     socket: str
@@ -49,7 +49,7 @@ class WorkerJob:
 
 
 def main() -> None:
-    """Serve until told to stop, or until the router is gone."""
+    """Serve until stopped, or until the router is gone."""
     process.tune()
     # Stray prints of other packages go to stderr.
     control = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -70,9 +70,9 @@ def main() -> None:
 
 
 def _serve(job: WorkerJob, control: TextIO) -> None:
-    from glm5.serve.app import listen, load_app  # torch takes seconds; the router may be gone until then
+    from glm5.serve.app import listen, load_app  # torch takes seconds to import; meanwhile the router may end
 
-    # The router gives up slow clients; here it is the client, and no faster than its own.
+    # The router disconnects slow clients. Here the router is the client, and only as fast as its own client.
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
     app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, trusted=True)
 
@@ -85,7 +85,7 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
 
 
 def _first_line() -> bytes:
-    """Not through `sys.stdin`, whose lock a thread that waits for its end would hold when the interpreter ends."""
+    """Does not use `sys.stdin`: a thread that waits for its end would hold its lock when the interpreter exits."""
     line = b""
     while not line.endswith(b"\n"):
         if not (piece := os.read(0, 1 << 16)):
@@ -97,7 +97,7 @@ def _first_line() -> bytes:
 def _end_with_router(path: Path) -> None:
     while os.read(0, 1):
         pass
-    # Nobody else is left to tidy up. Other workers may still have their sockets there.
+    # No other process removes them. Other workers may still have their sockets in the folder.
     for remove in (path.unlink, path.parent.rmdir):
         with contextlib.suppress(OSError):
             remove()

@@ -1,9 +1,9 @@
-"""One request on its way to a worker and its answer on the way back.
+"""Relays one request to a worker and its answer back.
 
-Until the first byte of an answer has left, a request whose worker is lost goes to another one. If that worker was ended
-because it hung, it does not: the request may be why, and would take them all. An answer in one piece is read to its end
-first, so that this holds for all of it; events leave as they come, whole ones only, and a stream whose worker is lost
-ends with the error event of its surface. What a worker answers, errors included, is the answer.
+If a worker is lost before the first byte of its answer was sent to the client, the request goes to another worker. If
+that worker was killed because it hung, the request is not retried: it may be the cause, and could hang all of them. A
+non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they come, in whole
+events; a stream whose worker is lost ends with its surface's error event. Workers' error answers are passed on too.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from glm5.serve.router.workers import Worker
 from glm5.serve.sse import DONE, GRACE_SECONDS, event, first_of, gone
 
 ATTEMPTS = 3
-"""A request that ends every engine which takes it should not get them all."""
+"""Maximum attempts, so that a request that crashes engines does not crash all of them."""
 PAUSE_SECONDS = 0.05
-"""Before another attempt: time for the end of a process to be noticed."""
+"""Pause before another attempt: time to notice that a process has ended."""
 NOT_PASSED_ON = frozenset(
     b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
     upgrade content-length date server host expect authorization x-api-key""".split()
 )
-"""Headers about one connection, and the key, which is the router's affair."""
+"""Headers of one connection, and the key, which only the router checks."""
 LAST_EVENTS = tuple(
     f"event: {name}\n".encode()
     for name in ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")
 )
-"""Nothing follows one of these."""
+"""Each of these ends a stream."""
 
 
 class Relay(Response):
-    """The answer of some worker to a request, whose body has been read. `path` is what the worker is asked for, in
-    ASCII."""
+    """A worker's answer to a request after its body was read. `path` is the worker's path, in ASCII."""
 
     def __init__(
         self,
@@ -68,24 +67,24 @@ class Relay(Response):
         except (httpx.InvalidURL, ValueError):
             raise ApiError(400, "The address of the request is malformed.") from None
         self._passed_on = [pair for pair in request.scope["headers"] if pair[0] not in NOT_PASSED_ON]
-        self._began = False  # an answer has left
+        self._began = False  # part of an answer was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         working, finished = asyncio.ensure_future(self._work(send)), False
         try:
-            # The worker keeps to the time as well; this is for one that does not, and for clients that do not read.
+            # The worker enforces the time limit too; this covers a worker that does not, and clients that do not read.
             async with asyncio.timeout(self._limits.request_seconds + GRACE_SECONDS):
                 finished = await first_of(working, gone(receive))
         except TimeoutError:
             if not self._began:
                 text = f"No answer came within {self._limits.request_seconds:g} seconds, the time limit of this server."
                 raise TooLate(text) from None
-            finished = True  # the connection ends without a last event; whoever reads on sees that it broke
+            finished = True  # no last event: the client sees that the connection broke
         finally:
             working.cancel()
             await asyncio.wait((working,))
             if not working.cancelled():
-                working.exception()  # seen
+                working.exception()  # retrieve it, so asyncio does not log it
         if not finished and not self._began:
             await Response(status_code=CLIENT_GONE)(scope, receive, send)
 
@@ -108,11 +107,11 @@ class Relay(Response):
         raise ApiError(503, text, code="engine_lost", retry_after=5)
 
     async def _ask(self, worker: Worker, send: Send) -> None:
-        """One attempt. Raises httpx.TransportError where the worker is lost and nothing has left."""
+        """One attempt. Raises httpx.TransportError if the worker is lost before anything was sent."""
         request = httpx.Request(self._method, self._url, headers=self._passed_on, content=self._body)
         answer = await worker.client.send(request, stream=True)
         if answer.status_code == 500:
-            self._pool.suspect(worker)  # its engine may have failed for good
+            self._pool.suspect(worker)  # its engine may have failed permanently
         try:
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_events(worker, answer, send)
@@ -160,14 +159,14 @@ class Relay(Response):
 
 
 class Events:
-    """Cuts what arrives of a stream of server-sent events behind whole ones."""
+    """Splits a stream of server-sent events at event boundaries."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._last = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """All events that are whole by now and have not been returned before."""
+        """All complete events that have not been returned before."""
         self._rest += piece
         end = self._rest.rfind(b"\n\n")
         if end < 0:
@@ -178,5 +177,5 @@ class Events:
 
     @property
     def complete(self) -> bool:
-        """Whether the last event is one that nothing follows."""
+        """Whether the last event is one of `LAST_EVENTS`."""
         return self._last == b"data: [DONE]" or self._last.startswith(LAST_EVENTS)

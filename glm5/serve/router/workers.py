@@ -1,6 +1,6 @@
-"""One engine process as the router sees it: started, asked for its health, ended.
+"""One engine process as the router sees it: start, heartbeat, end.
 
-A worker is a whole server on a Unix socket in a folder that only this user can enter.
+A worker is a complete server on a Unix socket in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from glm5.errors import EngineError, Glm5Error
 from glm5.serve.router.process import WorkerJob
 
 LONGEST_SOCKET = 100
-"""Bytes; the address of a Unix socket has room for little more."""
+"""Maximum bytes of a socket path; the operating system allows little more."""
 
 Health = Literal["ok", "leaving", "failed", "silent"]
-"""`leaving`: somebody told it to stop; it lets answers finish and listens no more. `silent`: no answer came."""
+"""`leaving`: it was told to stop, finishes its answers and listens no more. `silent`: no answer came."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds, but for `misses`.
+    """Timeouts in seconds, and the count `misses`.
 
     Attributes:
         start: for a worker to load its model.
         beat: between two heartbeats of a worker.
-        answer: for the answer to one.
-        misses: heartbeats in a row that may stay without an answer before a worker counts as hung.
-        back_off: before a worker that did not live long is replaced; doubles each time, up to `back_off_most`.
-        stable: what counts as a long life.
+        answer: for the answer to a heartbeat.
+        misses: consecutive unanswered heartbeats before a worker counts as hung.
+        back_off: before the replacement of a worker that ended early; doubles each time, up to `back_off_most`.
+        stable: a worker that lives this long did not end early.
         wait: for a worker, while none takes requests.
     """
 
@@ -54,7 +54,7 @@ class Patience:
 
 
 class Worker:
-    """A running process and the way to it."""
+    """A running process and the HTTP client to it."""
 
     def __init__(self, rank: int, process: asyncio.subprocess.Process, path: Path) -> None:
         self.rank = rank
@@ -62,9 +62,9 @@ class Worker:
         self.in_flight = 0
         self.missed = 0
         self.doomed = False  # to be killed and replaced
-        self.hung = False  # that is why it ends
+        self.hung = False  # the reason why it is killed
         self.path = path
-        self.stirred = asyncio.Event()  # look after it now
+        self.stirred = asyncio.Event()  # check it now
         self._idle = asyncio.Event()
         self._idle.set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -77,7 +77,7 @@ class Worker:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """For the time of a request."""
+        """Count a request as in flight."""
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -92,7 +92,7 @@ class Worker:
         await self._idle.wait()
 
     async def health(self, seconds: float) -> Health:
-        """One heartbeat."""
+        """The result of one heartbeat."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.client.get("/health")
@@ -112,7 +112,7 @@ class Worker:
             self.process.send_signal(number)
 
     async def kill(self) -> None:
-        """End the process where it has not ended. What is in flight finds out."""
+        """Kill the process if it still runs. Requests in flight see a lost connection."""
         self.signal(signal.SIGKILL)
         await self.process.wait()
         if self.process.stdin is not None:
@@ -120,19 +120,19 @@ class Worker:
         self.path.unlink(missing_ok=True)
 
     async def release(self) -> None:
-        """Close the connections once nobody uses them."""
+        """Close the connections once no request uses them."""
         await self.idle()
         await self.client.aclose()
 
 
 async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
-    """Start one of `count` workers and wait until it answers. Raises Glm5Error with what it says where it fails."""
+    """Start one of `count` workers and wait until it answers. Raises Glm5Error with its message on failure."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "glm5.serve.router.process"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=_environment(count),
-        start_new_session=True,  # Ctrl-C in a terminal is for the router, which lets answers finish
+        start_new_session=True,  # so that Ctrl-C goes only to the router, which lets answers finish
     )
     worker = Worker(rank, process, Path(job.socket))
     try:
@@ -161,7 +161,7 @@ async def _until_ready(process: asyncio.subprocess.Process, job: WorkerJob) -> N
 
 
 class WorkerError(Glm5Error):
-    """What a worker that failed to start has said."""
+    """The message of a worker that failed to start."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -169,13 +169,13 @@ class WorkerError(Glm5Error):
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Workers share the cores, unless the user has said how many threads there are to be."""
+    """Share the cores among the workers, unless the user has set the number of threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
 
 
 def private_folder() -> Path:
-    """A new folder that only this user can enter, with room for a socket's address."""
+    """A new folder that only this user can enter, with a path short enough for a socket."""
     default = tempfile.gettempdir()
     parent = default if len(os.fsencode(default)) + 40 < LONGEST_SOCKET else "/tmp"
     return Path(tempfile.mkdtemp(prefix="glm5-", dir=parent))  # mode 0700
