@@ -44,7 +44,7 @@ def evaluate(
     Each skill has a greedy score. Its `solved` is one "1" or "0" per problem, in order, for paired comparisons of
     stages. With `config.samples` it also has "pass@k" (see `passk`) and `passed`, the number of right samples per
     problem. Failed environments count as not solved; `errors` counts them. Suites that need held-out text are skipped
-    if there is none.
+    if the corpus is too small to have any.
     """
     model.eval()
     found: dict[str, Any] = {}

@@ -56,8 +56,8 @@ class Episode:
     """One run of one environment. It ends in one of these ways:
 
     - The environment ends it.
-    - TRUNCATED: output cut off by a limit, or no context or turn left. Reward 0, unless the environment's last step
-      gives one.
+    - TRUNCATED: output cut off by a limit, or no context or turn left. Reward 0, unless the environment ends at this
+      step with a reward.
     - MALFORMED: output that cannot be parsed and that the environment cannot answer.
     - ENV_ERROR, no reward: an aborted generation, an exception of the environment (except KeyboardInterrupt), an
       invalid answer of it, or none in time (`fail`). `detail["error"]` has the reason and `detail["cause"]` its kind

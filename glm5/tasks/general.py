@@ -110,7 +110,7 @@ class GeneralProblem:
         return SingleTurnEnv(self, lambda message: 0.0 if message.tool_calls else rules_score(self, message.content))
 
     def answer(self, rng: random.Random, warm: bool = True) -> str:
-        """A text that satisfies the rules, warm or cold; three in four have a capital letter and a full stop."""
+        """A text that satisfies the rules, warm or cold; three in four are full sentences."""
         act = ACTS[self.act]
         opening, tail = rng.choice(act.openings), rng.choice(act.warm if warm else act.cold)
         whole = rng.random() < 0.75

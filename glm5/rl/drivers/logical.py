@@ -48,7 +48,7 @@ PASS_RATES = "pass_rates.jsonl"
 
 @dataclass
 class _Running:
-    """An episode whose next turn the engine is generating."""
+    """An episode that waits for the engine to generate its next turn."""
 
     episode: Episode
     member: int
