@@ -80,8 +80,8 @@ def split_of(key: str) -> str:
 
 
 class DistinctProblems:
-    """The problems of a split with different content (`Problem.key`), by index from `first` on. They are drawn on
-    demand."""
+    """The distinct problems of a split (by `Problem.key`), in the order of their indices from `first` on. They are
+    drawn on demand."""
 
     def __init__(self, family: Family, split: str, first: int = 0) -> None:
         self._family, self._split, self._next = family, split, first

@@ -220,7 +220,7 @@ class Episode:
             said = "".join(traceback.format_exception_only(error)).strip() if cause == "crash" else str(error)
             self._env_error(cause, said)
             token = current_cancel_token()
-            if token is None or not token.cancelled:  # cancelled with its threads: not a failure
+            if token is None or not token.cancelled:  # cancellation is not a failure
                 _log.warning("%s: the environment failed (%s).", self.problem, cause, exc_info=error)
 
 
@@ -286,7 +286,7 @@ def open_episodes(
 
 
 def settle(episode: Episode, answer: Future[None], threads: EnvThreadPool) -> None:
-    """Wait for `answer`, the future of `threads.submit(episode.accept, completion)`. On a timeout the episode fails."""
+    """Wait for `answer`, the future of `threads.submit(episode.accept, completion)`. The episode fails on a timeout."""
     try:
         threads.wait(answer)
     except EnvironmentTimeout as error:
@@ -301,10 +301,10 @@ def play(
 ) -> list[Trajectory]:
     """Play all episodes to their end, one batch per turn. Returns trajectories in the order of `episodes`.
 
-    The tokenizer's stop ids are added to `params`, `max_tokens` is limited to the context left, and every (episode,
-    turn) gets its own seed derived from `params.seed`. Environments run in threads: they mostly wait for the sandbox,
-    which answers several of them in one run. A reaction may take `env_seconds`. A request that the completer cannot
-    compute ends its episode with ENV_ERROR. Raises RequestFailed if every first request fails.
+    The tokenizer's stop ids are added to `params`, and `max_tokens` is limited to the context left. If `params.seed` is
+    set, every (episode, turn) gets its own seed. Environments run in threads: they mostly wait for the sandbox, which
+    answers several of them in one run. An episode ends with ENV_ERROR if a reaction takes longer than `env_seconds` or
+    the completer cannot compute its request. Raises RequestFailed if every first request fails.
     """
     params = params or SamplingParams()
     if params.n != 1:

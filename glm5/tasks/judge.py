@@ -35,7 +35,7 @@ TIMEOUT = "timeout"
 #   shared one.
 # - A child gets the arguments of a case after it has answered the previous case: later arguments are neither in its
 #   memory nor readable through its descriptors. It cannot change a sent answer. Expected values are never here.
-# - A child cannot start processes or threads, and with `file_mb=0` it cannot write files.
+# - A child cannot start processes or threads, which could outlive it. With `file_mb=0` it cannot write files.
 # - The sandbox has no /proc and denies ptrace and limits on other processes. A child can only kill or stop its parent;
 #   then the remaining jobs get another run (see `Judge._run`).
 # An answer is one line of printable ASCII. A child without an answer has crashed; its later cases count as crashed too.
@@ -193,7 +193,7 @@ class Judge:
             found = self._open[key]
         if not found.done():
             with self._running:
-                with self._lock:  # each key runs once: a program that breaks the sandbox spoils one run only
+                with self._lock:  # popped before the run: a program that breaks the sandbox must not spoil later runs
                     # The own future comes last: another caller may have a newer future for the same key.
                     batch = {**dict(list(self._asked.items())[: BATCH - 1]), key: found}
                     for asked in batch:

@@ -57,8 +57,8 @@ class Mixture:
             self._counts[chosen] += 1
 
     def _next(self) -> int:
-        """The domain of draw n, in integer arithmetic. With k domains and e = 1/(2k-2), domain i is ripe if
-        n w_i - count_i >= e. Its deadline is the first draw n with n w_i - count_i > 1 - e."""
+        """The domain of the next draw n (from 1), in exact arithmetic. With k domains and e = 1/(2k-2), domain i is
+        ripe if n w_i - count_i >= e. Its deadline is the first draw m with m w_i - count_i > 1 - e."""
         if len(self._active) == 1:
             return self._active[0]
         slack = 2 * len(self._active) - 2

@@ -6,8 +6,8 @@ system, identity, capabilities, resource limits, system-call filter, `execve`.
 
 The request arrives as netstrings (`<length>:<bytes>`) on one descriptor. The result leaves as text lines on another:
 `error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never sees
-the second descriptor. This file is process 1 of its namespace, which it cannot kill. A byte or the end of file on the
-control descriptor makes the outer process end the room; it exits when the room is gone.
+the second descriptor, and it cannot kill this process, which is process 1 of its namespace. A byte or the end of file
+on the control descriptor makes the outer process end the room; the outer process exits after the room is gone.
 """
 
 from __future__ import annotations
