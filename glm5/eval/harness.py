@@ -103,11 +103,9 @@ def sampled_score(trajectories: Sequence[Trajectory], config: EvalConfig) -> dic
 def play_skill(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, family: FamilyConfig, config: EvalConfig, seed: int | None = None
 ) -> list[Trajectory]:
-    """Greedy episodes of the family's first distinct held-out problems: `config.problems`, or all if it has fewer.
-
-    With a seed, `config.samples` sampled episodes per problem instead: all problems once, then all again. So a larger
-    `config.samples` keeps the first samples unchanged. `group` is the problem number. Raises DataError if there is no
-    problem."""
+    """Greedy episodes of the family's first distinct held-out problems: `config.problems`, or all if it has fewer. With
+    a seed, `config.samples` sampled episodes per problem instead: all problems once, then all again, so a larger
+    `config.samples` keeps the first samples. `group` is the problem number. Raises DataError if there is no problem."""
     source = make_family(family.name, **family.options)
     distinct = DistinctProblems(source, "heldout").indices(config.problems)
     if len(distinct) < config.problems:
@@ -145,9 +143,8 @@ def _sample(trajectory: Trajectory, family: str, tokenizer: Tokenizer) -> dict[s
 def needle_score(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, length: int, problems: int, seed: int
 ) -> dict[str, float]:
-    """Retrieval score on held-out documents of `length` bytes, with depths spread from the first to the last line.
-
-    A document counts if the asked value is the likeliest of four values of the document, all of equal length. `chance`
+    """Retrieval score on held-out documents of `length` bytes, with depths spread from the first to the last line. A
+    document is solved if the asked value is the likeliest of four values of the document, all of equal length. `chance`
     is the score of guessing."""
     solved, chance = 0, 0.0
     for index in range(problems):

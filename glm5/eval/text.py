@@ -39,8 +39,7 @@ def bits_per_byte(
 
     A window begins with the end-of-text token as context only; it predicts the first real token. A document's own end
     token is not scored. With an `overlap`, later windows of a document begin with that many tokens of the previous
-    window instead, also as context only. Every token is scored exactly once, and none with less context than without
-    overlap.
+    window instead, also as context only. Every token is scored exactly once, and none with less context.
     """
     if not 0 <= overlap < window:
         raise ValueError(f"windows of {window} tokens cannot overlap by {overlap}")

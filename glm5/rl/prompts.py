@@ -101,9 +101,8 @@ class PromptStream:
         return problems.index(place, again)
 
     def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
-        """Measure the pass rates that the families' `difficulty` asks for and filter problems from now on. Counts that
-        `path` already has for this `policy` are not measured again. Raises DataError if no problem is left and
-        RolloutError if no episode could be played."""
+        """Measure the pass rates that `difficulty` asks for, unless `path` has them for this `policy`; then filter by
+        them. Raises DataError if no problem is left, RolloutError if no episode could be played."""
         for entry, config in enumerate(self.stage.families):
             if config.difficulty is None:
                 continue

@@ -124,8 +124,7 @@ class DistinctProblems:
 
 def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split: str, index: int) -> P:
     """Problem `index` of a family: calls `make(rng, id)`, with a generator seeded by (family, split, seed, index),
-    until the problem belongs to `split`. Raises ConfigError if the split is unknown, DataError if no draw belongs to
-    it."""
+    until the problem belongs to `split`. Raises ConfigError if the split is unknown, DataError if no draw fits."""
     if split not in SPLITS:
         raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
     rng = random.Random(f"{family}/{split}-{seed}-{index}")

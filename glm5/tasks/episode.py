@@ -79,8 +79,7 @@ class Episode:
     ) -> None:
         """`version` None: the tokenizer's template. `enable_thinking` None: the environment decides. `max_context`
         limits prompt plus output, in tokens. `render_tools=False` omits the tool specifications from the prompt (for
-        policies trained on these tools); calls are still parsed with them. `teacher` is the prompt's distillation
-        tag."""
+        policies trained on these tools); calls are still parsed with them. `teacher` is the prompt's tag."""
         if max_turns < 1 or max_context < 2:
             raise ConfigError(f"episode: max_turns={max_turns} and max_context={max_context} leave nothing to play.")
         self.env, self.tokenizer = env, tokenizer

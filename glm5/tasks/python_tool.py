@@ -70,16 +70,14 @@ class Programs:
 
 
 def _shown(result: SandboxResult) -> SandboxResult:
-    """The result without parts that no `observation` shows: the middle of long texts, and errors before the last
-    line."""
+    """The result without parts that no `observation` shows: the middle of long texts, errors before the last line."""
     lines = result.stderr.strip().splitlines()
     last = cut(lines[-1], MOST_OUTPUT) if lines else ""
     return replace(result, stdout=cut(result.stdout, MOST_OUTPUT), stderr=last)
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` characters of a text; the middle is left out. An earlier cut to a larger size does not change the
-    result."""
+    """At most `most` characters of a text, the middle left out. An earlier cut to a larger size changes nothing."""
     if len(text) <= most:
         return text
     half = max(1, (most - len("[...]")) // 2)
