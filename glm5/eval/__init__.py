@@ -1,1 +1,1 @@
-"""Evaluation suites over a model or its engine; every score comes with an interval."""
+"""Evaluation suites for a model or an engine; every score has a confidence interval."""

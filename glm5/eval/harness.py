@@ -1,4 +1,4 @@
-"""What is measured after every stage: text, skills, retrieval by length, and MTP acceptance."""
+"""The evaluation after every stage: text, skills, retrieval by length, and MTP acceptance."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ _log = get_logger(__name__)
 def evaluate(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, config: EvalConfig, shard: Shard | None, seed: int = 0
 ) -> dict[str, Any]:
-    """All suites of a configuration as plain data (the layout of `results.json`). Problems are held out and distinct:
-    `n` counts them; if a family has fewer than `config.problems`, `asked` says how many were wanted. Families that are
-    listed several times have a number behind their name (see `family_labels`).
+    """Results of all configured suites as plain data (the layout of `results.json`).
 
-    A skill has its greedy score, of which `solved` is each problem's outcome ("1" or "0", in their order), so that two
-    stages can be compared problem by problem; with `config.samples` also "pass@k" (see `passk`) and of it `passed`, the
-    number of right samples of each problem. Environments that failed count as not solved, and `errors` counts them.
-    What needs held-out text is left out where the corpus is so small that it has none.
+    Problems are held out and distinct; `n` counts them. If a family has fewer than `config.problems`, `asked` is the
+    configured number. A family that is listed several times gets numbered names (see `family_labels`).
+
+    Each skill has a greedy score. Its `solved` is one "1" or "0" per problem, in order, for paired comparisons of
+    stages. With `config.samples` it also has "pass@k" (see `passk`) and `passed`, the number of right samples per
+    problem. Failed environments count as not solved; `errors` counts them. Suites that need held-out text are skipped
+    if the corpus is too small to have any.
     """
     model.eval()
     found: dict[str, Any] = {}
@@ -78,7 +79,7 @@ def score(successes: int, n: int) -> dict[str, float]:
 
 
 def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Share of problems that earned the full reward, one trajectory each, and which ones they were."""
+    """Share of problems with full reward, one trajectory per problem, and which problems were solved."""
     solved = [t.outcome is Outcome.SOLVED for t in trajectories]
     entry: dict[str, Any] = score(sum(solved), len(solved))
     entry["solved"] = "".join(str(int(right)) for right in solved)
@@ -88,7 +89,7 @@ def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def sampled_score(trajectories: Sequence[Trajectory], config: EvalConfig) -> dict[str, Any]:
-    """pass@k of trajectories as `play_skill` draws them."""
+    """pass@k of the trajectories that `play_skill` samples."""
     passed = [0] * (len(trajectories) // config.samples)
     for trajectory in trajectories:
         passed[trajectory.group] += trajectory.outcome is Outcome.SOLVED
@@ -102,9 +103,9 @@ def sampled_score(trajectories: Sequence[Trajectory], config: EvalConfig) -> dic
 def play_skill(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, family: FamilyConfig, config: EvalConfig, seed: int | None = None
 ) -> list[Trajectory]:
-    """Greedy episodes of the family's first distinct held-out problems, fewer than `config.problems` if it has no more;
-    with a seed, `config.samples` drawn ones of each instead, all problems once, then all again, so that more samples
-    leave the first ones as they are. `group` is the number of the problem. Raises DataError if there is no problem."""
+    """Greedy episodes of the family's first distinct held-out problems: `config.problems`, or all if it has fewer. With
+    a seed, `config.samples` sampled episodes per problem instead: all problems once, then all again, so a larger
+    `config.samples` keeps the first samples. `group` is the problem number. Raises DataError if there is no problem."""
     source = make_family(family.name, **family.options)
     distinct = DistinctProblems(source, "heldout").indices(config.problems)
     if len(distinct) < config.problems:
@@ -134,7 +135,7 @@ def play_skill(
 
 def _sample(trajectory: Trajectory, family: str, tokenizer: Tokenizer) -> dict[str, Any]:
     text = trajectory.detail["text"]
-    # An episode whose prompt alone fills the context has no turn.
+    # If the prompt alone fills the context, there is no turn.
     prompt = tokenizer.decode(trajectory.turns[0].context_ids) if trajectory.turns else text
     return {"family": family, "prompt": prompt, "output": text.removeprefix(prompt), "reward": trajectory.reward}
 
@@ -143,9 +144,9 @@ def _sample(trajectory: Trajectory, family: str, tokenizer: Tokenizer) -> dict[s
 def needle_score(
     model: GLM5ForCausalLM, tokenizer: Tokenizer, length: int, problems: int, seed: int
 ) -> dict[str, float]:
-    """Share of held-out retrieval documents of `length` bytes, depths spread from first to last line, in which the
-    asked value is the likeliest of four values that stand in the document, all of one length. `chance` is what
-    guessing gives."""
+    """Retrieval score on held-out documents of `length` bytes, with depths spread from the first to the last line. A
+    document is solved if the asked value is the likeliest of four values of the document, all of equal length. `chance`
+    is the score of guessing."""
     solved, chance = 0, 0.0
     for index in range(problems):
         prompt, answer = needle_text(seed, index, length, index / max(1, problems - 1), split="heldout")
@@ -157,21 +158,21 @@ def needle_score(
 
 
 def _choices(prompt: str, answer: str, most: int = 4) -> list[str]:
-    """The right value first, then other values of the document."""
+    """The right value first, then up to `most` - 1 other values of the document."""
     values = [f"{line.rpartition(' = ')[2]}\n" for line in prompt.splitlines()[:-1]]
     others = sorted({v for v in values if v != answer}, key=_order)
     return [answer, *others[: most - 1]]
 
 
 def _order(text: str) -> str:
-    """A stable order that has nothing to do with the text's meaning."""
+    """A stable sort key that is unrelated to the text's meaning."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def continuation_logprobs(
     model: GLM5ForCausalLM, prompt: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[float]:
-    """Sum of log-probabilities of each continuation of one prompt, in nats."""
+    """Total log-probability of each continuation of one prompt, in nats."""
     rows = [([*prompt, *c], [False] * len(prompt) + [True] * len(c)) for c in continuations]
     ids = torch.zeros(len(rows), max(len(row) for row, _ in rows), dtype=torch.long)
     documents, mask = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=torch.bool)
@@ -187,7 +188,7 @@ def continuation_logprobs(
 def mtp_acceptance(
     model: GLM5ForCausalLM, shard: Shard, config: EvalConfig, prompt_length: int = MTP_PROMPT
 ) -> dict[str, Any]:
-    """Accept length of greedy speculative decoding with 3 drafts on held-out text, acceptance per draft position."""
+    """Greedy speculative decoding with 3 drafts on held-out text: accept length and acceptance per draft position."""
     spare = len(shard.tokens) - prompt_length
     stride = max(1, spare // config.mtp_prompts)
     count = min(config.mtp_prompts, spare + 1)

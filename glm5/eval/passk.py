@@ -1,4 +1,4 @@
-"""pass@k: how likely at least one of k sampled answers to a problem is right, from n >= k samples a problem."""
+"""pass@k: the probability that at least one of k sampled answers is right, from n >= k samples per problem."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from glm5.stats import wilson
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The unbiased estimate 1 - C(n-c, k) / C(n, k) for one problem with c right ones among n samples (Chen et al.,
-    arXiv:2107.03374, Eq. 1). k = 1 gives c/n. ConfigError unless 0 <= c <= n and 1 <= k <= n."""
+    """The unbiased estimate 1 - C(n-c, k) / C(n, k) for a problem with c right answers among n samples (Chen et al.,
+    arXiv:2107.03374, Eq. 1). k = 1 gives c/n. Raises ConfigError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= passed <= samples and 1 <= k <= samples):
         raise ConfigError(f"pass@{k} cannot be told from {passed} right of {samples} samples; draw at least k samples.")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
-    """pass@k over problems with `passed[i]` right ones among `samples` samples each, and its 95 % interval.
+    """Mean pass@k with its 95 % interval; problem i has `passed[i]` right answers among `samples`.
 
-    The interval is over problems, whose samples belong together: Wilson's, for as many independent right-or-wrong
-    answers as would have the spread that the values of the problems have. With one sample a problem, and wherever the
-    values are 0 and 1 only, that is `wilson` itself; it lies within [0, 1] and has a width even where all values agree.
+    The interval treats the samples of one problem as dependent. It is Wilson's interval for an effective number of
+    independent answers, chosen to match the variance between problems. If all values are 0 or 1, for example with one
+    sample per problem, it equals `wilson`. It lies within [0, 1] and is not empty even if all values are equal.
     """
     values = [pass_at_k(samples, right, k) for right in passed]
     if not values:
@@ -35,13 +35,13 @@ def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
 
 
 def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """`pass_score` by k, written as text as in results.json."""
+    """`pass_score` by k; the keys are strings, as in results.json."""
     return {str(k): pass_score(passed, samples, k) for k in sorted(set(ks))}
 
 
 def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
-    """Number of independent answers with the variance of this mean. At most all samples count; at a mean of 0 or 1,
-    where the spread tells nothing, only the problems do."""
+    """Number of independent answers with the variance of this mean: from `problems` to `problems` * `samples`. It is
+    `problems` if the mean is 0 or 1, because the variance then says nothing."""
     if variance == 0.0:
         return float(problems) if mean in (0.0, 1.0) else float(problems * samples)
     return min(float(problems * samples), max(float(problems), problems * mean * (1.0 - mean) / variance))

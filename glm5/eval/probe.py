@@ -1,4 +1,4 @@
-"""What a training stage looks at while it runs: held-out text, and what the model writes."""
+"""Evaluation during a training stage: bits per byte of held-out text, and a sampled continuation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _log = get_logger(__name__)
 class Probe:
     """Scores held-out text in overlapping windows and continues the beginning of one held-out file.
 
-    Called with the model and the step; the result's keys are metrics. Continuations go to `samples.jsonl` in `folder`,
-    one line a step, unless `folder` is None.
+    Called with the model and the step; returns metrics. Unless `folder` is None, it writes the continuation to
+    `samples.jsonl` in `folder`, one line per step.
     """
 
     shard: Shard
@@ -60,7 +60,7 @@ class Probe:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file, if it is there. A line that was cut off is left out, with a warning."""
+    """The samples of a file; empty if it does not exist. Skips malformed lines with a warning."""
     found = []
     for number, line in enumerate(path.read_text("utf-8", "replace").splitlines() if path.exists() else (), 1):
         try:

@@ -17,12 +17,12 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.losses import target_logprobs
 
 ROWS = 16
-"""Windows of 256 tokens in a batch; longer ones are fewer."""
+"""Batch size for windows of 256 tokens; longer windows make smaller batches."""
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """`bits_per_byte` over `bytes` of whole documents; every token is scored, the context starts afresh per window."""
+    """`bits_per_byte` over `bytes` of whole documents. Every token is scored; every window has its own context."""
 
     bits_per_byte: float
     bytes: int
@@ -35,11 +35,11 @@ class TextScore:
 def bits_per_byte(
     model: GLM5ForCausalLM, shard: Shard, end_of_text: int, *, max_bytes: int, window: int = 256, overlap: int = 0
 ) -> TextScore:
-    """Score the first documents of a shard up to `max_bytes`, each by itself, in windows of at most `window` tokens.
+    """Score documents of a shard, up to `max_bytes` in total, each separately, in windows of at most `window` tokens.
 
-    Windows begin with the end-of-text token, which is context only, so that the first real token is predicted too; a
-    document's own end token is not scored. With an `overlap`, later windows of a document begin with that many tokens
-    of the one before instead, also as context only: every token is scored once, and none with less context.
+    A window begins with the end-of-text token as context only; it predicts the first real token. A document's own end
+    token is not scored. With an `overlap`, later windows of a document begin with that many tokens of the previous
+    window instead, also as context only. Every token is scored exactly once, and none with less context.
     """
     if not 0 <= overlap < window:
         raise ValueError(f"windows of {window} tokens cannot overlap by {overlap}")
@@ -51,7 +51,7 @@ def bits_per_byte(
             continue
         total_bytes += size
         rows += _windows(shard.document(index)[:-1].astype(int).tolist(), end_of_text, window, overlap)
-    rows.sort(key=lambda row: len(row[0]))  # rows of like length share a batch
+    rows.sort(key=lambda row: len(row[0]))  # rows of similar length share a batch
     nats = 0.0
     step = max(1, ROWS * 256 // window)
     for start in range(0, len(rows), step):
@@ -64,7 +64,7 @@ def bits_per_byte(
 
 
 def _windows(tokens: list[int], end_of_text: int, window: int, overlap: int) -> list[tuple[list[int], list[bool]]]:
-    """(ids, whether each is scored) of one document's windows."""
+    """(ids, scored) per window of one document; `scored` marks the tokens that count."""
     rows = []
     at = 0
     while at < len(tokens):
@@ -76,7 +76,7 @@ def _windows(tokens: list[int], end_of_text: int, window: int, overlap: int) -> 
 
 
 def xz_bits_per_byte(shard: Shard, tokenizer: Tokenizer) -> float:
-    """What `xz -9` needs for the same documents, each compressed by itself: the bar for a model of this text."""
+    """Bits per byte of `xz -9` on all documents, each compressed separately: a baseline for the model."""
     texts = [tokenizer.decode(shard.document(i)[:-1].tolist()).encode() for i in range(len(shard))]
     packed = sum(len(lzma.compress(text, preset=9)) for text in texts)
     return 8 * packed / max(1, sum(map(len, texts)))

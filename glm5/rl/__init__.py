@@ -1,1 +1,1 @@
-"""Reinforcement learning and on-policy distillation: one loop over a logical clock, algorithms as small files."""
+"""Reinforcement learning and on-policy distillation: one loop on a logical clock, one small file per algorithm."""

@@ -1,4 +1,4 @@
-"""Finished responses on their way to the learner: groups, environment failures, staleness (§4.1)."""
+"""Collects finished responses into groups; handles environment failures and staleness (§4.1)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from glm5.records import Outcome, Trajectory
 
 
 def repair_group(valid: list[Trajectory], size: int) -> list[Trajectory]:
-    """A group of `size` from its valid responses: padded by repeating them in order if they are more than half of
-    `size`; empty otherwise, so exactly half is dropped too (§4.1)."""
+    """A group of `size` responses, padded by repeating the valid ones in order. Empty if at most half of `size` are
+    valid (§4.1)."""
     if 2 * len(valid) <= size:
         return []
     return [valid[i % len(valid)] for i in range(size)]
@@ -24,29 +24,29 @@ def staleness(trajectory: Trajectory, learner_version: int) -> int:
 
 @dataclass
 class Buffer:
-    """Collects responses by group and hands out batches of complete groups, lowest group number first.
+    """Collects responses by group and returns batches of complete groups, lowest group number first.
 
-    Two kinds of responses are invalid: those that their environment lost, and those staler than `max_staleness`. Each
-    is taken out by itself; `repair_group` decides about what is left of its group.
+    A response is invalid if its environment failed or if it is staler than `max_staleness`. Invalid responses are
+    removed one by one; `repair_group` then pads or drops the group.
     """
 
     group_size: int
     max_staleness: int
     dropped_env: int = 0
-    """Groups dropped as soon as they were complete: too many environment failures."""
+    """Groups dropped at completion: too many environment failures."""
     dropped_stale: int = 0
-    """Groups dropped later, with the response that became too stale."""
+    """Groups dropped later: too many responses became too stale."""
     stale_responses: int = 0
     padded_responses: int = 0
-    """Repetitions that were handed out."""
+    """Repeated responses in returned batches."""
     lost_in_a_row: int = 0
-    """Groups dropped for environment failures since the last group that was not."""
+    """Consecutive groups dropped for environment failures, up to now."""
     _open: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
     _ready: dict[int, list[Trajectory]] = field(default_factory=dict)
     """The valid responses of complete groups, not padded yet."""
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take a finished response; with the last one its group is ready, or dropped."""
+        """Add a finished response. After the last one its group is ready or dropped."""
         group = self._open[trajectory.group]
         group.append(trajectory)
         if len(group) == self.group_size:
@@ -60,8 +60,8 @@ class Buffer:
                 self.lost_in_a_row += 1
 
     def drop_stale(self, learner_version: int) -> None:
-        """Drop every response of a ready group that is staler than `max_staleness`, and every group that this leaves
-        with half of its responses or fewer."""
+        """Drop responses of ready groups that are staler than `max_staleness`, then every group that has at most half
+        of its responses left."""
         for number, group in list(self._ready.items()):
             valid = [t for t in group if staleness(t, learner_version) <= self.max_staleness]
             self.stale_responses += len(group) - len(valid)
@@ -72,12 +72,12 @@ class Buffer:
 
     @property
     def ready(self) -> int:
-        """Complete groups that can be taken."""
+        """Number of complete groups that can be taken."""
         return len(self._ready)
 
     @property
     def dropped(self) -> int:
-        """Groups that will never be trained on."""
+        """Number of groups that were dropped, for any reason."""
         return self.dropped_env + self.dropped_stale
 
     def take(self, groups: int) -> list[list[Trajectory]]:
@@ -88,11 +88,11 @@ class Buffer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was dropped and repeated since the stage began, for metrics and states."""
+        """Counters of dropped groups and of dropped and repeated responses, for metrics and states."""
         names = ("dropped_env", "dropped_stale", "stale_responses", "padded_responses")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, counts: Mapping[str, int]) -> None:
-        """Go on counting from `counts` of an earlier process."""
+        """Continue from the `counts` of an earlier process."""
         for name in self.counts:
             setattr(self, name, counts[name])

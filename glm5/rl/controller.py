@@ -1,7 +1,7 @@
-"""What an RL stage does next: which rollout starts, which batch is trained on, when weights are pushed, when it saves.
+"""Decides what an RL stage does next: which rollout starts, which batch is trained on, when to push weights or save.
 
-A pure state machine (no clock, thread, file or model): a driver tells it what happened and carries out what it decides.
-`glm5/rl/drivers` holds the drivers.
+A pure state machine without clock, threads, files or models. A driver (`glm5/rl/drivers`) reports events and carries
+out the decisions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from glm5.rl.buffer import Buffer
 
 
 class Controller:
-    """Paces one stage. Synchronous RL is the case `max_staleness = 0`.
+    """Schedules one stage. `max_staleness = 0` is synchronous RL.
 
     A rollout is (group, member): sample `member` of prompt `group`. Group g may start only if
-    g < (pushed + 1 + max_staleness) * prompts + dropped groups: sampling is paced first, and responses that still come
-    out too stale are dropped (§4.1).
+    g < (pushed + 1 + max_staleness) * prompts + dropped groups. Responses that are still too stale at the end are
+    dropped (§4.1).
     """
 
     def __init__(self, stage: PolicyStage) -> None:
@@ -28,20 +28,20 @@ class Controller:
         self._most_lost = max(8, 2 * stage.prompts)
         self.buffer = Buffer(stage.group, stage.max_staleness)
         self.version = 0
-        """Updates so far: the version of the learner's weights."""
+        """Number of updates so far, which is the version of the learner's weights."""
         self.pushed = 0
         """Version of the engine's weights."""
         self.in_flight = 0
         """Rollouts that have started and not ended."""
         self.pushing = False
-        """Whether updated weights are on their way to the engine; no update is computed meanwhile."""
+        """Whether a weight push to the engine is under way; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
-        """While a state is due: the pushed version that still counts for what may start."""
+        """While a state is due: the pushed version that still limits which groups may start."""
 
     @property
     def concurrency(self) -> int:
-        """Most rollouts in flight."""
+        """Maximum number of rollouts in flight."""
         return self._stage.concurrency or self._stage.prompts * self._stage.group
 
     @property
@@ -50,11 +50,11 @@ class Controller:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing is under way and nothing can be done."""
+        """Whether nothing is under way and no batch is complete. Check it after `start` has returned None."""
         return not self.in_flight and not self.pushing and self.buffer.ready < self._stage.prompts
 
     def start(self) -> tuple[int, int] | None:
-        """The rollout that starts now, or None if none may."""
+        """The next rollout to start now, or None if no rollout may start."""
         pushed = self.pushed if self._landing is None else self._landing
         budget = (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
         group, member = self._next
@@ -65,7 +65,7 @@ class Controller:
         return group, member
 
     def ended(self, trajectory: Trajectory) -> None:
-        """A rollout has ended. Raises RolloutError if the environment failed in too many groups in a row."""
+        """Report the end of a rollout. Raises RolloutError if the environment failed in too many consecutive groups."""
         self.in_flight -= 1
         self.buffer.add(trajectory)
         if self.buffer.lost_in_a_row > self._most_lost:
@@ -75,27 +75,27 @@ class Controller:
             )
 
     def batch(self) -> list[list[Trajectory]] | None:
-        """The groups of the next update, without responses that are too stale by now; None if it cannot begin yet."""
+        """The groups of the next update, without responses that are now too stale; None if it cannot begin yet."""
         if self.pushing:
             return None
         self.buffer.drop_stale(self.version)
         return self.buffer.take(self._stage.prompts) if self.buffer.ready >= self._stage.prompts else None
 
     def updated(self) -> None:
-        """The learner has taken its step on the last batch. `pushing` says whether its weights go to the engine."""
+        """Report that the learner finished the update. Then `pushing` says whether its weights go to the engine."""
         self.version += 1
         self.pushing = self.version % self._stage.push_every == 0
 
     def weights_arrived(self) -> None:
-        """The engine computes with the learner's weights from now on."""
+        """Report that the engine uses the learner's weights from now on."""
         self.pushed, self.pushing = self.version, False
 
     def saves(self) -> bool:
-        """Whether a state is saved now. Call it once after every update, with what can be pushed at once pushed.
+        """Whether to save a state now. Call it once after every update, after any push that can happen immediately.
 
-        A state is due every `save_every` updates. It holds no rollouts, so from then on no further weights let rollouts
-        start, until all that have started are trained on. An interrupted run and one that is not interrupted land
-        alike, so that both end with the same numbers.
+        A state is due every `save_every` updates. It contains no rollouts. So once it is due, newly pushed weights
+        allow no further rollouts until all started rollouts are trained on. Runs with and without an interruption drain
+        in the same way and end with the same numbers.
         """
         every = self._stage.optim.save_every
         if every and self.version % every == 0 and self._landing is None:
@@ -104,15 +104,15 @@ class Controller:
         return self._landing is not None and not self.finished and not waiting
 
     def saved(self) -> None:
-        """A state was saved; sampling goes on."""
+        """Report that the state was saved; sampling continues."""
         self._landing = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed stage needs; only complete when `saves`."""
+        """What a resumed stage needs; complete only if `saves` returned True."""
         return {"next_group": self._next[0], "buffer": self.buffer.counts}
 
     def restore(self, version: int, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` that was taken at `version`."""
+        """Continue from a `state` that was taken at `version`."""
         self.version = self.pushed = version
         self._next = (int(state["next_group"]), 0)
         self.buffer.restore(state["buffer"])

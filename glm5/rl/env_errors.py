@@ -1,4 +1,4 @@
-"""Failures of environments: counted by cause, and the reason to end a stage if a family has too many (§4.1)."""
+"""Counts environment failures by cause and ends a stage if a family has too many (§4.1)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from glm5.records import Outcome, Trajectory
 
 
 class EnvErrors:
-    """Looks at every finished episode of a stage. Failures give no reward and are not trained on. If more than `share`
-    of a family's last `window` episodes failed, its environment does not work."""
+    """Counts failures in the finished episodes of a stage. Failures give no reward and are not trained on. If more
+    than `share` of a family's last `window` episodes failed, `add` raises RolloutError."""
 
     def __init__(self, stage: str, share: float, window: int) -> None:
         self._stage, self._share, self._window = stage, share, window
@@ -21,7 +21,7 @@ class EnvErrors:
         self._last: defaultdict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, family: str, trajectory: Trajectory) -> None:
-        """Count one episode; raises RolloutError if its family has too many failures now."""
+        """Count one episode. Raises RolloutError if its family now has too many failures."""
         failed = trajectory.outcome is Outcome.ENV_ERROR
         last = self._last[family]
         last.append(failed)
@@ -38,18 +38,18 @@ class EnvErrors:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """For the metrics: failures since the stage began, `env_errors` in all and `env_errors/CAUSE`."""
+        """Metrics, counted since the stage began: `env_errors` in total and `env_errors/CAUSE`."""
         by_cause = {f"env_errors/{cause}": float(count) for cause, count in sorted(self._causes.items())}
         return {"env_errors": float(self._causes.total())} | by_cause
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a resumed stage needs to go on counting."""
+        """What a resumed stage needs to continue counting."""
         last = {family: "".join(str(int(failed)) for failed in episodes) for family, episodes in self._last.items()}
         return {"causes": dict(self._causes), "last": last, "latest": dict(self._latest)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the `state` of an earlier process."""
+        """Continue from the `state` of an earlier process."""
         self._causes, self._latest = Counter(state["causes"]), dict(state["latest"])
         for family, episodes in state["last"].items():
             self._last[family].extend(digit == "1" for digit in episodes)

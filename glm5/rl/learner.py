@@ -1,4 +1,4 @@
-"""The learner: token rows in, optimizer steps out; its log-probabilities are compared with the engine's."""
+"""The learner: takes optimizer steps on train samples and compares its log-probabilities with the engine's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from glm5.train.loop import build_optimizer, clip_gradients
 from glm5.train.losses import target_logprobs
 
 ROWS_PER_STEP = 16
-"""Packed rows per forward pass; it bounds memory and changes no gradient."""
+"""Packed rows per forward pass. It bounds memory and does not change gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(Tokens):
-    """Sampled tokens of some train samples, one row each, [N, L] padded on the right; `versions` are those of the
-    weights that sampled them, `teacher_logprobs` the teacher's log-probabilities (None outside distillation)."""
+    """Sampled tokens of N train samples, [N, L] padded on the right. `versions` are the weight versions that sampled
+    them; `teacher_logprobs` is None outside distillation."""
 
     versions: Tensor
     teacher_logprobs: Tensor | None = None
@@ -38,12 +38,12 @@ class PolicyBatch(Tokens):
 
 
 PolicyLoss = Callable[[PolicyBatch], tuple[Tensor, Statistics]]
-"""Loss and statistics of a micro-batch as parts of the step that `Tokens.whole` counts (see `policy_loss`)."""
+"""Loss and statistics of a micro-batch, scaled to its share of the optimizer step (see `policy_loss`)."""
 
 
 @dataclass
 class Agreement:
-    """How learner and engine compare on tokens that were sampled with exactly the learner's weights."""
+    """Differences of log-probabilities between learner and engine, over tokens sampled with the learner's weights."""
 
     tokens: int = 0
     mismatches: int = 0
@@ -59,8 +59,8 @@ class Agreement:
 class Learner:
     """Owns the trained model and its optimizer. The indexers are frozen, as in all of the paper's RL (§3.2).
 
-    With a `reference` model, batches have its log-probabilities too, for a KL penalty. `exact` computes in the way that
-    an exact engine repeats bit for bit; without it torch may choose faster forms. An update takes `minibatches`
+    With a `reference` model, batches also have its log-probabilities, for a KL penalty. With `exact`, log-probabilities
+    equal those of an exact engine bit for bit; without it, torch may use faster kernels. One update takes `minibatches`
     optimizer steps.
     """
 
@@ -82,16 +82,16 @@ class Learner:
         self.optimizer = build_optimizer(model, config, lambda name: INDEXER not in name and "mtp." not in name)
 
     def reset_optimizer(self) -> None:
-        """Forget momentum (after a weight push in agentic RL, §4.1)."""
+        """Clear the optimizer's state (after a weight push in agentic RL, §4.1)."""
         self.optimizer.state.clear()
 
     def step(self, samples: Sequence[TrainSample], loss_of: PolicyLoss, rate: float) -> dict[str, float]:
-        """One update from all samples: an optimizer step per minibatch, whole groups in each, in their order.
+        """One update on all samples: an optimizer step per minibatch. Minibatches contain whole groups, in order.
 
-        With several minibatches the log-probabilities of all samples are computed once before the first step; they are
+        With several minibatches, the log-probabilities of all samples are computed once before the first step; they are
         the old policy of every step. Within a step, losses, gradients and statistics of micro-batches add up to those
-        of the minibatch. Returns the statistics of all steps together, `loss` and `grad_norm` as means over the steps,
-        and `lr`. Raises DataError for a gradient that is not finite.
+        of the minibatch. Returns the statistics over all steps, `loss` and `grad_norm` as means over the steps, and
+        `lr`. Raises DataError if a gradient is not finite.
         """
         batches = split_groups(samples, self.minibatches)
         old = None if len(batches) == 1 else self._old_logprobs(samples)
@@ -103,14 +103,14 @@ class Learner:
             at += len(batch)
         self.version += 1
         numbers = total.numbers()
-        if "loss" in numbers:  # every step's is a mean by itself
+        if "loss" in numbers:  # the sum of one mean per step
             numbers["loss"] /= len(batches)
         return numbers | {"grad_norm": sum(norms) / len(norms), "lr": rate}
 
     def _optimizer_step(
         self, samples: Sequence[TrainSample], loss_of: PolicyLoss, old: Sequence[Tensor] | None, total: Statistics
     ) -> float:
-        """The gradient norm of one step; its statistics go into `total`."""
+        """Take one step; return its gradient norm and merge its statistics into `total`."""
         whole = Counts.of(sample.loss_mask for sample in samples)
         at = 0
         for part in self._parts(samples):
@@ -128,7 +128,7 @@ class Learner:
 
     @torch.no_grad()
     def _old_logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """Log-probabilities of the sampled tokens of every sample under the present weights."""
+        """Log-probabilities of every sample's sampled tokens under the current weights."""
         found: list[Tensor] = []
         for part in self._parts(samples):
             batch = self.forward(part)
@@ -150,9 +150,9 @@ class Learner:
     def forward(
         self, samples: Sequence[TrainSample], whole: Counts | None = None, old: Sequence[Tensor] | None = None
     ) -> PolicyBatch:
-        """Log-probabilities of all sampled tokens, computed over packed rows, returned one line per sample. `whole`
-        counts the optimizer step that the samples are a part of; None means that they are all of it. `old` holds the
-        samples' log-probabilities before the batch; None if no step was taken on it yet."""
+        """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole`
+        counts the whole optimizer step; None: these samples are the whole step. `old` has the log-probabilities
+        before the update; None if it has taken no step yet."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
         logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)
@@ -200,7 +200,7 @@ class Learner:
 
 
 def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """`count` minibatches of whole groups, in order, of sizes as equal as can be; fewer if there are fewer groups."""
+    """`count` minibatches of whole groups, in order, as equal in size as possible; fewer if there are fewer groups."""
     groups: list[list[TrainSample]] = []
     for sample in samples:
         if not groups or groups[-1][-1].group != sample.group:

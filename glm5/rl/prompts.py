@@ -1,4 +1,4 @@
-"""Which problem a group of rollouts is about: mixtures of families, filtered by difficulty, tagged with teachers."""
+"""Chooses the problem of each group of rollouts: mixtures of families, filtered by difficulty, tagged with teachers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import open_episode
 
 SPLIT = "rl"
-"""Rollouts and measurements use problems that neither demonstrations nor evaluations have."""
+"""Split of rollouts and difficulty measurements; demonstrations and evaluations have no problem of it."""
 
 SPAN = 100_000
-"""Every seed begins with another index, so many apart."""
+"""Distance between the first problem indices of consecutive seeds."""
 
 EPISODES = 256
-"""Episodes that are measured together; their counts are saved before the next ones begin."""
+"""Episodes per measured batch; the counts of a batch are saved before the next one begins."""
 
 _log = get_logger(__name__)
 
 
 class PromptStream:
-    """Group number -> problem of the split for rollouts: a function of the group number, the stage and the seed.
+    """Maps a group number to a problem of the rollout split; depends only on group number, stage and seed.
 
-    The first n groups hold every family's share of n within one, so batches have the wanted ratios as closely as whole
-    numbers allow. No problem of a family comes twice before all have come; entries of a family with equal options
-    divide its problems. Families with a `difficulty` need `measure` first.
+    In the first n groups, every family has its share of n to within one, so batches keep the ratios as closely as whole
+    numbers allow. No problem of a family repeats before all were used. Entries of one family with equal options share
+    its problems without overlap. Families with a `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:
-        """Raises ConfigError for unknown families and options, and for weights that are no mixture."""
+        """Raises ConfigError if a family or an option is unknown, or the weights do not form a mixture."""
         self.stage, self._seed = stage, seed
         self._families = [make_family(f.name, **f.options) for f in stage.families]
         self._mixture = Mixture([f.weight for f in stage.families])
@@ -63,14 +63,14 @@ class PromptStream:
         self._samplers: dict[int, DifficultySampler] = {}
         self._repeating: set[int] = set()
         self.numbers: dict[str, float] = {}
-        """Of `measure`, for the metrics: `pass_rate/NAME` and `kept_share/NAME` of every family with a difficulty."""
+        """Metrics of `measure`: `pass_rate/NAME` and `kept_share/NAME` of every family with a `difficulty`."""
 
     def label(self, group: int) -> str:
-        """What metrics call the family of a group."""
+        """The name of the group's family in metrics."""
         return self._labels[self._mixture.domain(group)]
 
     def episode(self, group: int, tokenizer: Tokenizer, threads: EnvThreadPool) -> Episode:
-        """A fresh episode of the problem of group number `group`; its environment starts in `threads`."""
+        """A new episode of the problem of group `group`; its environment starts in `threads`."""
         entry = self._mixture.domain(group)
         config = self.stage.families[entry]
         teacher = self.stage.teacher_of(config) if isinstance(self.stage, DistillStage) else None
@@ -91,7 +91,7 @@ class PromptStream:
             if entry not in self._samplers:
                 raise ConfigError(f"{self.stage.name}: the difficulty of {self._labels[entry]} was not measured.")
             place = self._samplers[entry].index(place)
-            again = difficulty.problems  # what nobody measured begins there
+            again = difficulty.problems  # the first problem that was not measured
         if entry not in self._repeating and problems.count(place + 1) <= place:
             self._repeating.add(entry)
             _log.warning(
@@ -101,8 +101,8 @@ class PromptStream:
         return problems.index(place, again)
 
     def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
-        """Measure what the families' `difficulty` asks for, as far as `path` does not have it of this `policy` yet, and
-        leave out problems from now on. Raises DataError where none is left, RolloutError where none could be played."""
+        """Measure the pass rates that `difficulty` asks for, unless `path` has them for this `policy`; then filter by
+        them. Raises DataError if no problem is left, RolloutError if no episode could be played."""
         for entry, config in enumerate(self.stage.families):
             if config.difficulty is None:
                 continue
@@ -126,7 +126,7 @@ class PromptStream:
     def _counts(
         self, entry: int, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str
     ) -> dict[int, PassCount]:
-        """Pass counts of a family's first distinct problems, by their number."""
+        """Pass counts of a family's first distinct problems, by problem number."""
         stage, config, key = self.stage, self.stage.families[entry], self._keys[entry]
         assert config.difficulty is not None
         wanted = self._problems[entry].indices(config.difficulty.problems)

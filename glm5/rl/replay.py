@@ -1,19 +1,18 @@
-"""Batches of rollouts in a file, and back bit for bit, so that an update can be repeated without an engine.
+"""Writes batches of rollouts to a file and reads them back bit for bit: updates can be repeated without an engine.
 
-One JSON object a line for every trajectory of a batch, in the order of training; a trajectory that repairs its group
-(`repair_group`) is written as often as it is trained on. Keys:
+Each line is a JSON object with one trajectory, in training order. A trajectory that pads its group (`repair_group`) is
+written as often as it is trained on. Keys:
 
-    stage, step       which update it belongs to: 1 is the first of its stage, as in `metrics.jsonl`
-    index, count      this is trajectory `index` of `count` of the batch, so that half a batch is noticed
+    stage, step       its update: 1 is the first of its stage, as in `metrics.jsonl`
+    index, count      trajectory `index` of `count` in the batch; detects incomplete batches
     slot              position of its group in the batch
     problem, domain, group, reward, outcome, detail
-    teacher           who teaches the prompt, in distillation; "" elsewhere
+    teacher           teacher of the prompt in distillation, else ""
     turns             [{given, shared, output, logprobs, versions, finish_reason}, ...]
 
-A turn's context is the first `shared` tokens of the turn before it (context and output), then `given`: long episodes
-repeat little. Which tokens count in the loss follows from the turns: outputs do, nothing else. Numbers are written so
-that the same float comes back; those that are not finite are texts ("inf", "-inf", "nan"). `detail` is for people, and
-what JSON cannot hold in it becomes text.
+A turn's context is the first `shared` tokens of the previous turn (context and output), then `given`: this keeps long
+episodes small. Only outputs count in the loss. Floats are written with all their digits; non-finite ones are strings
+("inf", "-inf", "nan"). `detail` is for people: values that JSON cannot represent become strings.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str =
 
 
 def read(path: Path | str, stage: str | None = None, step: int | None = None) -> list[list[Trajectory]]:
-    """The groups of all batches of a file, or of those of one stage, or update. DataError, with file and line, for a
-    line that is malformed, a batch that is not complete, and where there is no such batch."""
+    """The groups of all batches of a file, or of one stage or update. Raises DataError, with file and line, if a line
+    is malformed, a batch is incomplete, or there is no such batch."""
     found = [
         group
         for (own_stage, own_step), groups in batches(path)
@@ -60,7 +59,7 @@ def read(path: Path | str, stage: str | None = None, step: int | None = None) ->
 
 
 def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Trajectory]]]]:
-    """((stage, step), groups) of every batch, in the order of the file, reading one at a time."""
+    """Yields ((stage, step), groups) per batch, in file order; reads one batch at a time."""
     batch: list[tuple[int, Trajectory]] = []
     key: tuple[str, int, int] | None = None
     where = f"{path}, line 0"
@@ -87,8 +86,8 @@ def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Traje
 
 
 def rewind(path: Path | str, stage: str, step: int) -> int:
-    """Take out the trajectories of `stage` of updates after `step`, and a last line that was cut off; return how many.
-    A resumed run writes them again. The file is replaced as a whole."""
+    """Remove the trajectories of `stage` from updates after `step`, and a truncated last line; return how many. A
+    resumed run writes them again. The file is replaced atomically."""
     path = Path(path)
     if not path.exists():
         return 0
@@ -144,7 +143,7 @@ def _line(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -251,7 +250,7 @@ def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
 
 
 def _number(value: object, key: str, where: str) -> float:
-    """A float as `_exact` wrote it."""
+    """Parse a float that `_exact` wrote."""
     if isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:

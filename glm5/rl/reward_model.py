@@ -1,4 +1,4 @@
-"""The outcome reward model of General RL: a scalar head on a copy of the policy, trained on preference pairs (§3.4)."""
+"""The outcome reward model of General RL (§3.4): a scalar head on a copy of the policy, trained on preference pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from glm5.train.loop import build_optimizer, clip_gradients
 
 
 class RewardModel(nn.Module):
-    """score = w . (hidden state of the conversation's last token); larger is better, the scale has no meaning."""
+    """score = w . (hidden state of the conversation's last token). Larger is better; the scale has no meaning."""
 
     def __init__(self, policy: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
 
     def ids(self, prompt: str, answer: str) -> list[int]:
-        """The conversation as the policy would have produced it, up to and including the closing token."""
+        """Token ids of the conversation as the policy would produce it, including the closing token."""
         messages = [Message("user", prompt), Message("assistant", answer)]
         return render_chat(
             messages,
@@ -57,7 +57,7 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Scores of (prompt, answer) pairs. Raises DataError for one that is not finite."""
+        """Scores of (prompt, answer) pairs. Raises DataError if a score is not finite."""
         scores: list[float] = self([self.ids(prompt, answer) for prompt, answer in pairs]).tolist()
         _check_finite("a score", *scores)
         return scores
@@ -71,9 +71,9 @@ def train_reward_model(
     metrics: MetricsLog,
     stage: str,
 ) -> tuple[RewardModel, float]:
-    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)); returns the model and held-out accuracy.
+    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)). Returns the model and its held-out accuracy.
 
-    Raises DataError for a loss, a gradient or a held-out score that is not finite.
+    Raises DataError if a loss, a gradient or a held-out score is not finite.
     """
     model = RewardModel(policy, tokenizer)
     optimizer = build_optimizer(model, config.optim, lambda name: INDEXER not in name and "lm_head" not in name)

@@ -1,17 +1,17 @@
-"""One trajectory of an update, token by token, for people: what the loss saw of it and where the step moved it.
+"""Shows one trajectory of an update token by token, for people: the loss's view of it and its ratios after the step.
 
-`RolloutTrace` watches the loss of an update and keeps one row that has an advantage: the one whose ratios are farthest
-from 1 (the first of several), or, if all ratios are 1, the one with the largest advantage. After the step its tokens
-are scored once more and written to `rollout.json` in the stage's folder. Nothing of it goes back into training, and it
-depends on the batch and the weights alone, so a resumed run writes the same. Keys:
+`RolloutTrace` observes the loss of an update and keeps one row with an advantage: the row with the ratio farthest from
+1 (the first of several), or, if all ratios are 1, the row with the largest advantage. After the step its tokens are
+scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The file depends
+only on the batch and the weights, so a resumed run writes the same file. Keys:
 
-    step, loss                               the update, as in `metrics.jsonl`, and the name of its equation
+    step, loss                               the update, as in `metrics.jsonl`, and the name of its objective
     problem, domain, outcome, reward, teacher
-    tokens                                   [{text, loss, ...}, ...], a context and what was sampled after it
+    tokens                                   [{text, loss, ...}, ...], a context and the tokens sampled after it
 
-Tokens with `loss` were sampled, and have `rho` = pi_theta / pi_rollout before the step, on which the loss decided,
-`ratio`, the same after it, `advantage`, `masked` (the loss left the token out), `clipped` (it limited its ratio) and
-`version`, the weights that sampled it. Bytes of a token that are no UTF-8 are spelled as \\xNN.
+Tokens with `loss` were sampled. They also have `rho` = pi_theta / pi_rollout before the step (the loss used it),
+`ratio` (the same after the step), `advantage`, `masked` (the loss dropped the token), `clipped` (the loss clipped its
+ratio) and `version` (of the weights that sampled it). Bytes that are not UTF-8 are written as \\xNN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILE = "rollout.json"
 
 @dataclass(frozen=True)
 class _Seen:
-    """The sampled tokens of a row as the loss saw them, all [T] of the row's own length."""
+    """The sampled tokens of one row as the loss saw them, all tensors [T] without padding."""
 
     sample: TrainSample
     log_rho: Tensor
@@ -49,8 +49,8 @@ class _Seen:
 
 
 class RolloutTrace:
-    """Watches an update's micro-batches (`policy_loss` calls it with each) and keeps the row that `write` is about.
-    `loss` is the name of the equation."""
+    """Observes an update's micro-batches (`policy_loss` calls it with each) and keeps the row that `write` writes.
+    `loss` is the name of the objective."""
 
     def __init__(self, loss: str) -> None:
         self.loss = loss
@@ -75,7 +75,7 @@ class RolloutTrace:
     def write(
         self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
     ) -> bool:
-        """Write the row's file; call it after the step. False, and no file, where no row had an advantage."""
+        """Write the row's file; call it after the step. Returns False and writes no file if no row had an advantage."""
         if self._seen is None:
             return False
         sample = self._seen.sample
@@ -90,12 +90,12 @@ class RolloutTrace:
 
 
 def is_due(step: int, config: OptimConfig) -> bool:
-    """Whether a row of this update is written: of the last one, and where states are saved, for reports on the way."""
+    """Whether to write a row of this update: the last update, and every update that saves a state."""
     return step == config.steps or (config.save_every > 0 and step % config.save_every == 0)
 
 
 def _origin(sample: TrainSample, groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """What is known of the trajectory that a row came from: one of its turns ends where the row ends."""
+    """Data of the trajectory that a row came from. It has a turn with exactly the row's tokens."""
     row = tuple(sample.ids)
     for trajectory in (t for group in groups for t in group if t.group == sample.group):
         if any((*turn.context_ids, *turn.output_ids) == row for turn in trajectory.turns):
@@ -131,5 +131,5 @@ def _tokens(seen: _Seen, after: Tensor, tokenizer: Tokenizer) -> list[dict[str, 
 
 
 def _number(value: float) -> float | None:
-    """Nine digits, which tell all fp32 numbers apart; None where there is no number."""
+    """`value` with nine digits, enough for every fp32 number; None if it is not finite."""
     return float(f"{value:.9g}") if math.isfinite(value) else None

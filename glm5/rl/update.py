@@ -1,4 +1,4 @@
-"""One update of the policy from finished trajectories. It needs no engine: they may come from a file (`replay`)."""
+"""One policy update from finished trajectories. It needs no engine: trajectories may come from a file (`replay`)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def update(
     groups: Sequence[Sequence[Trajectory]],
     observe: Observer | None = None,
 ) -> dict[str, float]:
-    """Advantages, train samples and the optimizer steps of one update, at the rate that the learner's version has in
-    the stage's schedule. Returns the numbers of rollouts and update; raises RolloutError if no trajectory has a sampled
-    token."""
+    """One update: advantages, train samples and optimizer steps, at the scheduled rate of the learner's version.
+    Returns the metrics of rollouts and update. Raises RolloutError if no trajectory has a sampled token."""
     numbers = rollout_numbers([t for group in groups for t in group], learner.version)
     samples, more = algorithm.samples(groups)
     if not samples:
@@ -37,7 +36,7 @@ def update(
 
 
 def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
-    """Reward, solved share, output length and staleness of one batch; `solved/DOMAIN` where it has several domains."""
+    """Reward, solved share, output length and staleness of one batch; `solved/DOMAIN` if it has several domains."""
     count = len(trajectories)
     stale = [staleness(t, learner_version) for t in trajectories]
     by_domain: dict[str, list[bool]] = {}

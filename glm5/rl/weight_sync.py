@@ -1,4 +1,4 @@
-"""Publishing the learner's weights to the engine, with every tensor's hash checked on both sides."""
+"""Publishes the learner's weights to the engine and checks every tensor's hash on both sides."""
 
 from __future__ import annotations
 

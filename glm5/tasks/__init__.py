@@ -1,4 +1,4 @@
-"""Problems, environments, the episode runner and the sandbox, for reinforcement learning and evaluation (§4.2)."""
+"""Problems, environments, the episode runner and the sandbox for RL and evaluation (§4.2)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Arithmetic with written-out working: the smallest honest stand-in for reasoning with verifiable rewards (§3.2).
+"""Arithmetic with written-out working: a minimal substitute for reasoning with verifiable rewards (§3.2).
 
-The working goes column by column, units first, because then every line needs only two digits and a carry:
-`37+15=` is thought through as `7+5=12,1+3+1=5` and `42-17=` as `12-7=5,4-1-1=2`. Without thinking the model must give
-the same answer at once. The reward is 1 iff the answer is exactly the decimal integer.
+The working goes column by column, units first, so every step needs only two digits and a carry: `37+15=` is worked out
+as `7+5=12,1+3+1=5` and `42-17=` as `12-7=5,4-1-1=2`. Without thinking the model must answer directly. The reward is 1
+if the answer is exactly the decimal integer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
 
 
 def parse_integer(text: str) -> int | None:
-    """The integer that `text` is, apart from spaces around it; None for anything else."""
+    """`text` as an integer, ignoring spaces around it; None if it is anything else."""
     stripped = text.strip(" \n")
     return int(stripped) if INTEGER.fullmatch(stripped) else None
 
@@ -49,7 +49,7 @@ def working(a: int, b: int, sign: str) -> str:
 
 @dataclass(frozen=True)
 class ArithmeticProblem:
-    """`a sign b` at one level. `key` ignores the order of a sum, so that 3+4 and 4+3 share a split."""
+    """`a sign b` at one level. `key` ignores the order of a sum: 3+4 and 4+3 share a split."""
 
     id: str
     a: int
@@ -74,14 +74,14 @@ class ArithmeticProblem:
         return self.a + self.b if self.sign == "+" else self.a - self.b
 
     def grade(self, message: Message) -> float:
-        """1.0 iff the content is exactly the answer and no tool was called."""
+        """1.0 if the content is exactly the answer and no tool was called, else 0.0."""
         return float(not message.tool_calls and parse_integer(message.content) == self.answer)
 
     def env(self) -> Env:
         return SingleTurnEnv(self, self.grade)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """The one good way to answer; `rng_seed` changes nothing here."""
+        """The only correct answer; `rng_seed` is ignored."""
         reasoning = working(self.a, self.b, self.sign) if self.thinking else None
         return [Message("user", self.prompt), Message("assistant", str(self.answer), reasoning=reasoning)]
 
@@ -89,7 +89,7 @@ class ArithmeticProblem:
 class ArithmeticFamily(Family):
     """Level 1: two digits added; 2: two-digit plus one-digit; 3: two-digit numbers, plus or minus, never below zero.
 
-    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
 
     name = "arithmetic"

@@ -1,8 +1,8 @@
-"""Repair a one-line function with two tools: the smallest honest stand-in for agentic coding (§3.3, §4.2).
+"""Repair a one-line function with two tools: a minimal substitute for agentic coding (§3.3, §4.2).
 
-The policy sees `def add(a,b):\\n return a-b`, may `run` the tests, may `edit` the returned expression (which runs the
-tests too) and says `done`. Its code runs in the sandbox, see `glm5.tasks.judge`. The reward is 1 iff the final code
-gives the wanted values on hidden arguments.
+The policy sees `def add(a,b):\\n return a-b`, may `run` the tests, may `edit` the returned expression (which also runs
+the tests) and says `done`. Its code runs in the sandbox (see `glm5.tasks.judge`). The reward is 1 if the final code
+gives the expected values on hidden arguments.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LETTERS = "abcdefghkmnpqrstuvwxyz"
 TOOLS: tuple[ToolSpec, ...] = (function_tool("run"), function_tool("edit", "code"))
 VISIBLE_TESTS = 3
 MOST_CODE_BYTES = 80
-MOST_CALLS = 4  # in one message
+MOST_CALLS = 4  # per message
 MOST_MALFORMED = 2
-BLOCK = 32  # problems whose listed programs are evaluated in one process
+BLOCK = 32  # problems per sandbox run that evaluates their listed programs
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A function worth writing: its right expression, wrong ones, what it computes and arguments to try it on."""
+    """A function: its right expression, wrong ones, its computation and test arguments."""
 
     right: str
     wrong: tuple[str, ...]
@@ -67,7 +67,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 @dataclass(frozen=True)
 class BugfixProblem:
-    """One broken function. `key` leaves the bug out: all bugs of one right program share a split."""
+    """One broken function. `key` excludes the bug: all bugs of one right program share a split."""
 
     id: str
     function: str
@@ -98,7 +98,7 @@ class BugfixProblem:
 
     @property
     def programs(self) -> list[str]:
-        """The right program and every listed wrong one."""
+        """The right program and all listed wrong ones."""
         operation = OPERATIONS[self.function]
         return [self.program(text.format(*self.letters)) for text in (operation.right, *operation.wrong)]
 
@@ -107,8 +107,8 @@ class BugfixProblem:
         return BugfixEnv(self)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Mostly run, edit, done; sometimes straight to the edit; sometimes a wrong edit first, kept in the context but
-        out of the loss (§3.1). The observations come from the real tools."""
+        """Mostly run, edit, done; sometimes without the run; sometimes with a wrong edit first, which is in the context
+        but not in the loss (§3.1). The observations come from the real tools."""
         rng = random.Random(f"bugfix-demonstration-{rng_seed}-{self.id}")
         others = [w.format(*self.letters) for w in OPERATIONS[self.function].wrong]
         edits = [(self.right, True)]
@@ -131,10 +131,10 @@ class BugfixProblem:
 
 
 class BugfixEnv:
-    """The episode: at most `max_turns` assistant messages, at most one malformed call forgiven.
+    """The episode: at most `max_turns` assistant messages; one malformed call is forgiven.
 
-    A program that hangs holds the sandbox up to its wall limit, for all episodes. So it is run once in an episode, and
-    no other call of its message is carried out, nor any that comes later than CALLS_S.
+    A hanging program blocks the sandbox for all episodes until its wall limit. So it runs once per episode, and no
+    further call of its message is run, nor any call later than CALLS_S.
     """
 
     def __init__(self, problem: BugfixProblem) -> None:
@@ -147,7 +147,7 @@ class BugfixEnv:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """Run the calls of a message, or grade when it has none. Raises `GradingError` when the sandbox fails."""
+        """Run the calls of a message, or grade if it has none. Raises GradingError if the sandbox fails."""
         self._turns += 1
         if message is not None and not message.tool_calls:
             return self._finish(Outcome.FAILED)
@@ -175,7 +175,7 @@ class BugfixEnv:
         return texts, bad
 
     def _misuse(self, call: ToolCall) -> str | None:
-        """What is wrong with a call, in few words; None when it can be carried out."""
+        """A short description of what is wrong with a call, or None if it can be run."""
         wanted = {"run": set(), "edit": {"code"}}.get(call.name)
         if wanted is None:
             return "no such tool"
@@ -209,9 +209,9 @@ class BugfixEnv:
 
 
 class BugfixFamily(Family):
-    """Draws an operation, argument names and a bug. Raises `GradingError` where code cannot be isolated.
+    """Draws an operation, argument names and a bug. Raises GradingError if code cannot be isolated.
 
-    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
 
     name = "bugfix"
@@ -231,8 +231,8 @@ class BugfixFamily(Family):
         return draw(functools.partial(self._make, prepare), self.name, self.seed, split, index)
 
     def _prepare(self, split: str, block: int) -> None:
-        """Evaluate the listed programs of a block of neighbouring problems, once: most of what a policy, and all that
-        a demonstration will write, at a hundredth of the price of a sandbox each."""
+        """Evaluate the listed programs of a block of consecutive problems, once. They cover most programs of a policy
+        and all of a demonstration, at a hundredth of the cost of one sandbox per program."""
         if (split, block) not in self._prepared:
             problems = [self.problem(split, index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
             self.judge.prefill((text, p.function, p.cases) for p in problems for text in p.programs)
@@ -249,8 +249,8 @@ class BugfixFamily(Family):
 
 
 def _cases(rng: random.Random, operation: Operation) -> tuple[Case, ...]:
-    """Visible cases with small numbers, then hidden ones. Each block of three catches every listed wrong expression,
-    so a bug always shows and a lucky wrong repair never passes."""
+    """Visible cases with small numbers, then hidden ones. Each block of three cases detects every listed wrong
+    expression: a bug always shows, and a wrong repair from the list never passes by luck."""
     blocks = [_arguments(rng, operation, most) for most in (9, 9, 30)]
     return tuple(Case(args, operation.compute(*args)) for block in blocks for args in block)
 

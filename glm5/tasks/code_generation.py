@@ -1,10 +1,9 @@
 """Write a Python function from its description; hidden tests decide (§3.2, the domain of code).
 
-A task chains one to four steps over a list that comes from a list, a number, a text or a dictionary. The reward is 1
-iff the function gives the reference's value for every hidden argument, in the sandbox, see `glm5.tasks.judge`. Hidden
-arguments are never shown; they tell the right function from one that leaves out a step, and from one that gets a number
-wrong by one where a search finds an argument that shows it. The module is not called `code` because that is the
-standard library's.
+A task chains one to four steps over a list made from a list, a number, a text or a dictionary. The reward is 1 if the
+function gives the reference's value for every hidden argument in the sandbox (see `glm5.tasks.judge`). Hidden arguments
+are never shown. They detect every omitted step, and numbers that are off by one if a search finds a suitable argument.
+The module is not called `code` because the standard library has a module of that name.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from glm5.tasks.judge import Case, Judge, default_judge
 
 LEVELS = (1, 2, 3, 4)
 NAME = "solve"
-SIZES = (0, 1, 2, 3, 5, 5, 7, 7)  # of hidden arguments, to begin with
+SIZES = (0, 1, 2, 3, 5, 5, 7, 7)  # sizes of the first hidden arguments
 MOST_CASES = 16
-MOST_TRIES = 40  # to find an argument that shows a mistake
-LEAST_HIDDEN = 3  # different values among the hidden ones
-LEAST_VALUES = 4  # that a function takes on twelve arguments
-MOST_WANTED = 2500  # characters of all wanted values as JSON; the judge reads no more than 4096 of a program
+MOST_TRIES = 40  # attempts to find an argument that shows a mistake
+LEAST_HIDDEN = 3  # minimum number of distinct values over the hidden arguments
+LEAST_VALUES = 4  # minimum number of distinct values over twelve arguments
+MOST_WANTED = 2500  # characters of all expected values as JSON; the judge reads at most 4096 per program
 MOST_CODE_BYTES = 4000
-BLOCK = 32  # problems whose model solutions are evaluated in one process
+BLOCK = 32  # problems per sandbox run that evaluates their model solutions
 FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A source, steps with their numbers, and a result with its number: a function in pieces."""
+    """A function as pieces: a source, steps with their numbers, and a result with its number."""
 
     source: str
     steps: tuple[tuple[Piece, int], ...]
     result: tuple[Piece, int]
 
     def compute(self, argument: Any) -> Any:
-        """The wanted value for an argument."""
+        """The expected value for an argument."""
         out = SOURCES[self.source].begin(argument)
         for piece, k in self.steps:
             out = piece.compute(out, k)
@@ -75,7 +74,7 @@ class Chain:
                 yield replace(self, steps=self.steps[:i] + self.steps[i + 1 :])
 
     def mistakes(self) -> Iterator[Chain]:
-        """Chains that lack one step or have a number that is off by one."""
+        """Chains that lack one step or have a number off by one."""
         yield from self.omissions()
         for i, (piece, k) in enumerate(self.steps):
             if len(piece.numbers) > 1:
@@ -92,7 +91,7 @@ def _probes(source: str) -> tuple[Any, ...]:
 
 
 def worthwhile(chain: Chain) -> bool:
-    """Whether every step matters and no few constants would do: what makes a chain an exercise."""
+    """Whether a chain is a good exercise: every step matters and a few constants are not enough."""
     values = [chain.compute(probe) for probe in _probes(chain.source)]
     if len({str(value) for value in values}) < LEAST_VALUES:
         return False
@@ -103,11 +102,11 @@ def worthwhile(chain: Chain) -> bool:
 
 
 def hidden_cases(chain: Chain, seed: str) -> tuple[Case, ...]:
-    """Arguments of several sizes, more where a mistake still goes unseen. A function of the chain and the seed."""
+    """Arguments of several sizes, and more if a mistake is still undetected. Depends only on the chain and the seed."""
     rng = random.Random(seed)
     example = SOURCES[chain.source].example
     arguments = [example(rng, size) for size in SIZES]
-    for _ in range(MOST_TRIES):  # no constant may do
+    for _ in range(MOST_TRIES):  # a constant must not pass
         if len({str(chain.compute(a)) for a in arguments}) >= LEAST_HIDDEN:
             break
         extra = example(rng, rng.randint(4, 12))
@@ -159,11 +158,11 @@ class CodeProblem:
         return hidden_cases(self.chain, self.key)
 
     def grade(self, message: Message) -> float:
-        """1.0 iff the program passes all hidden tests. Raises `GradingError` when the sandbox fails."""
+        """1.0 if the program passes all hidden tests, else 0.0. Raises GradingError if the sandbox fails."""
         program = extract_program(message.content)
         data = program.encode("utf-8", "ignore")
         if message.tool_calls or NAME not in program or len(data) > MOST_CODE_BYTES or data.decode() != program:
-            return 0.0  # the last: lone surrogates are no text
+            return 0.0  # the last condition: lone surrogates are not text
         return float(all(complaint is None for complaint in self.judge.grade(program, NAME, self.cases)))
 
     def env(self) -> Env:
@@ -171,7 +170,7 @@ class CodeProblem:
         return SingleTurnEnv(self, self.grade)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """The model solution, in a fenced block; the thought names its steps."""
+        """The model solution in a fenced block; the thinking names its steps."""
         steps = [piece.words.format(k=k) for piece, k in self.chain.steps]
         thought = ", then ".join([*steps, "return"]) if self.thinking else None
         answer = f"```python\n{self.chain.program}\n```"
@@ -179,10 +178,9 @@ class CodeProblem:
 
 
 class CodeFamily(Family):
-    """Level n chains n steps. `sources` restricts the kinds of argument. Raises `GradingError` where code cannot be
-    isolated.
+    """Level n chains n steps. `sources` restricts the argument types. Raises GradingError if code cannot be isolated.
 
-    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
 
     name = "code"
@@ -209,7 +207,7 @@ class CodeFamily(Family):
         return draw(functools.partial(self._make, split, prepare), self.name, self.seed, split, index)
 
     def _prepare(self, split: str, block: int) -> None:
-        """Evaluate the model solutions of neighbouring problems in one sandbox: what demonstrations will need."""
+        """Evaluate the model solutions of consecutive problems in one sandbox run, for demonstrations."""
         if (split, block) not in self._prepared:
             problems = [self.problem(split, index) for index in range(block * BLOCK, (block + 1) * BLOCK)]
             self.judge.prefill((problem.chain.program, NAME, problem.cases) for problem in problems)
@@ -218,7 +216,7 @@ class CodeFamily(Family):
     def _make(self, split: str, prepare: Callable[[], None], rng: random.Random, name: str) -> CodeProblem:
         level = rng.choice(self.levels)
         chain = self._chain(rng, level)
-        # Most chains fail the first test, which is the cheaper one. An unknown split is for `draw` to refuse.
+        # Most chains fail the first, cheaper test. `draw` refuses an unknown split.
         while (split in SPLITS and split_of(f"code {chain.words}") != split) or not worthwhile(chain):
             chain = self._chain(rng, level)
         thinking = rng.random() < 0.5 if self.thinking is None else self.thinking

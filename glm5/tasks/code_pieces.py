@@ -1,7 +1,7 @@
-"""What the functions of `glm5.tasks.code_generation` are made of: an argument, steps over a list, and a result.
+"""Building blocks of the functions of `glm5.tasks.code_generation`: an argument, steps over a list, and a result.
 
-Every piece says what it does in words, in Python for the model solution, and as a callable for the tests' values; the
-tests of this package run the Python in the sandbox and hold it against the callables.
+Every piece has a description in words, Python code for the model solution, and a callable for the expected values. The
+tests of this package run the code in the sandbox and compare it with the callables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Source:
-    """An argument and the list that a function begins with. `kind` is what the list holds: numbers or texts."""
+    """An argument and the list that a function begins with. `kind` is the type of its elements: numbers or texts."""
 
     parameter: str
     words: str
@@ -24,19 +24,19 @@ class Source:
     kind: str
     begin: Callable[[Any], list[Any]]
     example: Callable[[random.Random, int], Any]
-    """An argument of about a given size; size 0 is the empty one."""
+    """Makes an argument of about the given size; size 0 is empty."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A step (list to list) or a result (list to value). `{k}` stands for a whole number from `numbers`."""
+    """A step (list to list) or a result (list to value). `{k}` is replaced by a whole number from `numbers`."""
 
     words: str
     code: str
     compute: Callable[[list[Any], int], Any]
     numbers: Sequence[int] = (0,)
     gives: str = ""
-    """What a step's list holds where that changes, such as numbers after taking lengths."""
+    """New type of the elements if a step changes it, such as numbers after taking lengths."""
 
 
 def _numbers(rng: random.Random, size: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""What a task is made of: a family hands out problems, a problem makes single-use environments and demonstrations.
+"""The interfaces of a task: a family gives problems, a problem makes single-use environments and demonstrations.
 
-A problem belongs to one of three splits by a hash of its content, never by its index, so that no seed, level mix or
-number of draws can let one leak into another: "train" for demonstrations, "rl" for the prompts of rollouts, "heldout"
-for evaluation.
+There are three splits: "train" for demonstrations, "rl" for the prompts of rollouts, "heldout" for evaluation. A hash
+of its content, not its index, decides the split of a problem. So splits never share a problem, whatever the seed, the
+levels or the number of draws.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from glm5.records import Env, Message, Outcome, StepResult
 SPLITS = ("train", "rl", "heldout")
 MOST_DRAWS = 10_000
 CALLS_S = 4.0
-"""Seconds after which no further call of a message is carried out. Programs that sleep just short of the sandbox's
-limit would together outlast what an episode has for one message, and an agent's slowness is no environment error."""
+"""Seconds after which no further tool call of a message is run. Several slow programs could together exceed an
+episode's time limit for one message, and a slow agent is not an environment error."""
 
 ToolSpec = Mapping[str, Any]
 
 
 class Problem(Protocol):
-    """One exercise. `id` names the draw, `key` is its content: equal keys mean the same exercise, and equal prompts
-    have equal keys."""
+    """One exercise. `id` names the draw. `key` identifies the content: equal keys mean the same exercise, and equal
+    prompts have equal keys."""
 
     @property
     def id(self) -> str: ...
@@ -49,11 +49,11 @@ class Problem(Protocol):
     def thinking(self) -> bool: ...
 
     def env(self) -> Env:
-        """A fresh single-use environment."""
+        """A new single-use environment."""
         ...
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """A whole conversation that earns reward 1: user, assistant and tool messages, mistakes with `train=False`."""
+        """A full conversation with reward 1: user, assistant and tool messages; mistakes have `train=False`."""
         ...
 
 
@@ -61,27 +61,27 @@ P = TypeVar("P", bound=Problem)
 
 
 class Family(ABC):
-    """An endless, seeded supply of problems of one kind. `__init__` takes a seed, then the family's own options, which
-    a recipe gives by name."""
+    """An endless, seeded supply of problems of one kind. `__init__` takes a seed, then the family's own options; a
+    recipe gives them by name."""
 
     name: str
     domain: str
 
     @abstractmethod
     def problem(self, split: str, index: int) -> Problem:
-        """The same problem for the same (seed, options, split, index), on every machine."""
+        """Problem `index` of a split; the same for the same (seed, options, split, index) on every machine."""
 
 
 def split_of(key: str) -> str:
-    """The split that owns a content: one in five is held out, half of the others are for rollouts."""
+    """The split of a problem's `key`: one in five is held out, half of the others are for rollouts."""
     if recall.split_of(key) == "heldout":
         return "heldout"
     return ("train", "rl")[hashlib.sha256(f"rl {key}".encode()).digest()[0] % 2]
 
 
 class DistinctProblems:
-    """The problems of a split that differ in content (`Problem.key`), in the order of their indices from `first` on.
-    They are drawn when they are asked for."""
+    """The distinct problems of a split (by `Problem.key`), in the order of their indices from `first` on. They are
+    drawn on demand."""
 
     def __init__(self, family: Family, split: str, first: int = 0) -> None:
         self._family, self._split, self._next = family, split, first
@@ -90,8 +90,8 @@ class DistinctProblems:
         self._ended = False
 
     def count(self, wanted: int) -> int:
-        """How many there are, at most `wanted`. There are no more if 100 draws and ten times as many as there are
-        problems so far brought nothing new."""
+        """Number of distinct problems, at most `wanted`. The search ends after 100 + 10 * (problems found) consecutive
+        draws without a new one."""
         misses = 0
         while len(self._found) < wanted and not self._ended:
             key = self._family.problem(self._split, self._next).key
@@ -106,7 +106,8 @@ class DistinctProblems:
         return min(wanted, len(self._found))
 
     def index(self, place: int, again: int = 0) -> int:
-        """Index of problem number `place` (from 0). After the last one they begin again, with number `again`."""
+        """Index of problem number `place` (from 0). After the last problem, numbers repeat from `again`. Raises
+        DataError if there are not more than `again` problems."""
         found = self.count(place + 1)
         if place >= found:
             if again >= found:
@@ -122,8 +123,8 @@ class DistinctProblems:
 
 
 def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split: str, index: int) -> P:
-    """Problem `index` of a family: `make(rng, id)` is called with the stream of (family, split, seed, index) until the
-    problem belongs to `split`. Raises ConfigError for an unknown split, DataError when no draw belongs to it."""
+    """Problem `index` of a family: calls `make(rng, id)`, with a generator seeded by (family, split, seed, index),
+    until the problem belongs to `split`. Raises ConfigError if the split is unknown, DataError if no draw fits."""
     if split not in SPLITS:
         raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
     rng = random.Random(f"{family}/{split}-{seed}-{index}")
@@ -135,25 +136,25 @@ def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split:
 
 
 def function_tool(name: str, *parameters: str) -> ToolSpec:
-    """An OpenAI function specification with required string parameters, as short as the format allows."""
+    """A minimal OpenAI function specification with required string parameters."""
     properties = {parameter: {"type": "string"} for parameter in parameters}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
 class SingleTurnEnv:
-    """Ask once, grade the answer. `grade` maps the policy's message to 0.0 or 1.0."""
+    """Asks once and grades the answer. `grade` maps the policy's message to 0.0 or 1.0."""
 
     def __init__(self, problem: Problem, grade: Callable[[Message], float]) -> None:
         self.problem, self.domain = problem.id, problem.domain
         self._source, self._grade = problem, grade
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
-        """The question, the tools (usually none) and whether to think."""
+        """The question, the tools (usually none) and whether the policy should think."""
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """Grade; an unreadable message earns nothing."""
+        """Grade the message; an unreadable message (None) gets reward 0."""
         if message is None:
             return StepResult(done=True, outcome=Outcome.MALFORMED)
         reward = self._grade(message)

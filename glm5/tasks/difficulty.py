@@ -1,9 +1,9 @@
-"""Problems that are neither too easy nor too hard for a policy, by measured pass rates (§3.1, §3.2).
+"""Selects problems that are neither too easy nor too hard for a policy, by measured pass rates (§3.1, §3.2).
 
-A group whose samples all pass or all fail teaches nothing. So `measure_pass_rates` plays some problems several
-times, the counts of a named policy are kept in a JSONL file, one line per measurement (measurements of one problem add
-up), and `DifficultySampler` draws from the problems whose pass rate is within bounds, plus a share of problems that
-were never measured. Stages do all of this by themselves if a family has a `difficulty`.
+A group with only passes or only failures teaches nothing. `measure_pass_rates` plays problems several times. A JSONL
+file keeps the counts of a named policy, one line per measurement; measurements of one problem add up.
+`DifficultySampler` draws problems with a pass rate within bounds, plus a share of unmeasured problems. Stages do all of
+this automatically if a family has a `difficulty`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def measure_pass_rates(
     split: str = "train",
     env_seconds: float = LIMIT_S,
 ) -> dict[int, PassCount]:
-    """Pass counts of problems of a split, by problem index: each is played `tries` times, all of them together.
+    """Pass counts by problem index. Each problem of the split is played `tries` times, all in one batch.
 
-    `completer` is an engine or whatever else continues token ids. A sample passes if its episode ends as solved.
-    Samples that the environment lost say nothing and are not counted, and a problem that has no others is left out.
+    `completer` is an engine or anything else that continues token ids. A sample passes if its episode ends as SOLVED.
+    Samples with ENV_ERROR are not counted. A problem with no other samples is not in the result.
     """
     problems = [(index, family.problem(split, index)) for index in indices]
     episodes = open_episodes(
@@ -81,13 +81,13 @@ def measure_pass_rates(
 
 
 def family_key(name: str, options: Mapping[str, Any], render_tools: bool = True) -> str:
-    """The name of a family's prompts in a file of pass counts: its name and whatever changes them."""
+    """The key of a family's prompts in a file of pass counts: its name and every option that changes them."""
     return f"{name} {json.dumps(dict(options) | ({} if render_tools else {'render_tools': False}), sort_keys=True)}"
 
 
 def read_pass_counts(path: Path, policy: str, family: str) -> dict[int, PassCount]:
-    """Problem index -> pass count of one policy and one family (see `family_key`). Lines of others are
-    checked and skipped. Raises DataError, with file and line, where a line is malformed."""
+    """Pass counts of one policy and one family (see `family_key`), by problem index. Other lines are checked and
+    skipped. Raises DataError if the file does not exist or, with file and line, if a line is malformed."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def _read_row(line: str, where: str) -> dict[str, Any]:
 
 
 def write_pass_counts(path: Path, policy: str, family: str, counts: Mapping[int, PassCount]) -> None:
-    """Append measurements of a policy, one line each. The file is replaced as a whole: no line is ever cut off."""
+    """Append measurements of a policy, one line each. The file is replaced atomically: no line is ever cut off."""
     rows = [
         {"policy": policy, "family": family, "index": index, "passed": count.passed, "tries": count.tries}
         for index, count in counts.items()
@@ -131,18 +131,18 @@ def write_pass_counts(path: Path, policy: str, family: str, counts: Mapping[int,
 
 
 def within(counts: Mapping[int, PassCount], low: float, high: float) -> list[int]:
-    """The indices, ascending, whose pass rate is at least `low` and at most `high`."""
+    """Problem indices with a pass rate from `low` to `high`, both included, in ascending order."""
     return sorted(index for index, count in counts.items() if low <= count.rate <= high)
 
 
 class DifficultySampler:
-    """Draw number -> problem index: kept problems in an order that is shuffled anew for every round, and in `unseen`
-    of the draws problems from `first_unseen` on, none of them twice."""
+    """Maps a draw number to a problem index. Most draws go through the kept problems, reshuffled every round. A share
+    `unseen` of the draws takes problems from `first_unseen` on, each once."""
 
     def __init__(
         self, counts: Mapping[int, PassCount], difficulty: DifficultyConfig, first_unseen: int, seed: int, name: str
     ) -> None:
-        """Raises DataError, which calls the problems by `name`, where nothing is left to draw from."""
+        """Raises DataError if nothing is left to draw from; its message names the problems `name`."""
         low, high = difficulty.low, difficulty.high
         self.kept = within(counts, low, high)
         if not self.kept and difficulty.unseen < 1:
@@ -156,8 +156,8 @@ class DifficultySampler:
         self._round: tuple[int, list[int]] = (-1, [])
 
     def index(self, draw: int) -> int:
-        """The problem index of a draw; the same for the same counts, options and draw. Any draw may be asked for
-        first: the unseen ones are evenly spaced, so their number among the first n is n times their share, rounded."""
+        """The problem index of a draw; depends only on counts, options and draw. Draws may come in any order: unseen
+        problems are evenly spaced, so their number among the first n draws is n times their share, rounded."""
         before, after = (math.floor(n * self._share + Fraction(1, 2)) for n in (draw, draw + 1))
         if after > before:
             return self._first_unseen + before

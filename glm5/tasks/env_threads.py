@@ -1,9 +1,8 @@
-"""The threads in which environments react. They end when they are told to, not when the last environment is through.
+"""A thread pool for environments. `close` ends it without waiting for slow environments.
 
-An environment may be waiting for a sandbox with seconds to go. `EnvThreadPool.close` ends the sandbox runs of its own
-threads, cancels what has not begun, and waits for the threads no longer than `PATIENCE_S`; they are daemons, so that
-an environment which waits for something else cannot keep the process alive. Work that takes longer than a limit is
-given up: its waiter gets `EnvironmentTimeout`, and another thread takes the place of the one that hangs.
+`EnvThreadPool.close` ends the sandbox runs of its threads, cancels work that has not begun, and waits for the threads
+at most `PATIENCE_S`. The threads are daemons: a hanging environment cannot keep the process alive. If work exceeds its
+time limit, its waiter gets EnvironmentTimeout and a new thread replaces the one that hangs.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from typing import Any, Self
 from glm5.errors import EnvironmentTimeout
 
 PATIENCE_S = 1.5
-"""How long `close` waits for environments that are reacting."""
+"""Seconds that `close` waits for running environments."""
 
 LIMIT_S = 300.0
-"""How long an environment may take for one reaction."""
+"""Seconds that an environment may take for one reaction."""
 
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class CancelToken:
-    """A descriptor that can be read from once someone wants its waiters to stop. Nobody reads it, so all wake."""
+    """Wakes all waiters at cancellation: its file descriptor becomes readable, and nobody reads the byte."""
 
     def __init__(self) -> None:
         self.descriptor, self._write = os.pipe()
@@ -52,13 +51,13 @@ _TOKEN: ContextVar[CancelToken | None] = ContextVar("token", default=None)
 
 
 def current_cancel_token() -> CancelToken | None:
-    """The token that ends what this thread waits for; None outside the threads of `EnvThreadPool`."""
+    """The token that cancels this thread's waits; None outside the threads of `EnvThreadPool`."""
     return _TOKEN.get()
 
 
 class EnvThreadPool:
-    """At most `most` threads, started as they are needed, and `limit_s` seconds for every work. Used by one thread; a
-    context manager."""
+    """A context manager with at most `most` threads, started on demand, and `limit_s` seconds per work item. Only one
+    thread may use it."""
 
     def __init__(self, most: int = 16, limit_s: float = LIMIT_S) -> None:
         self._most, self._limit = most, limit_s
@@ -66,13 +65,13 @@ class EnvThreadPool:
         self._idle = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._running: dict[threading.Thread, tuple[Future[Any], float]] = {}  # since when each works on what
+        self._running: dict[threading.Thread, tuple[Future[Any], float]] = {}  # the work and start time per thread
         self._given_up: list[threading.Thread] = []
         self._token = CancelToken()
         self._closed = False
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call `work(*args)` in a thread; the future has what it returned or raised."""
+        """Call `work(*args)` in a thread; returns a future of its result or exception."""
         if self._closed:
             raise RuntimeError("these threads have ended")
         future: Future[Any] = Future()
@@ -82,8 +81,8 @@ class EnvThreadPool:
         return future
 
     def wait(self, future: Future[Any]) -> Any:
-        """What the work of this future returned or raised; raises EnvironmentTimeout if it took longer than the
-        limit. The time that it waits for a thread does not count."""
+        """The result of the future's work, or its exception. Raises EnvironmentTimeout if the work took longer than the
+        limit; time spent in the queue does not count."""
         while not future.done():
             with self._lock:
                 due = min((since for _, since in self._running.values()), default=time.monotonic()) + self._limit
@@ -96,7 +95,7 @@ class EnvThreadPool:
         self._threads[-1].start()
 
     def _give_up_overdue(self) -> None:
-        """Fail all work that is over its limit, and replace its threads, which nobody can end."""
+        """Fail all work that exceeds its limit and replace its threads, because threads cannot be killed."""
         with self._lock:
             now = time.monotonic()
             overdue = [thread for thread, (_, since) in self._running.items() if now - since >= self._limit]
@@ -108,7 +107,7 @@ class EnvThreadPool:
             future.set_exception(EnvironmentTimeout(f"the environment did not answer within {self._limit:g} seconds"))
 
     def close(self) -> None:
-        """End the threads. What they were working on is lost; a second call does nothing."""
+        """End the threads. Unfinished work is lost. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -124,7 +123,7 @@ class EnvThreadPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in (*self._threads, *self._given_up)):
-            self._token.close()  # else somebody still looks at it
+            self._token.close()  # otherwise a thread still uses it
 
     def __enter__(self) -> Self:
         return self
@@ -145,16 +144,16 @@ class EnvThreadPool:
                 result, error = None, None
                 try:
                     result = work(*args)
-                except BaseException as raised:  # for whoever asks for the result
+                except BaseException as raised:  # `wait` raises it
                     error = raised
                 with self._lock:
                     given_up = self._running.pop(own, None) is None
                 if given_up:
-                    return  # the future has failed already, and another thread has taken over
+                    return  # the future has failed and another thread has replaced this one
                 if error is not None:
                     future.set_exception(error)
                 else:
                     future.set_result(result)
                 del result, error
-            del item, future, work, args  # or the last work would be kept alive until the next comes
+            del item, future, work, args  # do not keep the last work alive while idle
             self._idle.release()

@@ -1,9 +1,9 @@
-"""Plays environments with token ids in and token ids out, and turns the record into rows for the learner (§4.1).
+"""Plays environments token-in/token-out (TITO) and turns trajectories into train samples (§4.1).
 
-The ids that the engine sampled are kept as they are: the next prompt is the last prompt, the sampled ids and the
-rendered reaction of the environment, appended. Text is parsed from the ids for the environment alone and is never
-tokenised again. An episode is a state machine (`pending`, `accept`, `trajectory`), so one caller can drive thousands
-of them in whatever order completions arrive; `play` is the plain lock-step driver.
+Sampled ids are kept as they are: the next prompt is the last prompt + the sampled ids + the rendered reaction of the
+environment. Only the environment sees text parsed from the ids; text is never tokenised again. An episode is a state
+machine (`pending`, `accept`, `trajectory`): one caller can drive thousands of episodes and pass completions in any
+order. `play` is the simple lock-step driver.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ from glm5.tasks.env_threads import LIMIT_S, EnvThreadPool, current_cancel_token
 NOT_SAMPLED = -1  # weight version of tokens that no policy produced
 
 MOST_ERROR_TEXT = 500
-"""Characters of an environment's error that a trajectory keeps; the log has all of it."""
+"""Characters of an environment's error kept in a trajectory; the log has the full text."""
 
 _log = get_logger(__name__)
 
 
 class Episode:
-    """One playing of one environment.
+    """One run of one environment. It ends in one of these ways:
 
-    How it can end: the environment says so; output cut off by a limit, or no room or turn left (TRUNCATED, reward 0
-    unless the environment pays for what was done); output that cannot be read and that the environment cannot answer
-    (MALFORMED); ENV_ERROR without reward, for an aborted generation and whatever goes wrong in the environment: any
-    exception of it but KeyboardInterrupt, an answer that is none, or none in time (`fail`). Then `detail["error"]` has
-    the reason, `detail["cause"]` its kind ("timeout", "grading", "rollout", "abort", "crash"), and the log the trace.
+    - The environment ends it.
+    - TRUNCATED: output cut off by a limit, or no context or turn left. Reward 0, unless the environment ends at this
+      step with a reward.
+    - MALFORMED: output that cannot be parsed and that the environment cannot answer.
+    - ENV_ERROR, no reward: an aborted generation, an exception of the environment (except KeyboardInterrupt), an
+      invalid answer of it, or none in time (`fail`). `detail["error"]` has the reason and `detail["cause"]` its kind
+      ("timeout", "grading", "rollout", "abort", "crash"); the log has the trace.
     """
 
     def __init__(
@@ -75,10 +77,9 @@ class Episode:
         render_tools: bool = True,
         teacher: str = "",
     ) -> None:
-        """`version` None takes the tokenizer's template, `enable_thinking` None the environment's wish. `max_context`
-        bounds prompt and output together, in tokens. `render_tools=False` leaves the tool specifications out of the
-        prompt (for policies that know their tools by training); calls are parsed by them all the same. `teacher` is
-        the tag of the prompt in distillation."""
+        """`version` None: the tokenizer's template. `enable_thinking` None: the environment decides. `max_context`
+        limits prompt plus output, in tokens. `render_tools=False` omits the tool specifications from the prompt (for
+        policies trained on these tools); calls are still parsed with them. `teacher` is the prompt's tag."""
         if max_turns < 1 or max_context < 2:
             raise ConfigError(f"episode: max_turns={max_turns} and max_context={max_context} leave nothing to play.")
         self.env, self.tokenizer = env, tokenizer
@@ -105,17 +106,17 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """How many tokens the next output may have."""
+        """Maximum number of tokens of the next output."""
         return self.max_context - len(self._context)
 
     def pending(self) -> list[int] | None:
-        """The ids to continue, or None when the episode is over."""
+        """The ids to continue, or None if the episode is over."""
         return None if self._result is not None else list(self._context)
 
     def accept(self, completion: Completion) -> None:
         """Record an output of the policy, let the environment react and prepare the next prompt.
 
-        Raises `RolloutError` when the episode is over or the completion's lists differ in length.
+        Raises RolloutError if the episode is over or the completion's lists differ in length.
         """
         if self._result is not None:
             raise RolloutError(f"{self.problem}: the episode is over and takes no further completion.")
@@ -147,12 +148,12 @@ class Episode:
                 self._extend([*output, *self._reaction(output, result.messages)])
 
     def fail(self, error: EnvironmentTimeout) -> None:
-        """End the episode because its environment gives no answer. One that comes later is ignored."""
+        """End the episode because its environment does not answer. A later answer is ignored."""
         self._env_error("timeout", str(error))
         _log.warning("%s: %s.", self.problem, error)
 
     def trajectory(self) -> Trajectory:
-        """The record of a finished episode; raises `RolloutError` before its end."""
+        """The trajectory of a finished episode. Raises RolloutError if it is not over."""
         if self._result is None:
             raise RolloutError(f"{self.problem}: the episode is not over; there is no trajectory yet.")
         last = (*self.turns[-1].context_ids, *self.turns[-1].output_ids) if self.turns else tuple(self._context)
@@ -168,8 +169,8 @@ class Episode:
         )
 
     def _read(self, output: tuple[int, ...]) -> Message | None:
-        """The message that was sampled; None when it breaks the grammar, or when its last id does not fit its kind:
-        tool calls are closed by `<|observation|>`, answers by any other stop."""
+        """The sampled message. None if it breaks the grammar or ends with the wrong id: `<|observation|>` must end tool
+        calls and must not end answers."""
         special = self.tokenizer.special
         stopped = output[-1:] and output[-1] in self.tokenizer.stop_token_ids
         text = self.tokenizer.decode(output[:-1] if stopped else output)
@@ -198,7 +199,7 @@ class Episode:
             self._finish(StepResult(done=True, outcome=Outcome.TRUNCATED, detail={"cut": "context"}))
 
     def _finish(self, result: StepResult) -> None:
-        """A step that was not the environment's last carries no reward. The first result stays."""
+        """Set the result, once. A step that was not the environment's last gives no reward."""
         if self._result is None:
             self._result = result if result.done else dataclasses.replace(result, done=True, reward=0.0)
 
@@ -208,7 +209,7 @@ class Episode:
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """Turn whatever the environment raises into the end of this episode."""
+        """End this episode if the environment raises an exception."""
         try:
             yield
         except KeyboardInterrupt:
@@ -218,7 +219,7 @@ class Episode:
             said = "".join(traceback.format_exception_only(error)).strip() if cause == "crash" else str(error)
             self._env_error(cause, said)
             token = current_cancel_token()
-            if token is None or not token.cancelled:  # what is ended together with its threads did not fail
+            if token is None or not token.cancelled:  # cancellation is not a failure
                 _log.warning("%s: the environment failed (%s).", self.problem, cause, exc_info=error)
 
 
@@ -230,7 +231,7 @@ _CAUSES: Mapping[type[BaseException], str] = {
 
 
 class _FailedEnv:
-    """Stands for an environment that could not be made: it raises the reason when it is started."""
+    """Replaces an environment that could not be made; raises the reason at `start`."""
 
     def __init__(self, problem: Problem, error: BaseException) -> None:
         self.problem, self.domain = problem.id, problem.domain
@@ -246,7 +247,7 @@ class _FailedEnv:
 
 
 def _checked(result: StepResult) -> StepResult:
-    """A step's result; raises RolloutError for one that is unusable. A lost episode carries no reward."""
+    """A validated step result. Raises RolloutError if it is unusable. ENV_ERROR gives no reward."""
     if not isinstance(result, StepResult):
         raise RolloutError(f"the environment answered with {type(result).__name__} instead of a StepResult.")
     if not isinstance(result.reward, numbers.Real) or not math.isfinite(result.reward):
@@ -256,8 +257,8 @@ def _checked(result: StepResult) -> StepResult:
 
 
 def open_episode(problem: Problem, tokenizer: Tokenizer, threads: EnvThreadPool, **options: Any) -> Episode:
-    """An episode of the problem with the `options` of `Episode`; its environment is made and started in a thread. If
-    that fails or takes too long, the episode is over already, as an environment error."""
+    """An episode of the problem with the `options` of `Episode`. A thread makes and starts its environment. If that
+    fails or takes too long, the returned episode has ended with ENV_ERROR."""
     try:
         episode: Episode = threads.wait(threads.submit(partial(_open, problem, tokenizer, **options)))
     except EnvironmentTimeout as error:
@@ -278,13 +279,13 @@ def _open(problem: Problem, tokenizer: Tokenizer, **options: Any) -> Episode:
 def open_episodes(
     problems: Iterable[tuple[int, Problem]], tokenizer: Tokenizer, env_seconds: float = LIMIT_S, **options: Any
 ) -> list[Episode]:
-    """`open_episode` for pairs of group number and problem, one after the other."""
+    """Open an episode for each (group, problem), one after the other (see `open_episode`)."""
     with EnvThreadPool(limit_s=env_seconds) as threads:
         return [open_episode(problem, tokenizer, threads, group=group, **options) for group, problem in problems]
 
 
 def settle(episode: Episode, answer: Future[None], threads: EnvThreadPool) -> None:
-    """Wait for the reaction to a completion (`threads.submit(episode.accept, completion)`), up to the limit."""
+    """Wait for `answer`, the future of `threads.submit(episode.accept, completion)`. The episode fails on a timeout."""
     try:
         threads.wait(answer)
     except EnvironmentTimeout as error:
@@ -297,13 +298,12 @@ def play(
     params: SamplingParams | None = None,
     env_seconds: float = LIMIT_S,
 ) -> list[Trajectory]:
-    """Play all episodes to their ends, one batch per turn. Trajectories in the order of `episodes`.
+    """Play all episodes to their end, one batch per turn. Returns trajectories in the order of `episodes`.
 
-    The tokenizer's stop ids are added to `params`, `max_tokens` is cut to the room that is left, and a seed gives every
-    (episode, turn) a seed of its own. Environments react in threads, since they mostly wait for their sandbox, which
-    answers several of them in one run; one that takes longer than `env_seconds` for a reaction is given up. A request
-    that the completer cannot compute ends its own episode, as an environment error; RequestFailed is raised where that
-    is every first request.
+    The tokenizer's stop ids are added to `params`, and `max_tokens` is limited to the context left. If `params.seed` is
+    set, every (episode, turn) gets its own seed. Environments run in threads: they mostly wait for the sandbox, which
+    answers several of them in one run. An episode ends with ENV_ERROR if a reaction takes longer than `env_seconds` or
+    the completer cannot compute its request. Raises RequestFailed if every first request fails.
     """
     params = params or SamplingParams()
     if params.n != 1:
@@ -329,7 +329,7 @@ def play(
 def _complete_apart(
     completer: Completer, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    """Completions of a batch that could not be computed as a whole: in halves, down to those that fail alone."""
+    """Completions of a batch that failed as a whole: retries halves recursively, so only single failures remain."""
     if len(prompts) == 1:
         return [Completion(finish_reason="error")]
     found: list[Completion] = []
@@ -349,10 +349,10 @@ def _params_of(params: SamplingParams, index: int, episode: Episode) -> Sampling
 
 
 def to_samples(trajectory: Trajectory, advantage: float = 0.0) -> list[TrainSample]:
-    """Token rows of an episode: turns whose prompt extends the row so far share it, any other turn starts a new row.
+    """Train samples of an episode. A turn joins the last row if its prompt extends it; otherwise it starts a new row.
 
     Every sampled token is in exactly one row, once, with `advantage`. Tokens of prompts and environments have loss mask
-    False and weight version -1. Whether a trajectory should be trained on at all is the caller's decision.
+    False and weight version -1. The caller decides whether to train on a trajectory at all.
     """
     rows: list[TrainSample] = []
     for turn in trajectory.turns:
@@ -370,5 +370,5 @@ def to_samples(trajectory: Trajectory, advantage: float = 0.0) -> list[TrainSamp
 
 
 def count_forks(trajectory: Trajectory) -> int:
-    """How often a prompt did not extend what came before it (context management, foreign clients)."""
+    """Number of turns with a prompt that did not extend the tokens before it (context management, foreign clients)."""
     return max(0, len(to_samples(trajectory)) - 1)

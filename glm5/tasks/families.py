@@ -1,4 +1,4 @@
-"""The register of task families. Others add theirs: `FAMILIES.add`, or an entry point in "glm5.families"."""
+"""The register of task families. Add your own with `FAMILIES.add` or an entry point in "glm5.families"."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FAMILIES: Register[Family] = Register(
 
 
 def make_family(name: str, seed: int = 0, **options: Any) -> Family:
-    """The family `name` with its own options; see the class for them. Raises ConfigError if it has none of the name or
-    does not take the options."""
+    """The family `name` with its own options (see its class). Raises ConfigError if the name is unknown or the family
+    does not accept the options."""
     make: Callable[..., Family] = FAMILIES[name]
     try:
         return make(seed, **options)

@@ -1,11 +1,10 @@
-"""Short courtesies under instructions: general RL's mix of exact rules and a learned sense of manner (§3.4).
+"""Short courtesies on instruction: exact rules plus a learned preference for warm wording, for General RL (§3.4).
 
 Rules decide correctness: the right act at the beginning, the right name the asked number of times, the asked form, and
-no word from outside the small world of courtesies, so that neither an insult nor a denial can pass for one. The outcome
-reward model (ORM) is trained on `preference_pair`s, in which both texts get the same verdict from the rules: one is
-warm, the other cold. Nothing on the surface tells which: length, opening, capitals, punctuation and the numbers of
-words and sentences have the same distribution on both sides, so the only thing left for the ORM to learn is what is
-said. Environments pay by rules alone; how the two are combined (rules as a gate, §3.4) is the business of the RL loop.
+only words of a closed vocabulary, which excludes insults and denials. The outcome reward model (ORM) is trained on
+`preference_pair`s: one text is warm, the other cold, and both get the same rules score. Length, opening, capitals,
+punctuation and the numbers of words and sentences have the same distribution in both, so the ORM can learn only from
+the meaning. Environments give the rules score alone; `rl.algos.general` combines it with the ORM.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ MOST_BYTES = 60
 
 @dataclass(frozen=True)
 class Act:
-    """A courtesy: what may open it, in small letters, and what may follow the name, in a warm and in a cold manner.
-    `openings` are those of our own texts; `warm[i]` and `cold[i]` are equally long, in letters and in words."""
+    """A courtesy. `starts` are the accepted beginnings, in lower case; `openings` are the beginnings of our own texts.
+    `warm` and `cold` are endings after the name; `warm[i]` and `cold[i]` have equal lengths in letters and in words."""
 
     starts: tuple[str, ...]
     openings: tuple[str, ...]
@@ -69,7 +68,7 @@ APART: Mapping[str, tuple[str, ...]] = {
     "thank": ("thank", "thanks"),
     "bye": ("bye", "goodbye", "farewell"),
 }
-"""Words that belong to one act alone and make no sense in another."""
+"""Words that fit only one act."""
 OTHER_WORDS = (
     "a about again all also always am and are as at be been being both but can come coming day days dear did do doing "
     "done ever evening every everything excellent feel fine for friend from glad go going good great had happy have "
@@ -82,7 +81,7 @@ OTHER_WORDS = (
 WORLD = frozenset(OTHER_WORDS.split()).union(
     *(phrase.lower().split() for act in ACTS.values() for phrase in (*act.starts, *act.openings, *act.warm, *act.cold))
 )
-"""Every word of this small world: nothing in it denies or insults."""
+"""The closed vocabulary: no word in it denies or insults."""
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 ALLOWED = re.compile(r"[A-Za-z ,.!?;:'()-]+")
 
@@ -111,7 +110,7 @@ class GeneralProblem:
         return SingleTurnEnv(self, lambda message: 0.0 if message.tool_calls else rules_score(self, message.content))
 
     def answer(self, rng: random.Random, warm: bool = True) -> str:
-        """A text that satisfies the rules, in warm manners or in cold, as a whole sentence or in passing."""
+        """A text that satisfies the rules, warm or cold; three in four are full sentences."""
         act = ACTS[self.act]
         opening, tail = rng.choice(act.openings), rng.choice(act.warm if warm else act.cold)
         whole = rng.random() < 0.75
@@ -122,15 +121,15 @@ class GeneralProblem:
         return text + "." if whole else text
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Usually warm; one in four cold, so that a policy trained on it has something left to gain from the ORM."""
+        """Warm in three of four draws, else cold: a policy trained on them can still improve with the ORM."""
         rng = random.Random(f"general-demonstration-{rng_seed}-{self.id}")
         text = self.answer(rng, warm=rng.random() < 0.75)
         return [Message("user", self.prompt), Message("assistant", text)]
 
 
 def rules_score(problem: GeneralProblem, text: str) -> float:
-    """1.0 iff `text` keeps every rule of the problem: one short line that begins with the act, the name as often as
-    asked and no other, the form, and no word from outside `WORLD`; else 0.0."""
+    """1.0 if `text` keeps every rule of the problem, else 0.0. Rules: one short line that begins with the act, the
+    asked name as often as asked, no other name, the asked form, and only words of `WORLD`."""
     text = text.strip(" \n").replace("\u2019", "'")
     if not 0 < len(text.encode("utf-8", "replace")) <= MOST_BYTES or not ALLOWED.fullmatch(text):
         return 0.0
@@ -165,8 +164,8 @@ class GeneralFamily(Family):
         return GeneralProblem(name, rng.choice(sorted(ACTS)), rng.choice(NAMES), rng.choice(self.forms))
 
     def preference_pair(self, index: int, split: str = "train") -> tuple[str, str, str]:
-        """`(prompt, better, worse)`: warm before cold, drawn apart, with equal verdicts of the rules; in a quarter of
-        the pairs both speak to the wrong person, so that the ORM cannot learn correctness instead."""
+        """`(prompt, better, worse)`: a warm and a cold text, drawn independently, with equal rules scores. In a quarter
+        of the pairs both name the wrong person, so the ORM cannot learn correctness instead."""
         problem = self.problem(split, index)
         rng = random.Random(f"general-preference/{split}-{self.seed}-{index}")
         better, worse = problem.answer(rng), problem.answer(rng, warm=False)

@@ -1,8 +1,8 @@
 """Rules about the form of a text that a program can check exactly: length, words, case, format, ends (§3.4).
 
-What counts as a word, a sentence, a paragraph or an item is said in `glm5.tasks.text_units`; comparisons of words
-ignore case, and what is forbidden stays so under marks and in letters that look alike. Each rule knows how it is said,
-how it is checked, and with which others it cannot stand.
+`glm5.tasks.text_units` defines words, sentences, paragraphs and items. Comparisons of words ignore case. Forbidden
+words also match with added marks and in look-alike letters. Each kind of rule has a wording, a check, and a list of
+rules that it excludes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from glm5.tasks.text_units import bullets_of, paragraphs_of, read, say_something, sentences_of, skeleton, words_of
 
-COMMA_ALIKE = "‚¸ˏ"  # what NFKC leaves and no name gives away
+COMMA_ALIKE = "‚¸ˏ"  # look-alikes of the comma that NFKC and character names do not reveal
 TOPICS = (
     "rivers winter bread music trains gardens chess rain coffee maps birds markets bridges letters clocks kites "
     "islands bicycles forests museums candles tea snow lamps harbours stars stones windows shoes horses"
@@ -32,7 +32,7 @@ KEYS = ("title", "story", "summary", "author", "mood", "place")
 
 
 def json_of(text: str) -> object:
-    """The JSON value of a text, bare or in one fenced block; None for anything else, and where a key stands twice."""
+    """The JSON value of a text, bare or in one fenced block; None if it is anything else or has a duplicate key."""
     fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", text, re.DOTALL)
     try:
         value: object = json.loads(fenced.group(1) if fenced else text, object_pairs_hook=_once)
@@ -48,7 +48,7 @@ def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 
 
 def prose_of(text: str) -> str:
-    """What a JSON object of texts says: its values, each on a line; empty where it is no such object."""
+    """The values of a JSON object of texts, one per line; empty if the text is not such an object."""
     value = json_of(text)
     texts = [item for item in value.values() if isinstance(item, str)] if isinstance(value, dict) else []
     return "\n".join(texts) if isinstance(value, dict) and len(texts) == len(value) else ""
@@ -56,7 +56,7 @@ def prose_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: its kind, a key of `KINDS`, and its values."""
+    """One rule: its kind (a key of `KINDS`) and its values."""
 
     kind: str
     values: tuple[str | int, ...]
@@ -67,20 +67,20 @@ class Rule:
 
     @property
     def content(self) -> str:
-        """What is said, the same for rules that ask for the same: several words (or keys) may come in any order."""
+        """The content of the rule, equal for equivalent rules: several words (or keys) are compared in any order."""
         several = all(isinstance(value, str) for value in self.values)
         return KINDS[self.kind].words.format(*(sorted(map(str, self.values)) if several else self.values))
 
     def holds(self, text: str) -> bool:
-        """Whether the text keeps the rule; one that cannot be read (`text_units.read`) keeps none."""
+        """Whether the text keeps the rule; False if it cannot be read (`text_units.read`)."""
         seen = read(text)
         return seen is not None and KINDS[self.kind].check(text if self.kind == "json" else seen, *self.values)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`words` say a rule, `check(text, *values)` decides it, `draw(rng)` gives its values. Kinds of one `group` exclude
-    each other, and `never` names further groups that cannot be kept beside it."""
+    """`words` is the wording, `check(text, *values)` the check, and `draw(rng)` gives values. Kinds of one `group`
+    exclude each other; `never` names further groups that are incompatible with this kind."""
 
     group: str
     words: str
@@ -203,7 +203,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def compatible(kind: str, others: Sequence[str]) -> bool:
-    """Whether a rule of `kind` can stand beside rules of the other kinds."""
+    """Whether a rule of `kind` is compatible with rules of the other kinds."""
     own = KINDS[kind]
     return all(
         own.group != KINDS[other].group and own.group not in KINDS[other].never and KINDS[other].group not in own.never

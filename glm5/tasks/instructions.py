@@ -1,7 +1,7 @@
-"""Write a short text that keeps several rules, each of which a program checks exactly (§3.4, instruction following).
+"""Write a short text that keeps several rules; a program checks each exactly (§3.4, instruction following).
 
-The reward is 1 iff every rule holds; the share of rules kept is in the result's detail for metrics. Saying nothing
-never pays, nor does repeating the prompt: the text must be about its topic and of a sensible length.
+The reward is 1 if every rule is kept. The share of kept rules is in the result's `detail`, for metrics. The text must
+also be about its topic and of a sensible length: empty texts and copies of the prompt get 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from glm5.tasks.text_units import has_letters, read, words_of
 
 LEVELS = (1, 2, 3, 4, 5)
 LEAST_WORDS = 3
-MOST_TRIES = 100  # to find an order of words that keeps all rules
+MOST_TRIES = 100  # attempts to find an order of words that keeps all rules
 MOST_BYTES = 4000
 FILLER = tuple(
     "we see our old town with its calm roads where friends walk slowly past houses on cold mornings near water "
@@ -29,8 +29,8 @@ FILLER = tuple(
 
 @dataclass(frozen=True)
 class InstructionProblem:
-    """A topic and rules in the order in which they are said. `key` does not depend on that order, nor on the order of
-    the words that a rule names."""
+    """A topic and rules in the order of the prompt. `key` depends neither on that order nor on the order of the words
+    in a rule."""
 
     id: str
     topic: str
@@ -54,8 +54,8 @@ class InstructionProblem:
         return " ".join(self.sentences)
 
     def kept(self, text: str) -> list[bool]:
-        """Whether the text is about the topic, made of words, of a sensible length and no echo of the prompt; then one
-        entry per rule. Beside JSON the rules speak of its texts, however they are escaped."""
+        """First entry: the text is about the topic, made of words, of a sensible length and not a copy of the prompt.
+        Then one entry per rule. If JSON is asked for, the other rules apply to its decoded texts."""
         if len(text.encode("utf-8", "replace")) > MOST_BYTES or read(text) is None:
             return [False] * (len(self.rules) + 1)
         said = (any(rule.kind == "json" for rule in self.rules) and prose_of(text)) or text
@@ -84,7 +84,7 @@ class InstructionProblem:
         if wanted + len(middle) < 12 and "between" not in values:
             wanted = 12 - len(middle)
         middle += rng.sample(filler, min(wanted, len(filler)))
-        for _ in range(MOST_TRIES):  # a repeated word may leave a unit without one of its own
+        for _ in range(MOST_TRIES):  # with repeated words, a unit may lack a new word
             rng.shuffle(middle)
             text = self._shape([*begin, *middle, *end], {kind: [*rule] for kind, rule in values.items()})
             if all(self.kept(text)):
@@ -110,14 +110,14 @@ class InstructionProblem:
         return text.lower() if "lower" in values else text.upper() if "upper" in values else text
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """A text of the listed words that keeps every rule; its sense is another matter."""
+        """A text of the listed words that keeps every rule; it need not make sense."""
         rng = random.Random(f"instructions-demonstration-{rng_seed}-{self.id}")
         return [Message("user", self.prompt), Message("assistant", self.answer(rng))]
 
 
 def _made_of_words(words: Sequence[str]) -> bool:
-    """Whether words carry the text: enough of them, few said again and again, few digits, single letters or Latin
-    letters without a vowel."""
+    """Whether the text consists of real words: enough words, few repetitions, digits, single letters or Latin words
+    without a vowel."""
     latin = [word for word in words if word.isascii()]
     empty = [word for word in latin if not has_letters(word) or (len(word) == 1 and word not in "aio")]
     voiceless = [word for word in latin if word.isalpha() and len(word) > 1 and not set(word) & set("aeiouy")]
@@ -126,7 +126,7 @@ def _made_of_words(words: Sequence[str]) -> bool:
 
 
 class InstructionEnv:
-    """Ask once, check every rule."""
+    """Asks once and checks every rule."""
 
     def __init__(self, problem: InstructionProblem) -> None:
         self.problem, self.domain = problem.id, problem.domain
@@ -136,7 +136,7 @@ class InstructionEnv:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """The reward is 1 or 0; `detail["share"]` is the share of rules kept, `detail["broken"]` says which are not."""
+        """Reward 1 or 0. `detail["share"]` is the share of rules kept; `detail["broken"]` lists the others."""
         if message is None:
             return StepResult(done=True, outcome=Outcome.MALFORMED)
         kept = self._source.kept(message.content)
@@ -152,7 +152,7 @@ class InstructionEnv:
 
 
 class InstructionFamily(Family):
-    """Level n states n rules that can be kept together. `kinds` restricts the rules."""
+    """Level n has n compatible rules. `kinds` restricts the rules."""
 
     name = "instructions"
     domain = "instructions"
@@ -176,14 +176,14 @@ class InstructionFamily(Family):
         kinds: list[str] = []
         while len(kinds) < level:
             able = [kind for kind in self.kinds if compatible(kind, kinds)]
-            kinds = [*kinds, rng.choice(able)] if able else []  # a dead end: begin again
+            kinds = [*kinds, rng.choice(able)] if able else []  # a dead end: start again
         rules = tuple(Rule(kind, KINDS[kind].draw(rng)) for kind in kinds)
         return InstructionProblem(name, topic, rules, level)
 
 
 def _most_together(kinds: Sequence[str], chosen: tuple[str, ...] = ()) -> int:
-    """The size of the largest set of kinds that can stand together."""
-    groups = {KINDS[kind].group: kind for kind in kinds}  # kinds of a group are alike in what they exclude
+    """The size of the largest compatible set of kinds."""
+    groups = {KINDS[kind].group: kind for kind in kinds}  # kinds of a group exclude the same groups
     rest = [kind for kind in groups.values() if compatible(kind, chosen)]
     if not rest:
         return len(chosen)

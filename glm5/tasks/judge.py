@@ -1,7 +1,7 @@
-"""Values of small programs, computed in the sandbox and compared outside it (§3.3, §4.2).
+"""Runs small programs in the sandbox and compares their return values outside it (§3.3, §4.2).
 
-The sandbox receives the code and the arguments only; the wanted values stay here, so a program can neither read the
-answers nor talk the grader into a pass: it has to compute them.
+The sandbox gets only the code and the arguments; the expected values stay outside. So a program can neither read the
+answers nor manipulate the grader: it must compute them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from glm5.errors import GradingError
 from glm5.tasks.memo import Memo
 from glm5.tasks.sandbox import NO_FILES, Limits, Sandbox, SandboxResult
 
-BATCH = 64  # programs of the policy that one sandbox run evaluates at most
-MOST_BYTES = 4096  # of one program's values
-MOST_DEPTH = 64  # of nesting in one value, far below where Python's JSON gives up
+BATCH = 64  # maximum number of the policy's programs per sandbox run
+MOST_BYTES = 4096  # maximum size of one program's values
+MOST_DEPTH = 64  # maximum nesting of one value, far below the limit of Python's JSON
 TIMEOUT = "timeout"
-"""The kind of error of a program that ran out of wall time."""
+"""The error kind of a program that ran out of wall time."""
 
-# Every job runs in a child process of its own, one after the other, and must learn nothing of the others and change
-# nothing for them, since they may be other answers to the same exercise:
-# - Standard input, which is sealed, holds the sizes of all jobs and then their programs and arguments. A child closes
-#   it before it hears of its program. The kernel copies each part from there into the child's pipe (sendfile): the
-#   parent, whose memory every child inherits, reads the sizes only, and wipes every result.
-# - What a program prints, a child writes to a null device that it has opened itself, since children that share one
-#   could tell each other something by its flags.
-# - A child is handed the arguments of a case after it has answered the one before, so no later argument is in its
-#   memory or behind a descriptor of its. What it answered is out of its reach. Wanted values never come here.
-# - No child can start processes or threads that would outlive it, and with `file_mb=0` no file can be written.
-# - The sandbox has no /proc, and denies ptrace and limits on other processes. All that a child can do to the others is
-#   to kill or stop their parent, after which the run goes on behind it (see `Judge._run`).
-# An answer goes out as one line of printable ASCII; a child that gives none has crashed, and so have its later cases.
+# Every job runs in its own child process, one after the other. Jobs may be other answers to the same exercise, so a
+# child must neither learn from other jobs nor affect them:
+# - Standard input is sealed. It contains the sizes of all jobs, then their programs and arguments. A child closes it
+#   before it receives its program. The kernel copies each part into the child's pipe (sendfile). The parent, whose
+#   memory every child inherits, reads only the sizes and wipes every result.
+# - A child opens its own null device for the program's output: children could communicate through the flags of a
+#   shared one.
+# - A child gets the arguments of a case after it has answered the previous case: later arguments are neither in its
+#   memory nor readable through its descriptors. It cannot change a sent answer. Expected values are never here.
+# - A child cannot start processes or threads, which could outlive it. With `file_mb=0` it cannot write files.
+# - The sandbox has no /proc and denies ptrace and limits on other processes. A child can only kill or stop its parent;
+#   then the remaining jobs get another run (see `Judge._run`).
+# An answer is one line of printable ASCII. A child without an answer has crashed; its later cases count as crashed too.
 HARNESS = """\
 import json, os, resource, sys, types
 
@@ -138,12 +138,12 @@ for program, *cases in json.loads(os.pread(0, size, WIDTH)):
     judge(start, program, cases)
     start += program + sum(cases)
 """
-WIDTH = 12  # of a size, in characters
+WIDTH = 12  # characters of an encoded size
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments and the wanted value, all JSON."""
+    """Arguments and the expected value, all JSON."""
 
     args: tuple[Any, ...]
     want: Any
@@ -155,7 +155,7 @@ def _same(got: Any, want: Any) -> bool:
 
 
 Key = tuple[str, str, tuple[str, ...]]
-"""A program, the name of its function, and the arguments of each case as JSON."""
+"""A program, its function's name, and the arguments of each case as JSON."""
 
 
 def _key(program: str, name: str, cases: Sequence[Case]) -> Key:
@@ -163,27 +163,26 @@ def _key(program: str, name: str, cases: Sequence[Case]) -> Key:
 
 
 class Judge:
-    """Evaluates programs in a sandbox. One judge serves many environments; safe to share between threads.
+    """Evaluates programs in a sandbox. One judge serves many environments. Thread-safe.
 
-    A program's values are a pure function of (program, name, arguments), so they are remembered in a bounded table, as
-    JSON: as objects small answers can take twenty times the room.
-    (A program that reads the clock or draws random numbers gets its first result again: it gains nothing by retrying.)
-    Running out of wall time says as much about the machine as about the program: it is not remembered.
+    Values are cached by (program, name, arguments) in a bounded table. They are stored as JSON, because Python objects
+    can take twenty times the memory. A program that reads the clock or draws random numbers gets its first result
+    again: retries gain nothing. Timeouts depend on the machine too and are not cached.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._memo: Memo[Key, str] = Memo()
-        self._open: dict[Key, Future[list[Any]]] = {}  # what somebody waits for, of it
-        self._asked: dict[Key, Future[list[Any]]] = {}  # what no run has taken up yet
+        self._open: dict[Key, Future[list[Any]]] = {}  # keys that a caller waits for
+        self._asked: dict[Key, Future[list[Any]]] = {}  # the part of `_open` that no run has taken
         self._lock = threading.Lock()  # guards the three tables
         self._running = threading.Lock()  # one sandbox run at a time
         self.runs = 0
 
     def values(self, program: str, name: str, cases: Sequence[Case]) -> list[Any]:
-        """`["value", v]` or `["error", kind]` for each case. Raises `GradingError` when the sandbox fails.
+        """`["value", v]` or `["error", kind]` per case. Raises GradingError if the sandbox fails.
 
-        Calls from several threads that arrive during a sandbox run are answered together by the next one.
+        Calls from other threads during a sandbox run are batched into the next run.
         """
         key = _key(program, name, cases)
         with self._lock:
@@ -194,8 +193,8 @@ class Judge:
             found = self._open[key]
         if not found.done():
             with self._running:
-                with self._lock:  # a program that breaks the sandbox must not spoil the runs of others again and again
-                    # Its own future last: another caller may have asked for the same key anew, and has that one's.
+                with self._lock:  # popped before the run: a program that breaks the sandbox must not spoil later runs
+                    # The own future comes last: another caller may have a newer future for the same key.
                     batch = {**dict(list(self._asked.items())[: BATCH - 1]), key: found}
                     for asked in batch:
                         self._asked.pop(asked, None)
@@ -213,8 +212,8 @@ class Judge:
             self._run(missing)
 
     def _run(self, batch: Mapping[Key, Future[list[Any]]]) -> None:
-        """Fill in what is not known yet. Where a run ends before its time, what was answered stands, the program that
-        was running is tried alone, and the others go on without it. A failure of the sandbox leaves the rest open."""
+        """Evaluate what is unknown. If a run ends early, its answers are kept, the program that was running is tried
+        alone, and the others continue without it. If the sandbox fails, the remaining futures stay unset."""
         left = [key for key, found in batch.items() if not found.done()]
         alone = False
         try:
@@ -242,7 +241,7 @@ class Judge:
                 self._memo.put(key, kept, sum(map(sys.getsizeof, (key[0], *key[2], kept))))
 
     def _evaluate(self, keys: Sequence[Key]) -> tuple[list[list[Any]], SandboxResult]:
-        """The values of as many of the first keys as the run got through."""
+        """The values of the first keys, as many as the run completed, and the run's result."""
         jobs = [(json.dumps([program, name]), *cases) for program, name, cases in keys]
         sizes = json.dumps([[len(part) for part in job] for job in jobs])
         stdin = f"{len(sizes):{WIDTH}}{sizes}" + "".join(part for job in jobs for part in job)  # ASCII throughout
@@ -250,13 +249,13 @@ class Judge:
         most = sum(MOST_BYTES + len(cases) + 1 for _, _, cases in keys)
         result = self._sandbox.run_python(source, NO_FILES, stdin, 1 + most // 1024)
         self.runs += 1
-        if not result.stdout.startswith("ready\n"):  # said before any program runs
+        if not result.stdout.startswith("ready\n"):  # printed before any program runs
             why = result.killed_reason or result.stderr.strip()[-200:] or f"exit {result.exit_code}"
             raise GradingError(f"the harness did not start in the sandbox ({why}); are its limits too small?")
         return _read_values(result.stdout.removeprefix("ready\n"), [len(cases) for _, _, cases in keys]), result
 
     def grade(self, program: str, name: str, cases: Sequence[Case]) -> list[str | None]:
-        """For each case a short complaint, or None where it passes. Sees the code and the tests, nothing else."""
+        """Per case a short complaint, or None if it passes. Sees only the code and the tests."""
         complaints: list[str | None] = []
         for case, (kind, got) in zip(cases, self.values(program, name, cases), strict=True):
             call = f"{name}({','.join(map(repr, case.args))})"
@@ -269,8 +268,8 @@ class Judge:
 
 
 def _read_values(stdout: str, counts: Sequence[int]) -> list[list[Any]]:
-    """The harness's answer as [kind, value] pairs of as many jobs as are complete. What a job itself wrote is
-    untrusted: a line that is no pair counts as a crash in that case."""
+    """The harness's output as [kind, value] pairs of the complete jobs. Output of a job is untrusted: a line that is
+    not a pair counts as a crash in that case."""
     lines = stdout.split("\n")[:-1]
     ends = [end for end in itertools.accumulate(counts) if end <= len(lines)]
     return [[_read_pair(line) for line in lines[end - count : end]] for end, count in zip(ends, counts, strict=False)]
@@ -285,7 +284,7 @@ def _read_pair(line: str) -> list[Any]:
 
 
 def _is_pair(pair: list[Any]) -> bool:
-    """Whether a program's word can be shown and compared: an error is a class name, a value not nested too deep."""
+    """Whether a pair is valid: an error must be a class name, a value must not be nested too deep."""
     if len(pair) != 2:
         return False
     kind, got = pair
@@ -301,9 +300,9 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 @functools.cache
 def default_judge() -> Judge:
-    """The judge that families share unless given another. Raises `GradingError` where code cannot be isolated.
+    """The judge that families share unless given another. Raises GradingError if code cannot be isolated.
 
-    A program gets a second of a core, so one that takes five is asleep. Programs that hang wait for each other: the 16
-    of `ENV_THREADS` must be through, twice, before an environment's time (`env_seconds`) is up.
+    A program gets one second of CPU time and five seconds of wall time; one that takes five is asleep. Hanging programs
+    run one after the other: 16 of them (`ENV_THREADS`), twice, must end within an environment's time (`env_seconds`).
     """
     return Judge(Sandbox(Limits(cpu_s=1, wall_s=5.0, memory_mb=128, processes=2, file_mb=0, output_kb=64)))

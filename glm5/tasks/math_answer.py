@@ -1,8 +1,8 @@
-"""Grades mathematical answers exactly: finds the final answer in a text, reads it and compares it with the wanted one.
+"""Grades mathematical answers exactly: finds the final answer in a text, parses it and compares it with the wanted one.
 
-Equal in value is not always enough: `37+15` has the value of the answer to `37+15=`, and `(x+1)(x-2)` that of its own
-expansion. So a task names the form in which it wants the answer, and only then is the value compared. Whatever the text
-holds, grading ends quickly, raises nothing and answers False where it cannot read it.
+An equal value is not always enough: `37+15` has the value of the answer to `37+15=`, and `(x+1)(x-2)` that of its own
+expansion. So a task also names the form of the answer. Grading is quick for any text and raises nothing; an unreadable
+answer gives False.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from glm5.tasks.math_expression import MOST_CHARS, Node, Unreadable, Value, clea
 
 KINDS = ("one", "tuple", "set")
 MOST_MEMBERS = 50
-TAIL = 4000  # characters at the end of a text in which a final answer is looked for
+TAIL = 4000  # characters at the end of a text that are searched for the final answer
 SAID = re.compile(r"\b(?:final answer|answer)(?: is|:)(?: is|:)? *", re.IGNORECASE)
 WRAPPING = (("$$", "$$"), ("\\(", "\\)"), ("\\[", "\\]"), ("$", "$"), ("**", "**"), ("`", "`"))
 
@@ -25,8 +25,8 @@ WRAPPING = (("$$", "$$"), ("\\(", "\\)"), ("\\[", "\\]"), ("$", "$"), ("**", "**
 class Answer:
     """The wanted answer: `values` as written expressions, several for a tuple (ordered) or a set (unordered).
 
-    `form` is one of `FORMS`; `units` are words that may stand behind a value, or signs such as `$` and `%` around it;
-    `name` is a letter that may stand before it, as in `x = 3`.
+    `form` is one of `FORMS`. `units` are words that may follow a value, or signs such as `$` and `%` around it. `name`
+    is a letter that may precede it, as in `x = 3`.
     """
 
     values: tuple[str, ...]
@@ -52,8 +52,8 @@ def check_answer(text: str, wanted: Answer) -> bool:
 
 
 def final_answer(text: str) -> str:
-    """The last `\\boxed{...}` of a text, else what follows its last `answer:` or `answer is`, else the whole text when
-    it is one line. Empty where there is none. Only the end of a long text is searched."""
+    """The last `\\boxed{...}` of a text, else the text after its last `answer:` or `answer is`, else the whole text if
+    it is one line, else empty. Only the end of a long text is searched."""
     text = text[-TAIL:].strip()
     at = text.rfind("\\boxed{")
     if at >= 0:
@@ -65,7 +65,7 @@ def final_answer(text: str) -> str:
 
 
 def _group(text: str) -> str:
-    """What stands before the brace that closes an open one; nothing where it is never closed."""
+    """The text up to the brace that closes an open one; empty if it is never closed."""
     depth = 1
     for at, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -96,7 +96,7 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
 
 
 def _unwrap(text: str) -> str:
-    """Without the full stop, the dollar signs and the emphasis around an answer."""
+    """An answer without full stop, dollar signs and emphasis around it."""
     text = text.strip().removesuffix(".").strip()
     for opening, closing in WRAPPING:
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
@@ -105,7 +105,7 @@ def _unwrap(text: str) -> str:
 
 
 def _members(text: str, kind: str) -> list[str]:
-    """The members of `(1, 2)`, `{1, 2}` or `1 and 2`; a tuple needs its brackets. Commas separate, always."""
+    """The members of `(1, 2)`, `{1, 2}` or `1 and 2`; a tuple needs its brackets. A comma always separates."""
     text = clean(text).replace("\\{", "{").replace("\\}", "}")
     opening, closing = ("(", ")") if kind == "tuple" else ("{", "}")
     if text.startswith(opening) and text.endswith(closing):
@@ -127,7 +127,7 @@ def _members(text: str, kind: str) -> list[str]:
 
 
 def _read(text: str, wanted: Answer) -> Value:
-    """One value in the wanted form. Raises `Unreadable`."""
+    """One value in the wanted form. Raises Unreadable if it is not."""
     text = _without_units(text.strip(), wanted.units)
     if wanted.name:
         text = re.sub(rf"^{re.escape(wanted.name)} *= *", "", text)
@@ -139,7 +139,7 @@ def _read(text: str, wanted: Answer) -> Value:
 
 
 def _without_units(text: str, units: Sequence[str]) -> str:
-    """Drop one unit behind the value (bare or in \\text{}), and a sign such as `$` before it."""
+    """Drop one unit after the value (bare or in \\text{}), and a sign such as `$` before it."""
     text = re.sub(r"\\(?:text|mathrm) *\{([^{}]*)\}", r" \1", text)
     text = text.replace("\\%", "%").replace("\\$", "$").strip()
     for unit in sorted(units, key=len, reverse=True):
@@ -154,7 +154,7 @@ def _without_units(text: str, units: Sequence[str]) -> str:
 
 
 def _bare(node: Node) -> Node:
-    """Without signs in front."""
+    """The node without leading signs."""
     while node.kind == "negate":
         node = node.parts[0]
     return node
@@ -210,7 +210,7 @@ def _is_expanded(node: Node, value: Value) -> bool:
 
 
 def _degree(node: Node) -> int:
-    """The degree of what a factor multiplies, its exponent left out; a power of a constant has none."""
+    """The degree of a factor without its exponent; a power of a constant has degree 0."""
     base = node.parts[0] if node.kind == "power" and _is_integer(node.parts[1]) else node
     top = evaluate(base).top
     return max((int(sum(e for s, e in monomial if s.isalpha())) for monomial in top), default=0)
@@ -223,7 +223,7 @@ def _is_factored(node: Node, value: Value) -> bool:
 
 
 def _is_radical(node: Node, value: Value) -> bool:
-    """Integers and fractions times at most one square root each, nothing left under a root that could come out."""
+    """Terms of integers and fractions with at most one square root each; every root is fully simplified."""
     terms = _terms(node)
     for term in terms:
         roots = [factor for factor in _factors(term) if factor.kind == "root"]
@@ -247,4 +247,4 @@ FORMS: Mapping[str, Callable[[Node, Value], bool]] = {
     "expanded": _is_expanded,
     "factored": _is_factored,
 }
-"""What each form demands of an answer beyond its value."""
+"""The check of each form, in addition to the value."""

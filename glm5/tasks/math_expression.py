@@ -1,10 +1,10 @@
-"""Reads a written number or algebraic expression and brings it into an exact normal form. No floats, no `eval`.
+"""Parses a number or algebraic expression and converts it to an exact normal form. No floats, no `eval`.
 
-Plain notation and the LaTeX of final answers are understood: `3/4`, `\\frac{3}{4}`, `2 1/2`, `1,234.5`, `12%`,
-`2x^2-3`, `5\\sqrt{2}`. A value is a quotient of two polynomials with rational coefficients; their symbols are letters
-and roots of primes, and products of different roots of primes are linearly independent over the rationals, so that two
-values are equal exactly when their normal forms are. Whoever wrote the text may be hostile: size, depth, exponents and
-the work done in total are bounded, and what exceeds a bound is refused like what cannot be read.
+It reads plain notation and the LaTeX of final answers: `3/4`, `\\frac{3}{4}`, `2 1/2`, `1,234.5`, `12%`, `2x^2-3`,
+`5\\sqrt{2}`. A value is a quotient of two polynomials with rational coefficients. Their symbols are letters and roots
+of primes. Products of different roots of primes are linearly independent over the rationals, so values are equal if and
+only if their normal forms are. The text may be hostile: size, depth, exponents and total work are bounded. A text
+beyond a bound is unreadable.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MOST_CHARS = 400
-MOST_DIGITS = 60  # of one literal
+MOST_DIGITS = 60  # per literal
 MOST_DEPTH = 16
 MOST_EXPONENT = 40
 MOST_TERMS = 100
-MOST_BITS = 512  # of a numerator or denominator
+MOST_BITS = 512  # per numerator or denominator
 MOST_WORK = 10_000  # products of two terms in one evaluation
 MOST_RADICAND = 1_000_000
-MOST_INDEX = 6  # of a root
+MOST_INDEX = 6  # largest index of a root
 
 Monomial = tuple[tuple[str, Fraction], ...]  # (letter or prime, exponent), sorted; primes have exponents in (0, 1)
 Polynomial = dict[Monomial, Fraction]
 
 
 class Unreadable(Exception):
-    """The text is no expression, or a bound was exceeded. Stays inside this package's checkers."""
+    """The text is not an expression or exceeds a bound. Never leaves this package's checkers."""
 
 
 @dataclass(frozen=True)
 class Node:
     """A syntax tree. Kinds: number, mixed, percent, letter, negate, sum, product, quotient, power, root.
 
-    A number has its value in `value`, a letter its name in `name`, a root its index in `value`.
+    `value` is the value of a number or the index of a root; `name` is the name of a letter.
     """
 
     kind: str
@@ -60,7 +60,7 @@ TOKEN = re.compile(
 
 
 def clean(text: str) -> str:
-    """`text` in the plain notation that the tokeniser reads: LaTeX spacing gone, operators in ASCII."""
+    """`text` in plain notation for the tokeniser: without LaTeX spacing, operators in ASCII."""
     text = GROUPED.sub("", text)
     for old, new in REPLACED:
         text = text.replace(old, new)
@@ -68,7 +68,7 @@ def clean(text: str) -> str:
 
 
 def parse(text: str) -> Node:
-    """The syntax tree of an expression. Raises `Unreadable`."""
+    """The syntax tree of an expression. Raises Unreadable if it cannot be parsed or exceeds a bound."""
     if len(text) > MOST_CHARS:
         raise Unreadable("too long")
     return _Parser(_tokens(clean(text))).whole()
@@ -206,7 +206,7 @@ class _Parser:
 
 
 def _mixed(text: str) -> Node:
-    """`2 1/3`, `2\\frac{1}{3}` or `2\\frac13`; the fraction is proper."""
+    """`2 1/3`, `2\\frac{1}{3}` or `2\\frac13`; the fraction must be proper."""
     numbers = re.findall("[0-9]+", text)
     if len(numbers) == 2:  # \frac13
         numbers = [numbers[0], *numbers[1]]
@@ -221,7 +221,7 @@ def _mixed(text: str) -> Node:
 
 @dataclass(frozen=True)
 class Value:
-    """top / bottom; `bottom` is {(): 1} wherever it can be."""
+    """top / bottom; `bottom` is {(): 1} if possible."""
 
     top: Mapping[Monomial, Fraction]
     bottom: Mapping[Monomial, Fraction]
@@ -242,13 +242,13 @@ ONE: Polynomial = {(): Fraction(1)}
 
 
 class Evaluation:
-    """Evaluates trees under one budget of work."""
+    """Evaluates trees within one budget of work."""
 
     def __init__(self) -> None:
         self._work = 0
 
     def value(self, node: Node) -> Value:
-        """The normal form of a tree. Raises `Unreadable` beyond a bound and where there is no value, such as 1/0."""
+        """The normal form of a tree. Raises Unreadable if it exceeds a bound or has no value, such as 1/0."""
         if node.kind in ("number", "mixed"):
             return _value(_constant(node.value))
         if node.kind == "letter":
@@ -321,7 +321,7 @@ class Evaluation:
 
 
 def evaluate(node: Node) -> Value:
-    """The normal form of a syntax tree. Raises `Unreadable`."""
+    """The normal form of a syntax tree. Raises Unreadable (see `Evaluation.value`)."""
     return Evaluation().value(node)
 
 
@@ -336,7 +336,7 @@ def _value(top: Mapping[Monomial, Fraction], bottom: Mapping[Monomial, Fraction]
 
 
 def _checked(polynomial: Polynomial) -> Polynomial:
-    """Without zero terms; refused where it is too large."""
+    """The polynomial without zero terms. Raises Unreadable if it is too large."""
     kept = {monomial: x for monomial, x in polynomial.items() if x}
     if len(kept) > MOST_TERMS:
         raise Unreadable("too many terms")
@@ -349,7 +349,7 @@ def _checked(polynomial: Polynomial) -> Polynomial:
 
 
 def _join(left: Monomial, right: Monomial) -> tuple[int, Monomial]:
-    """The product of two monomials and the integer that comes out of its roots: 2^(1/2) * 2^(1/2) = 2."""
+    """The integer factor from the roots (2^(1/2) * 2^(1/2) = 2) and the rest of the product of two monomials."""
     exponents = dict(left)
     factor = 1
     for symbol, exponent in right:
@@ -367,7 +367,7 @@ def _rational(value: Value) -> Fraction:
 
 
 def _root(number: Fraction, index: int) -> Polynomial:
-    """The `index`-th root of a number >= 0 that is small enough to be factored."""
+    """The `index`-th root of a number >= 0. The number must be small enough to factor."""
     radicand = number.numerator * number.denominator ** (index - 1)
     if not 0 <= radicand <= MOST_RADICAND:
         raise Unreadable("an unusual radicand")

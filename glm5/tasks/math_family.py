@@ -1,7 +1,7 @@
 """Mathematics with exact answers: fractions, equations, number theory, algebra, percents and word problems (§3.2).
 
-The reward is 1 iff the final answer (in a box, after `answer:` or alone on its line) is the wanted one, see
-`glm5.tasks.math_answer`. The module is not called `math` because that is the standard library's.
+The reward is 1 if the final answer (in a box, after `answer:` or as a one-line text) is the wanted one (see
+`glm5.tasks.math_answer`). The module is not called `math` because the standard library has a module of that name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from glm5.tasks.math_problems import LEVELS, TOPICS
 
 @dataclass(frozen=True)
 class MathProblem:
-    """One exercise with its exact answer. `key` leaves out names and the order of sums."""
+    """One exercise with its exact answer. `key` ignores names and the order of sums."""
 
     id: str
     prompt: str
@@ -33,7 +33,7 @@ class MathProblem:
     tools: Sequence[ToolSpec] = ()
 
     def grade(self, message: Message) -> float:
-        """1.0 iff the final answer is right in value and form and no tool was called."""
+        """1.0 if the final answer is right in value and form and no tool was called, else 0.0."""
         return float(not message.tool_calls and check_answer(message.content, self.answer))
 
     def env(self) -> Env:
@@ -46,7 +46,7 @@ class MathProblem:
         return {"one": values, "tuple": f"({values})", "set": f"{{{values}}}"}[self.answer.kind]
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Bare or in a box, by `rng_seed`: both are read."""
+        """The answer bare or in a box, depending on `rng_seed`; both are accepted."""
         boxed = random.Random(f"math-demonstration-{rng_seed}-{self.id}").random() < 0.5
         solution = self.solution.replace("{", "\\{").replace("}", "\\}") if boxed else self.solution
         content = f"\\boxed{{{solution}}}" if boxed else solution
@@ -55,9 +55,9 @@ class MathProblem:
 
 
 class MathFamily(Family):
-    """`topics` and `levels` restrict what is drawn; every topic has every level.
+    """`topics` and `levels` restrict the exercises; every topic has every level.
 
-    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
 
     name = "math"

@@ -1,8 +1,7 @@
-"""Generators of mathematical exercises, one function per topic: random stream and level in, exercise out.
+"""Generators of mathematical exercises, one function per topic: from a random generator and a level to an exercise.
 
-Each writes its own working, a few steps that are all true, for demonstrations with thinking. `key` is what an exercise
-is about without its dress (names in a word problem, the order of a sum, a product or equations): equal keys share a
-split.
+Each writes its working, a few correct steps, for demonstrations with thinking. `key` is the content of an exercise
+without names in a word problem and without the order of sums, products or equations. Equal keys share a split.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LEVELS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Exercise:
-    """A question, its exact answer, the working and the content that decides the split."""
+    """A question, its exact answer, the working, and the `key` that decides the split."""
 
     text: str
     answer: Answer
@@ -241,7 +240,7 @@ def percents(rng: random.Random, level: int) -> Exercise:
 
 
 def decimal(value: Fraction) -> str:
-    """A fraction whose denominator has no primes but 2 and 5, written as a decimal."""
+    """A fraction as a decimal; its denominator must have no primes other than 2 and 5."""
     digits = 0
     while (value * 10**digits).denominator != 1:
         digits += 1

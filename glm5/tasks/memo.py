@@ -1,4 +1,4 @@
-"""A table of results that have been paid for, least recently used ones forgotten first, bounded by bytes."""
+"""An LRU cache for expensive results, bounded by bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 MEMO_BYTES = 64 << 20
-"""How much a table may hold."""
+"""Default bound of a cache, in bytes."""
 ENTRY_BYTES = 1000
-"""What an entry costs beside its texts: the objects around them and their places in the table."""
+"""Overhead of an entry in bytes, besides its strings: Python objects and dictionary slots."""
 
 
 class Memo(Generic[K, V]):
-    """Key -> value. An entry counts with the bytes that it was put in with, and ENTRY_BYTES more. Not safe to share
-    between threads."""
+    """An LRU cache. An entry counts as its given size plus ENTRY_BYTES. Not thread-safe."""
 
     def __init__(self, most_bytes: int = MEMO_BYTES) -> None:
         self._most = most_bytes
@@ -31,14 +30,15 @@ class Memo(Generic[K, V]):
         return key in self._entries
 
     def get(self, key: K) -> V | None:
-        """The value, which is now the last to be forgotten."""
+        """The value, or None; marks it as most recently used."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Set or replace a value of `size` bytes; others, and it too if it is too large, are forgotten for it."""
+        """Set or replace a value of `size` bytes. Evicts the least recently used entries, even this one if it is too
+        large."""
         self.pop(key)
         self._entries[key] = (value, size + ENTRY_BYTES)
         self.bytes += size + ENTRY_BYTES
@@ -47,6 +47,6 @@ class Memo(Generic[K, V]):
             self.bytes -= freed
 
     def pop(self, key: K) -> None:
-        """Forget a key, if it is there."""
+        """Remove a key if present."""
         if key in self._entries:
             self.bytes -= self._entries.pop(key)[1]

@@ -1,8 +1,8 @@
-"""Which domain comes next, so that every prefix has the wanted ratios as closely as whole numbers allow.
+"""A deterministic sequence of domains. Every prefix has the wanted ratios as closely as whole numbers allow.
 
-Drawing by chance is right in expectation only, and so a batch may lack a domain. Here, after any n draws, domain i has
-come n * w_i times, less than one more or fewer: of the domains that have waited long enough, the one comes whose
-turn would be too late first (R. Tijdeman, The chairman assignment problem, 1980).
+With random draws, the ratios are right only in expectation, and a batch may lack a domain. Here the count of domain i
+after n draws differs from n * w_i by less than one. Among the domains that are ripe, the one with the earliest deadline
+is next (R. Tijdeman, The chairman assignment problem, 1980).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from glm5.errors import ConfigError
 
 
 class Mixture:
-    """An endless sequence of domain numbers with fixed ratios, a function of the weights alone.
+    """An endless sequence of domain numbers with fixed ratios; depends only on the weights.
 
-    Weights are taken as the decimals that they are written as (0.1 is one tenth); they need not add up to 1. The
-    sequence is computed from its beginning as far as it is asked for and kept, one small integer a draw.
+    Weights are exact decimals as written (0.1 is one tenth). They need not sum to 1. The sequence is computed from its
+    beginning on demand and kept in memory.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Raises ConfigError without a positive weight, and for weights that are negative or not finite."""
+        """Raises ConfigError if no weight is positive, or a weight is negative or not finite."""
         try:
             exact = [Fraction(str(weight)) for weight in weights]
         except ValueError:
@@ -34,7 +34,7 @@ class Mixture:
         self._total = sum(self._shares)
         self._active = [i for i, share in enumerate(self._shares) if share]
         self._counts = [0] * len(exact)
-        self._before: list[int] = []  # how often draw n's domain had come before
+        self._before: list[int] = []  # per draw: earlier draws of its domain
         self._sequence: list[int] = []
 
     def domain(self, draw: int) -> int:
@@ -43,7 +43,7 @@ class Mixture:
         return self._sequence[draw]
 
     def occurrence(self, draw: int) -> int:
-        """How often the domain of this draw has come before it: an index into the domain's own problems."""
+        """Number of earlier draws of this draw's domain: an index into the domain's own problems."""
         self._extend(draw)
         return self._before[draw]
 
@@ -57,15 +57,15 @@ class Mixture:
             self._counts[chosen] += 1
 
     def _next(self) -> int:
-        """In whole numbers: with k domains, e = 1/(2k-2) and n draws to be complete, domain i is ripe when
-        n w_i - count_i >= e, and its turn is too late from the draw on at which n w_i - count_i would exceed 1 - e."""
+        """The domain of the next draw n (from 1), in exact arithmetic. With k domains and e = 1/(2k-2), domain i is
+        ripe if n w_i - count_i >= e. Its deadline is the first draw m with m w_i - count_i > 1 - e."""
         if len(self._active) == 1:
             return self._active[0]
         slack = 2 * len(self._active) - 2
         drawn = len(self._sequence) + 1
         best, deadline = -1, Fraction(0)
         for i in self._active:
-            owed = drawn * self._shares[i] - self._counts[i] * self._total  # times total
+            owed = drawn * self._shares[i] - self._counts[i] * self._total  # scaled by total
             if owed * slack >= self._total:
                 due = Fraction((slack - 1) * self._total - owed * slack, self._shares[i])
                 if best < 0 or due < deadline:

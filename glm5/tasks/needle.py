@@ -1,8 +1,7 @@
-"""Retrieval documents of any length, for measuring long context (RULER-like suites); `data.recall` has those to train
-on.
+"""Retrieval documents of any length, to measure long context (RULER-like suites). `data.recall` has training documents.
 
 A document is plain text: lines `name = value` with random short names and numbers, and a last line that asks for one of
-them again. Nothing but attention to the right line gives the answer.
+them again. Only attention to the right line gives the answer.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ SMALLEST = 32
 
 
 def needle_text(seed: int, index: int, target_bytes: int, depth: float, *, split: str = "train") -> tuple[str, str]:
-    """`(prompt, answer)`: the prompt has at most `target_bytes` bytes and ends in `name = `; the answer is the value
-    and the end of its line (`417\\n`). `depth` in [0, 1] places the asked line from first to last.
+    """`(prompt, answer)`. The prompt has at most `target_bytes` bytes and ends in `name = `. The answer is the value
+    and a newline (`417\\n`). `depth` in [0, 1] places the asked line from first to last.
 
-    The asked (name, value) pair belongs to `split` by hash, so training and evaluation never ask the same.
+    A hash assigns the asked (name, value) pair to `split`: training and evaluation never ask for the same pair. Raises
+    ConfigError if an argument is out of range.
     """
     if target_bytes < SMALLEST or not 0.0 <= depth <= 1.0 or split not in SPLITS:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Questions that want a computation: too much to do by hand, a few lines of Python (§3.2, tool-integrated reasoning).
+"""Questions that need a computation: too much by hand, a few lines of Python (§3.2, tool-integrated reasoning).
 
-Every question has a program that prints its answer and a callable that gives it in another way; the tests of this
-package run the one in the sandbox and hold it against the other.
+Every question has a program that prints its answer and a callable that computes it in another way. The tests of this
+package run the program in the sandbox and compare both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEVELS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Question:
-    """`program` prints the answer in the form in which it is to be given; `solve` computes it, on demand."""
+    """`program` prints the answer in the requested form; `solve` computes it on demand."""
 
     text: str
     program: str
@@ -35,7 +35,7 @@ class Question:
 
     @property
     def printed(self) -> str:
-        """What the program prints."""
+        """The program's output."""
         value = self.solve()
         return ("{" + ", ".join(map(str, value)) + "}" if isinstance(value, list) else str(value)) + "\n"
 
@@ -80,7 +80,7 @@ def _digit_count(rng: random.Random) -> Question:
 
 
 def _places(most: int, digit: int, unit: int) -> int:
-    """How many integers from 1 to `most` have `digit` at the place of `unit`."""
+    """Number of integers from 1 to `most` with `digit` at the place of `unit`."""
     high, low = divmod(most, unit * 10)
     return high * unit + min(max(low - digit * unit + 1, 0), unit)
 
@@ -110,7 +110,7 @@ def _prime_sum(rng: random.Random) -> Question:
 def _recurrence(rng: random.Random) -> Question:
     start, factor, add = rng.randint(1, 20), rng.randint(2, 30), rng.randint(1, 30)
     modulus, count = rng.randint(50, 999), rng.randint(50, 2000)
-    power = pow(factor, count, modulus * (factor - 1))  # closed form of the geometric sum, for the other way
+    power = pow(factor, count, modulus * (factor - 1))  # for `solve`: closed form of the geometric sum
     return Question(
         f"Let x(0) = {start} and x(n+1) = {factor}*x(n) + {add} modulo {modulus}. What is x({count})?",
         f"x = {start}\nfor _ in range({count}):\n    x = ({factor} * x + {add}) % {modulus}\nprint(x)",

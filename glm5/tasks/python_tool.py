@@ -1,8 +1,8 @@
-"""Tool-integrated reasoning: questions that want a computation, and a `python` tool to do it with (§3.2, TIR).
+"""Tool-integrated reasoning (TIR, §3.2): questions that need a computation, and a `python` tool for it.
 
-The policy may call `python` with a program for several turns and hears what it printed, then gives its final answer.
-The programs run in the sandbox, each in a fresh one. The reward is 1 iff the answer is exactly right, by whatever way
-it was found. Malformed calls are answered once; the second ends the episode.
+The policy may call `python` with a program for several turns. It gets the program's output and then gives its final
+answer. Every program runs in a new sandbox. The reward is 1 if the answer is exactly right, with or without the tool.
+The first malformed call gets an error message; the second ends the episode.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
 
 TOOLS: tuple[ToolSpec, ...] = (function_tool("python", "code"),)
 MOST_CODE_BYTES = 8000
-MOST_CALLS = 4  # in one message
+MOST_CALLS = 4  # per message
 MOST_MALFORMED = 2
-MOST_OUTPUT = 16_384  # characters that a tool's answer may have, whatever a recipe says
+MOST_OUTPUT = 16_384  # upper bound for `most_output`, in characters
 AT_ONCE = threading.Semaphore(4)
-"""Sandboxes that may run at a time, however many episodes there are."""
+"""Limits the number of parallel sandboxes, over all episodes."""
 
 
 class Programs:
-    """Runs programs in a sandbox, each text once: the samples of one question often write the same. One that reads the
-    clock or draws random numbers hears its first result again. Safe to share between threads."""
+    """Runs programs in a sandbox and caches results by program text: samples of one question are often equal. A program
+    that reads the clock or draws random numbers gets its first result again. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -44,8 +44,8 @@ class Programs:
         self._lock = threading.Lock()  # guards the two tables
 
     def run(self, code: str) -> SandboxResult:
-        """What the program did, as far as it can be shown (see `_shown`). Raises `GradingError` when the sandbox fails;
-        the next call tries again."""
+        """The program's result, shortened (see `_shown`). Raises GradingError if the sandbox fails; the next call tries
+        again."""
         with self._lock:
             if (kept := self._memo.get(code)) is not None:
                 return kept
@@ -63,21 +63,21 @@ class Programs:
             raise
         with self._lock:
             del self._running[code]
-            if result.killed_reason != "wall":  # which says as much about the machine as about the program
+            if result.killed_reason != "wall":  # a timeout depends on the machine too
                 self._memo.put(code, result, sum(map(sys.getsizeof, (code, result.stdout, result.stderr))))
         found.set_result(result)
         return result
 
 
 def _shown(result: SandboxResult) -> SandboxResult:
-    """The result without what no `observation` shows: the middle of long texts, and errors before the last line."""
+    """The result without parts that no `observation` shows: the middle of long texts, errors before the last line."""
     lines = result.stderr.strip().splitlines()
     last = cut(lines[-1], MOST_OUTPUT) if lines else ""
     return replace(result, stdout=cut(result.stdout, MOST_OUTPUT), stderr=last)
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` characters of a text, the middle left out. What was cut before, to no less, gives the same."""
+    """At most `most` characters of a text, the middle left out. An earlier cut to a larger size changes nothing."""
     if len(text) <= most:
         return text
     half = max(1, (most - len("[...]")) // 2)
@@ -86,13 +86,13 @@ def cut(text: str, most: int) -> str:
 
 @functools.cache
 def default_programs() -> Programs:
-    """What problems share unless given another sandbox. Raises `GradingError` where code cannot be isolated."""
+    """The programs that problems share unless given another sandbox. Raises GradingError if code cannot be isolated."""
     return Programs(Sandbox(Limits(cpu_s=2, wall_s=10.0, memory_mb=256, processes=2, file_mb=4, output_kb=64)))
 
 
 def observation(result: SandboxResult, most: int) -> str:
-    """What the policy hears of a run: its output, else that there was none; the last line of an error; why it was
-    stopped. At most `most` characters, the middle left out."""
+    """The policy's view of a run: its output or a note that there was none, the last line of an error, and the reason
+    if it was stopped. At most `most` characters; the middle is left out."""
     text = result.stdout
     if result.killed_reason is not None:
         text += f"[stopped: {result.killed_reason}]"
@@ -104,7 +104,7 @@ def observation(result: SandboxResult, most: int) -> str:
 
 @dataclass(frozen=True)
 class PythonProblem:
-    """One question with the tool at hand."""
+    """One question with the `python` tool."""
 
     id: str
     question: Question = field(compare=False)
@@ -126,14 +126,14 @@ class PythonProblem:
         return self.question.answer
 
     def grade(self, message: Message) -> float:
-        """1.0 iff the final answer is exactly right."""
+        """1.0 if the final answer is exactly right, else 0.0."""
         return float(check_answer(message.content, self.answer))
 
     def env(self) -> Env:
         return PythonToolEnv(self)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Compute, hear, tell. One in four first forgets to print and hears nothing; that turn is out of the loss."""
+        """Call, result, answer. One in four first forgets to print and gets no output; that turn is not in the loss."""
         rng = random.Random(f"python_tool-demonstration-{rng_seed}-{self.id}")
         program = self.question.program
         messages = [Message("user", self.prompt)]
@@ -164,7 +164,7 @@ class PythonToolEnv:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """Run the calls of a message, or grade when it has none. Raises `GradingError` when the sandbox fails."""
+        """Run the calls of a message, or grade if it has none. Raises GradingError if the sandbox fails."""
         self._turns += 1
         if message is not None and not message.tool_calls:
             reward = self._source.grade(message)
@@ -201,7 +201,7 @@ class PythonToolEnv:
 
 
 def _misuse(call: ToolCall) -> str | None:
-    """What is wrong with a call, in few words; None when it can be carried out."""
+    """A short description of what is wrong with a call, or None if it can be run."""
     if call.name != "python":
         return "no such tool"
     if set(call.arguments) != {"code"}:
@@ -210,16 +210,16 @@ def _misuse(call: ToolCall) -> str | None:
     if not isinstance(code, str) or not code.strip():
         return "code: a program"
     data = code.encode("utf-8", "ignore")
-    if len(data) > MOST_CODE_BYTES or data.decode() != code:  # lone surrogates are no text
+    if len(data) > MOST_CODE_BYTES or data.decode() != code:  # lone surrogates are not text
         return "code: a short program"
     return None
 
 
 class PythonToolFamily(Family):
-    """`levels` and `topics` restrict the questions (none: all of the levels), `max_turns` counts assistant messages,
-    `most_output` characters of a tool's answer. Raises `GradingError` where code cannot be isolated.
+    """`levels` and `topics` restrict the questions (no topics: all of the levels). `max_turns` counts assistant
+    messages, `most_output` characters of a tool's answer. Raises GradingError if code cannot be isolated.
 
-    `thinking` fixes the mode, None lets each problem choose (for SFT on both modes).
+    `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
 
     name = "python_tool"

@@ -1,14 +1,15 @@
-"""Runs Python that nobody has read: the policy's code, and the exercises' tests over it (§3.3, §4.2 of the paper).
+"""Runs untrusted Python: the policy's code, and the exercises' tests on it (§3.3, §4.2 of the paper).
 
-What a program gets: the interpreter and the standard library read-only, an empty home folder in memory, no network, no
-other process, no environment, no `/proc`, an identity that owns nothing, no capabilities, a system-call filter, and
-limits on CPU, wall time, memory, processes, file size and output. What holds it is the Linux kernel: as root our own
-namespaces; as an ordinary user bubblewrap where it is installed, else namespaces behind a user namespace. A mechanism
-is used after a trial program has found every barrier in place (`TRIAL`). Where none passes, running code is refused;
-there is no unsafe mode.
+A program gets the interpreter and the standard library read-only, an empty home folder in memory, a user id that owns
+nothing, and limits on CPU, wall time, memory, processes, file size and output. It has no network, no view of other
+processes, no environment variables, no `/proc` and no capabilities; a seccomp filter restricts its system calls.
+
+The Linux kernel enforces this: as root with our own namespaces; as an ordinary user with bubblewrap if it is installed,
+else with namespaces inside a user namespace. A mechanism is used only if a trial program finds every barrier in place
+(`TRIAL`). If none passes, the sandbox refuses to run code; there is no unsafe mode.
 
 Memory and CPU time are limited per process, so the worst case of one run is `memory_mb * processes` plus `file_mb`, and
-all cores for `wall_s`. Linux 5.14 or later on x86_64 or aarch64.
+all cores for `wall_s`. Needs Linux 5.14 or later on x86_64 or aarch64.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from glm5.tasks.sandbox_room import command_of, memory_file, request_of
 
 MECHANISMS = {"root": "Linux namespaces (root)", "bubblewrap": "bubblewrap", "user": "Linux user namespaces"}
 NO_FILES: Mapping[str, str] = MappingProxyType({})
-START_S = 60.0  # how long the room may take until its program runs; after that the room is tried once more
-MOST_STRETCH = 3.0  # wall limits that a program may get on top for the time in which it waited for a core
-LATE_READS = 8  # how often streams are read after the deadline
-KILL_S = 5.0  # how long the launcher may take to clear the room before it is killed itself
+START_S = 60.0  # time limit until the room's program runs; then the room is started once more
+MOST_STRETCH = 3.0  # maximum extra time for waiting for a core, in multiples of the wall limit
+LATE_READS = 8  # maximum reads of the streams after the deadline
+KILL_S = 5.0  # time limit for the launcher to clear the room before it is killed
 INTERRUPTED = "the sandbox run was ended because the work that needed it was interrupted."
 
-# Tries every barrier from the inside and names those that are missing. The numbers are the limits it runs under.
+# Tries every barrier from the inside and prints the missing ones. Its input numbers are its own limits.
 TRIAL = """\
 import _socket, os, resource, sys, time
 memory_mb, processes, file_mb = map(int, sys.stdin.read().split())
@@ -79,9 +80,9 @@ print("missing: " + ", ".join(name for name, holds in barriers.items() if not ho
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What a program did. `exit_code` is minus the signal when it was killed. `killed_reason` is None, "wall", "cpu",
-    "output", or "signal NAME"; `timed_out` covers wall and CPU time. Nothing of the program runs any more. The texts
-    are whatever it wrote, undecodable bytes replaced."""
+    """Result of a finished program; none of its processes is left. `exit_code` is minus the signal number if it was
+    killed. `killed_reason` is None, "wall", "cpu", "output", or "signal NAME"; `timed_out` covers wall and CPU time. In
+    `stdout` and `stderr`, undecodable bytes are replaced."""
 
     exit_code: int
     stdout: str
@@ -92,9 +93,9 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs programs one by one or two at a time. Holds no state between runs; safe to share between threads.
+    """Runs programs one by one or two at a time. Keeps no state between runs. Thread-safe.
 
-    Raises `GradingError` on construction when this machine cannot isolate a program.
+    The constructor raises GradingError if this machine cannot isolate a program.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -110,11 +111,10 @@ class Sandbox:
     def run_python(
         self, source: str, files: Mapping[str, str] = NO_FILES, stdin: str = "", output_kb: int | None = None
     ) -> SandboxResult:
-        """Run `source` as `main.py` in a fresh folder that also holds `files` (relative paths to text). `output_kb`
-        stands in for the limit of that name.
+        """Run `source` as `main.py` in a new folder with `files` (relative path to text). `output_kb` overrides the
+        limit of that name. The program can read and seek `stdin`, but not write it.
 
-        Raises `GradingError` when the sandbox itself fails; whatever the program does ends in a `SandboxResult`.
-        `stdin` can be read and sought, not written.
+        Raises GradingError if the sandbox itself fails. Every failure of the program is a `SandboxResult`.
         """
         limits = replace(self.limits, output_kb=output_kb or self.limits.output_kb)
         return _run(self._mode, limits, Job(source, files, stdin))
@@ -126,14 +126,14 @@ class Sandbox:
 
 
 def sandbox_available() -> str | None:
-    """The name of the mechanism that `Sandbox` uses on this machine, or None where running code is refused."""
+    """The name of the isolation mechanism on this machine, or None if running code is refused."""
     mode, _ = _probe()
     return None if mode is None else MECHANISMS[mode]
 
 
 @functools.cache
 def _probe() -> tuple[str | None, str]:
-    """The first mechanism that really runs a program, or None and what went wrong with each."""
+    """The first mechanism that passes the trial, or None and the failure of each."""
     reasons = []
     if sys.platform != "linux":
         return None, f"{sys.platform} has no Linux namespaces"
@@ -155,19 +155,19 @@ def _probe() -> tuple[str | None, str]:
 
 
 class _Clock:
-    """How long a room may still take: `START_S` until its program runs, then `wall_s`.
+    """Remaining time of a room: `START_S` until its program runs, then `wall_s`.
 
-    On a busy machine a program waits for a core without having asked for the delay, so that time does not count, up to
-    `MOST_STRETCH` times the limit (more would let a program with many threads stretch its run at will).
+    On a busy machine, the time that a program waits for a core does not count, up to `MOST_STRETCH` times the limit.
+    The bound keeps a program with many threads from extending its run without end.
     """
 
     def __init__(self, room: int, wall_s: float) -> None:
         self._room, self._wall_s = room, wall_s
         self._end = time.monotonic() + START_S
-        self._granted: float | None = None  # seconds of waiting that were added; None before the start
+        self._granted: float | None = None  # added seconds of waiting; None before the start
 
     def program_runs(self) -> None:
-        """Begin the program's own time; later calls change nothing."""
+        """Start the program's wall limit; later calls do nothing."""
         if self._granted is None:
             self._end, self._granted = time.monotonic() + self._wall_s, 0.0
 
@@ -182,8 +182,8 @@ class _Clock:
 
 
 def _waited_for_a_core(pid: int) -> float:
-    """The longest time in seconds that a process of the tree under `pid` was able to run and did not; 0 where the
-    kernel does not say. Processes that have ended are not seen, so this errs on the short side."""
+    """Longest time in seconds that a process in the tree under `pid` was runnable but not running; 0 if the kernel does
+    not report it. Ended processes are not seen, so this is a lower bound."""
     longest, family = 0, [str(pid)]
     while family:
         process = family.pop()
@@ -196,7 +196,7 @@ def _waited_for_a_core(pid: int) -> float:
 
 
 class _StartedTooLate(GradingError):
-    """The room was not ready in time, which says something about the machine alone."""
+    """The room was not ready in time. The cause is the machine, not the program."""
 
 
 def _run(mode: str, limits: Limits, job: Job) -> SandboxResult:
@@ -246,7 +246,7 @@ def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
 
 
 def _end(mode: str, process: subprocess.Popen[bytes], control_fd: int) -> None:
-    """Close the room and wait until it is empty. Under bubblewrap, whose process 1 dies with its parent, the kernel may
+    """Close the room and wait until it is empty. Under bubblewrap, process 1 dies with its parent, so the kernel may
     still be ending the last processes when this returns."""
     with contextlib.suppress(BrokenPipeError):  # the launcher failed and is gone
         os.write(control_fd, b"x")
@@ -264,10 +264,10 @@ def _end(mode: str, process: subprocess.Popen[bytes], control_fd: int) -> None:
 def _collect(
     process: subprocess.Popen[bytes], status_fd: int, limits: Limits, token: CancelToken | None = None
 ) -> tuple[dict[str, bytes], str | None]:
-    """Read until all streams end. Returns the bytes by stream and why we stopped early: None, "wall" or "output".
-    Raises GradingError once the token is cancelled.
+    """Read until all streams end. Returns the bytes by stream and the reason to stop early: None, "wall" or "output".
+    Raises GradingError if the token is cancelled.
 
-    What is there at the deadline is still read: the caller may have slept longer than the program ran."""
+    Data available at the deadline is still read: this thread may have slept longer than the program ran."""
     assert process.stdout is not None and process.stderr is not None  # both are pipes
     captured = {"stdout": b"", "stderr": b"", "status": b""}
     most, late, clock = limits.output_kb * 1024, 0, _Clock(process.pid, limits.wall_s)
@@ -288,7 +288,7 @@ def _collect(
                 return captured, "wall"
             if any(key.data == "token" for key, _ in events):
                 raise GradingError(INTERRUPTED)
-            for key, _ in sorted(events, key=lambda event: event[0].data != "status"):  # first: has it begun?
+            for key, _ in sorted(events, key=lambda event: event[0].data != "status"):  # status first
                 chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fd)
@@ -302,7 +302,8 @@ def _collect(
 
 
 def _verdict(mode: str, captured: Mapping[str, bytes], stopped: str | None, wall_s: float) -> SandboxResult:
-    """Turn the launcher's lines into a result. Once the program has started, its end is its own doing."""
+    """Convert the launcher's status lines to a result. Raises GradingError if the program did not start or the sandbox
+    was killed from outside."""
     lines = captured["status"].decode(errors="replace").splitlines()
     stdout, stderr = (captured[name].decode(errors="replace") for name in ("stdout", "stderr"))
     if "ready" not in lines:
@@ -324,7 +325,7 @@ def _verdict(mode: str, captured: Mapping[str, bytes], stopped: str | None, wall
 
 
 def _signal_name(number: int) -> str:
-    """`SIGABRT`, or `SIGRTMIN+6` for the real-time signals, which Python has no names for."""
+    """`SIGABRT`, or `SIGRTMIN+6` for real-time signals, which have no names in Python."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,13 +1,13 @@
 """Runs inside the sandbox process tree: builds the locked room, then starts the untrusted program in it.
 
-`glm5.tasks.sandbox` starts this file with `python -I -S -B`, so it imports nothing of `glm5` and only cheap standard
-modules: every import here is paid on each run of each rollout. Order matters and is the whole point of the file:
-namespaces, file system, resource limits, identity, capabilities, system-call filter, `execve`.
+`glm5.tasks.sandbox` starts this file with `python -I -S -B`. It imports nothing of `glm5` and only cheap standard
+modules, because every run of every rollout pays for the imports. The order of the steps is essential: namespaces, file
+system, identity, capabilities, resource limits, system-call filter, `execve`.
 
-The request arrives as netstrings (`<length>:<bytes>`) on one descriptor, the verdict leaves as text lines on another:
-`error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never
-sees the second descriptor, and process 1 of its world is this file, which it cannot kill. A byte
-on the control descriptor, or its end, tells the outer process to end the room; it leaves when the room is gone.
+The request arrives as netstrings (`<length>:<bytes>`) on one descriptor. The result leaves as text lines on another:
+`error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never sees
+the second descriptor, and it cannot kill this process, which is process 1 of its namespace. A byte or the end of file
+on the control descriptor makes the outer process end the room; the outer process exits after the room is gone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SIGINT, SIGKILL, EPERM, ENOSYS = 2, 9, 1, 38
 NOBODY = 65534
 BOX = "/box"
 
-# System calls that no exercise needs and that reach the network, the kernel's soft spots, its log, the scheduling of
-# other processes or memory outside the limits, and those by which programs that share the library's files could signal
-# to each other, watch the machine or slow it down: locks, caches, watches, load. (x86_64, aarch64) numbers.
+# System calls that no exercise needs, as (x86_64, aarch64) numbers. Some reach the network, risky parts of the kernel,
+# its log, the scheduling of other processes or memory outside the limits. With others (locks, caches, watches, load),
+# programs that share the library's files could signal to each other, observe the machine or slow it down.
 DENIED = {
     "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270),
@@ -50,13 +50,13 @@ DENIED = {
     "mincore": (27, 232), "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "sysinfo": (99, 179),
 }  # fmt: skip
-NEWER_CALLS = 450  # from here on ENOSYS: calls that this table does not know; libraries fall back to older ones
-# Calls that say yes and do nothing. All that a room can write lies in its memory, so there is nothing to bring to a
-# disk, and the caches of the shared files are not the program's to write back.
+NEWER_CALLS = 450  # calls from this number on are unknown to this table: ENOSYS, and libraries fall back to older ones
+# Calls that return success and do nothing. A room writes only to memory, so there is nothing to flush to disk, and the
+# program must not write back caches of the shared files.
 PRETENDED = {"fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227)}
-# Calls that depend on one argument: (numbers, place of the argument, its values, the answer). POSIX locks are granted
-# without being taken: databases want them, and the program is alone in its folder. What would show or hold a lock on
-# a file that rooms share is refused, and so is pushing shared pages out of memory.
+# Calls that depend on one argument: (numbers, place of the argument, its values, the answer). POSIX locks return
+# success without locking: databases need them, and the program is alone in its folder. Calls that show or take other
+# locks on files shared by rooms are refused, and so are calls that page out shared memory.
 F_GETLK, F_SETLK, F_SETLKW, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 5, 6, 7, 36, 37, 38
 F_SETLEASE, F_NOTIFY, MADV_COLD, MADV_PAGEOUT = 1024, 1026, 20, 21
 BY_ARGUMENT = (
@@ -72,7 +72,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SetupError(Exception):
-    """The room could not be built; says nothing about the program."""
+    """The room could not be built; not the program's fault."""
 
 
 def check(result: int, what: str) -> None:
@@ -95,7 +95,7 @@ def netstrings(blob: bytes) -> Iterator[bytes]:
 
 
 def read_request(descriptor: int) -> dict[str, list[list[str]]]:
-    """Rows grouped by their first field: `[kind, field, ...]`, every row a netstring of netstrings."""
+    """Rows grouped by their first field. A row is `[kind, field, ...]`, encoded as a netstring of netstrings."""
     with os.fdopen(descriptor, "rb") as stream:
         blob = stream.read()
     request: dict[str, list[list[str]]] = {}
@@ -106,7 +106,7 @@ def read_request(descriptor: int) -> dict[str, list[list[str]]]:
 
 
 def enter_namespaces(as_root: bool) -> None:
-    """New namespaces for everything. An ordinary user needs a user namespace to be allowed the others."""
+    """Enter new namespaces of every kind. An ordinary user needs a user namespace to create the others."""
     uid, gid = os.getuid(), os.getgid()
     check(libc.unshare(NAMESPACES | (0 if as_root else CLONE_NEWUSER)), "unshare")
     if not as_root:
@@ -121,8 +121,8 @@ def enter_namespaces(as_root: bool) -> None:
 
 
 def sandbox_uid(as_root: bool, maps: tuple[str, ...] = ("/proc/self/uid_map", "/proc/self/gid_map")) -> int:
-    """An identity that owns nothing. Root takes one of its own per run, so that runs do not share a process count; in a
-    container that knows few identities, one of those that it has beyond system and users."""
+    """A user id that owns nothing. Root takes a different one per run, because runs must not share a process count. In
+    a container with few ids, it is one above those of system and users."""
     if not as_root:
         return NOBODY
     for own in (1_000_000_000 + os.getpid(), 20_000 + os.getpid() % 40_000):
@@ -132,14 +132,14 @@ def sandbox_uid(as_root: bool, maps: tuple[str, ...] = ("/proc/self/uid_map", "/
 
 
 def is_mapped(number: int, path: str) -> bool:
-    """Whether an identity exists in this user namespace; a map has a line `first outside count` per range."""
+    """Whether a user or group id exists in this user namespace. The map has a line `first outside count` per range."""
     with open(path) as stream:
         ranges = [tuple(map(int, line.split())) for line in stream]
     return any(first <= number < first + count for first, _, count in ranges)
 
 
 def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb: int) -> None:
-    """A tmpfs that holds read-only views of the interpreter's paths and one writable folder; then the only root."""
+    """Build a tmpfs with read-only views of the interpreter's paths and one writable folder; make it the only root."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path, link in request.get("link", []):
@@ -153,7 +153,7 @@ def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "x").close()
         mount(path, target, None, MS_BIND | MS_REC)
-        # a device node must stay a device; read-only, its data can be written, its owner, mode and times cannot
+        # a device node must stay a device: if read-only, its data is writable, but not its owner, mode and times
         attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
         check(
             libc.syscall(
@@ -165,12 +165,12 @@ def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb
     for (path,) in request.get("hide", []):
         mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
     os.mkdir(root + BOX)
-    if file_mb:  # else the folder is part of the read-only root
+    if file_mb:  # otherwise the folder is part of the read-only root
         options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
         mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
-    check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and takes it away
+    check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and removes it
     os.chdir("/")
     mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
@@ -202,7 +202,7 @@ def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
 
 def drop_privileges(uid: int, last_capability: int) -> None:
     for capability in range(last_capability + 1):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused when it is already gone
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if it is already dropped
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -214,8 +214,8 @@ def drop_privileges(uid: int, last_capability: int) -> None:
 
 
 def filter_system_calls(machine: str) -> None:
-    """A seccomp filter: the calls of `DENIED` and new namespaces fail with EPERM, those of `PRETENDED` and
-    `BY_ARGUMENT` as they say, a foreign call table kills."""
+    """Install a seccomp filter. Calls of `DENIED` and new namespaces fail with EPERM. `PRETENDED` and `BY_ARGUMENT`
+    define their own answers. A call from another architecture's table kills the program."""
     if machine not in MACHINES:
         raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
     column, audit, clone, clone3 = MACHINES[machine]
@@ -234,7 +234,7 @@ def filter_system_calls(machine: str) -> None:
         code += [(load, 0, 0, 0)]
     code += [(jump_eq, 0, 1, PREADV2[column]), (give, 0, 0, fail | ENOSYS)]
     code += [(jump_ge, 0, 1, NEWER_CALLS), (give, 0, 0, fail | ENOSYS)]
-    code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags hide behind a pointer; libc falls back
+    code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags are not visible here; libc falls back
     code += [(jump_eq, 0, 4, PRLIMIT[column]), (load, 0, 0, 16)]  # a program may limit itself, never another process
     code += [(jump_eq, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, fail | EPERM)]
     code += [(jump_eq, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, 0x7E020000), (give, 0, 0, fail | EPERM)]
@@ -245,8 +245,8 @@ def filter_system_calls(machine: str) -> None:
 
 
 def start_program(executable: str, machine: str, program: list[str]) -> int:
-    """Fork and become the interpreter of `program`. Returns the child's process id once it has; raises SetupError when
-    it cannot, so that our failure never looks like the program's."""
+    """Fork and execute the interpreter with `program`. Returns the child's process id after a successful start. Raises
+    SetupError if it fails: our failure must not look like the program's."""
     failed, report = os.pipe()  # both ends close themselves in the program
     child = os.fork()
     if child:
@@ -267,7 +267,7 @@ def start_program(executable: str, machine: str, program: list[str]) -> int:
 
 
 def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, status: int, uid: int) -> None:
-    """Build the room, run the program, report. Our exit takes every process of the room with it."""
+    """Build the room, run the program, report. Our exit ends every process of the room."""
     (executable, last_capability) = request["program"][0]
     cpu_s, memory_mb, processes, file_mb = (int(value) for value in request["limits"][0])
     machine = os.uname().machine
@@ -279,7 +279,7 @@ def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, st
     write_files(request.get("file", []), uid)
     libc.signal(SIGINT, None)  # Python's handler would let the program interrupt process 1
     drop_privileges(uid, int(last_capability))
-    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # after the change of identity, which clears it
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # the change of user id clears it
     limit(cpu_s, memory_mb, processes, file_mb)
     child = start_program(executable, machine, request["python"][0])
     os.write(status, b"ready\n")
@@ -292,12 +292,12 @@ def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, st
 
 
 def guard_room(first: int, status: int, control: int) -> None:
-    """Wait for the order to end the room, and then until its last process is gone."""
+    """Wait for the order to end the room, then kill it and wait until its last process is gone."""
     for descriptor in (0, 1, 2, status):
         os.close(descriptor)  # the streams end with the room, not with us
     os.read(control, 1)
     os.kill(first, SIGKILL)
-    os.waitpid(first, 0)  # the kernel lets go of process 1 after all others of its namespace
+    os.waitpid(first, 0)  # process 1 ends after all others of its namespace
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""What the sandbox's room is made of: its limits, what it shows of the machine, and the launcher's request.
+"""The sandbox's room: its limits, the visible paths of the machine, and the request to the launcher.
 
-`glm5.tasks.sandbox` starts and watches the room, `sandbox_launcher.py` builds it from the inside.
+`glm5.tasks.sandbox` starts and watches the room; `sandbox_launcher.py` builds it from the inside.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. `cpu_s` and `memory_mb` (address space) count per process, `file_mb` is the whole home
-    folder, `output_kb` each of stdout and stderr; a program that writes more is killed. `file_mb=0` takes the folder
-    away: nothing can be written anywhere, and the program comes without `files`."""
+    """Resource limits of one run. `cpu_s` and `memory_mb` (address space) count per process. `file_mb` limits the whole
+    home folder. `output_kb` limits stdout and stderr each; a program that writes more is killed. With `file_mb=0` there
+    is no writable folder, and `files` must be empty."""
 
     cpu_s: int = 5
     wall_s: float = 10.0
@@ -50,13 +50,13 @@ class Job:
 
 
 def interpreter() -> str:
-    """The real interpreter behind a virtual environment."""
+    """Path of the base interpreter, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 @functools.cache
 def view() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Paths to show read-only, symbolic links to recreate, and folders inside the shown ones to cover."""
+    """Paths to show read-only, symbolic links to recreate, and folders to hide inside the shown ones."""
     executable = interpreter()
     libraries = [*LIBRARY_FOLDERS, f"{sys.base_prefix}/lib", f"{sys.base_prefix}/lib64"]
     libraries += ["/nix/store"] if executable.startswith("/nix/store/") else []
@@ -83,7 +83,8 @@ def netstring(data: bytes) -> bytes:
 
 
 def request_of(limits: Limits, job: Job) -> bytes:
-    """The launcher's input: rows of netstrings, see `sandbox_launcher.read_request`."""
+    """The launcher's input: rows of netstrings (see `sandbox_launcher.read_request`). Raises ConfigError if a file name
+    is not allowed, or there are files but no folder."""
     shown, links, hidden = view()
     rows: list[tuple[str, ...]] = [("bind", path) for path in shown]
     rows += [("link", *link) for link in links]
@@ -139,8 +140,8 @@ def command_of(mode: str, limits: Limits, descriptors: Iterable[int], root: str)
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor to read `data` from: unlike a pipe it cannot block, however much or little is read. It is sealed, or
-    the program could keep data in it beyond its limits."""
+    """A file descriptor to read `data` from; unlike a pipe it never blocks. It is sealed, otherwise the program could
+    store data in it beyond its limits."""
     descriptor = os.memfd_create("glm5-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as stream:
         stream.write(data)

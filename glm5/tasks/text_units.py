@@ -1,8 +1,8 @@
 """Words, sentences, paragraphs and list items of a text in any script, as a reader would count them (§3.4).
 
-A text is read in its compatible form (NFKC), so a fullwidth or mathematical letter is the letter that it shows. What
-looks like something that it is not, cannot be read at all: words that mix scripts, invisible characters, letters that
-imitate others. A unit counts if it says something: it needs words with letters, and one that no earlier unit has.
+A text is normalised with NFKC: a fullwidth or mathematical letter becomes the plain letter. Deceptive texts are
+unreadable: words that mix scripts, invisible characters, letters that imitate others. A unit counts only if it has
+words with letters, one of them in no earlier unit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-LONGEST_WORD = 30  # letters; longer ones are words run together
-FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")  # letters and symbols that show nothing
+LONGEST_WORD = 30  # letters; anything longer is several words without spaces
+FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")  # invisible letters and symbols
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")  # a character is a word
-LATIN_ALONE = frozenset("æøœßðþđłıħŋŧ")  # Latin letters that are no ASCII letter with marks; others are imitations
+LATIN_ALONE = frozenset("æøœßðþđłıħŋŧ")  # Latin letters that are not ASCII letters with marks; all others imitate
 LOOKS_LIKE = str.maketrans(
     "аеорсухіјѕкмтвнԁԛԝһӏ" + "αβεζηικμνορτυχωγϳ" + "øđłıħŧ", "aeopcyxijskmtbhdqwhl" + "abeznikuvoptuxwyj" + "odliht"
 )
-SPELLED = re.compile(r"[\U0001f1e6-\U0001f1ff]{3}")  # the letters that flags are made of, a flag being two
+SPELLED = re.compile(r"[\U0001f1e6-\U0001f1ff]{3}")  # three or more flag letters; a flag has two
 ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "st", "no", "vs", "e.g", "i.e"))
 SENTENCE_END = re.compile(r"""[.!?؟]+["'”’»)\]]*(?=\s|$)|[。।॥]+["'”’»)\]]*""")
 BLANK_LINES = re.compile(r"\n[ \t]*\n")
@@ -27,8 +27,7 @@ BLANK_LINES = re.compile(r"\n[ \t]*\n")
 
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> str | None:
-    """The text in its compatible form; None where it holds what a reader cannot see or would take for something
-    else."""
+    """The text in NFKC form; None if it has invisible or deceptive characters or too long words."""
     shown = unicodedata.normalize("NFKC", text.replace("\r\n", "\n"))
     kept: list[str] = []
     for character in shown:
@@ -59,8 +58,8 @@ def _imitates(character: str) -> bool:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in small letters, in order: runs of letters, marks and digits, with apostrophes inside. In
-    scripts that set no spaces every character is one."""
+    """The lower-case words of a text in order: runs of letters, marks and digits, with apostrophes inside. In scripts
+    without spaces every character is a word."""
     words, current = [], ""
     for character in [*text.lower(), " "]:
         unspaced = _script(character) in UNSPACED
@@ -76,7 +75,7 @@ def words_of(text: str) -> list[str]:
 
 
 def skeleton(word: str) -> str:
-    """The plain letters that a word shows: without marks, and Latin where Cyrillic or Greek looks the same."""
+    """The plain letters of a word: without marks, and with Latin letters for Cyrillic or Greek look-alikes."""
     letters = (c for c in unicodedata.normalize("NFKD", word.lower()) if not unicodedata.category(c).startswith("M"))
     return "".join(letters).translate(LOOKS_LIKE)
 
@@ -97,22 +96,22 @@ def say_something(units: Sequence[str], least: int) -> bool:
 
 
 def bullets_of(text: str) -> list[str]:
-    """What stands on the lines of a list that begin with `- `; empty where another line stands between, or an item
-    says nothing."""
+    """Items of a list of lines that begin with `- `; empty if there is any other line or an empty item
+    (`say_something`)."""
     lines = [line for line in text.strip().split("\n") if line.strip()]
     items = [line[2:] for line in lines if line.startswith("- ")]
     return items if len(items) == len(lines) and say_something(items, 1) else []
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """Pieces that empty lines separate; empty where one of them says nothing."""
+    """Pieces separated by empty lines; empty if one of them says nothing (`say_something`)."""
     pieces = [piece for piece in BLANK_LINES.split(text.strip()) if piece.strip()]
     return pieces if say_something(pieces, 2) else []
 
 
 def sentences_of(text: str) -> list[str]:
-    """Pieces that end in `.`, `!`, `?` or what stands for them elsewhere; empty where words follow the last one, or a
-    piece says nothing. A number with its dot belongs to what follows."""
+    """Pieces that end in `.`, `!`, `?` or their equivalents in other scripts; empty if words follow the last piece or a
+    piece says nothing. A number with its dot belongs to the next piece."""
     pieces, start = [], 0
     for match in SENTENCE_END.finditer(text):
         piece = text[start : match.end()]

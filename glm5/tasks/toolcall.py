@@ -1,7 +1,7 @@
 """One function call and its answer: `weather in Rome on Mon` > get_weather(city=Rome, day=Mon) > `sunny` > `sunny`.
 
-For SFT and evaluation. The reward is 1 iff exactly the right call was made first and the final answer tells the tool's
-result; a wrong or malformed call ends the episode with 0, as for GLM-4.5's exact-match reward.
+For SFT and evaluation. The reward is 1 if the first message makes exactly the right call and the final answer is the
+tool's result. A wrong or malformed call ends the episode with 0, like GLM-4.5's exact-match reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ITEMS = tuple("tea salt rice milk corn soap oats jam figs kale nuts plum leek be
 
 @dataclass(frozen=True)
 class Service:
-    """A tool: how people ask for it, the values of its parameters by name, and what it may answer."""
+    """A tool: its question template, the values of its parameters by name, and its possible results."""
 
     tool: str
     question: str
@@ -48,7 +48,7 @@ SERVICES: Mapping[str, Service] = {
 
 @dataclass(frozen=True)
 class ToolCallProblem:
-    """A question, the right tool beside a wrong one, and what the tool will say."""
+    """A question, the right tool and a wrong one, and the tool's result."""
 
     id: str
     service: str
@@ -75,7 +75,7 @@ class ToolCallProblem:
         return ToolCallEnv(self)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Ask, call, hear, tell; there is one good way."""
+        """Question, call, result, answer. `rng_seed` is ignored: there is only one good conversation."""
         return [
             Message("user", self.prompt),
             Message("assistant", tool_calls=(self.call,)),

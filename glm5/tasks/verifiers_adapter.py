@@ -1,10 +1,10 @@
-"""Tasks of the package `verifiers` as one of our families, and our problems as a taskset of theirs.
+"""Adapter for the package `verifiers`: its tasks as a family of ours, and our problems as a taskset of it.
 
-Written for the interface of `verifiers.v1` (0.4): a `Taskset` yields tasks, a task has `data` and scores a `Trace`.
-What crosses are tasks that one answer settles and that can be scored without a box of their own: no tools, no hooks
-that need a runtime. The others are refused by name, because their rewards would be skipped in silence.
+It uses the interface of `verifiers.v1` (0.4): a `Taskset` yields tasks, a task has `data` and scores a `Trace`. Only
+single-answer tasks without tools, containers and runtime hooks are supported. Other tasks are refused by name, because
+their rewards would be skipped silently.
 
-The package is not ours and not among our extras; it is imported when a family or a taskset is made.
+The package is third-party and not in our extras; it is imported when a family or a taskset is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULE = "verifiers.v1"
 
 
 def import_verifiers() -> Any:
-    """The module `verifiers.v1`. Raises ConfigError that says how to install it."""
+    """The module `verifiers.v1`. Raises ConfigError with install instructions if it is missing."""
     try:
         return importlib.import_module(MODULE)
     except ImportError as error:
@@ -39,7 +39,7 @@ def import_verifiers() -> Any:
 
 @dataclass(frozen=True)
 class VerifiersProblem:
-    """One task of a taskset, asked once."""
+    """A single-turn task of a taskset."""
 
     id: str
     key: str
@@ -60,11 +60,11 @@ class VerifiersProblem:
         return VerifiersEnv(self)
 
     def demonstration(self, rng_seed: int) -> list[Message]:
-        """Tasksets hold no model solutions. Raises DataError."""
+        """Raises DataError: tasksets have no model solutions."""
         raise DataError(f"{self.id}: tasksets of verifiers hold no demonstrations; use them in RL and evaluation only.")
 
     def score(self, text: str, reasoning: str | None) -> float:
-        """The task's own reward for an answer. Raises `GradingError` where its scoring fails."""
+        """The task's own reward for an answer. Raises GradingError if its scoring fails."""
         vf = import_verifiers()
         trace = vf.Trace(
             task=vf.TraceTask(type=type(self.task).__name__, data=self.task.data),
@@ -79,7 +79,7 @@ class VerifiersProblem:
             ok=True,
         )
         try:
-            # A thread of its own, because the caller's may have an event loop already.
+            # In a new thread, because the caller's thread may already run an event loop.
             with ThreadPoolExecutor(max_workers=1) as pool:
                 pool.submit(asyncio.run, self.task.score(trace)).result()
         except Exception as error:
@@ -88,7 +88,7 @@ class VerifiersProblem:
 
 
 class VerifiersEnv:
-    """Ask once, let the task score the answer."""
+    """Asks once; the task scores the answer."""
 
     def __init__(self, problem: VerifiersProblem) -> None:
         self.problem, self.domain = problem.id, problem.domain
@@ -98,7 +98,7 @@ class VerifiersEnv:
         return self._source.opening, self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """The task's reward as it is; solved from `solved_at` on."""
+        """The task's reward, unchanged; SOLVED if it is at least `solved_at`."""
         if message is None or message.tool_calls:
             return StepResult(done=True, outcome=Outcome.MALFORMED)
         reward = self._source.score(message.content, message.reasoning)
@@ -110,9 +110,9 @@ class VerifiersEnv:
 class VerifiersFamily(Family):
     """The taskset `taskset` (the id of an installed plugin) with its own `config`.
 
-    The first `limit` tasks are read at once and divided by the hash of their prompts like every family's problems; an
-    index goes round through its split in an order that `seed` shuffles. A reward of at least `solved_at` counts as
-    solved. Raises ConfigError without the package and for tasks that one answer cannot settle.
+    The constructor reads the first `limit` tasks. A hash of the prompt assigns each task to a split. Indices cycle
+    through the split in an order shuffled by `seed`. A reward of at least `solved_at` counts as solved. Raises
+    ConfigError if the package is missing or a task is not supported.
     """
 
     name = "verifiers"
@@ -150,7 +150,7 @@ class VerifiersFamily(Family):
             random.Random(f"verifiers/{split}-{seed}").shuffle(rows)
 
     def problem(self, split: str, index: int) -> VerifiersProblem:
-        """Raises ConfigError for an unknown split, DataError where the taskset has no task of that split."""
+        """Raises ConfigError if the split is unknown, DataError if the taskset has no task of that split."""
         if split not in SPLITS:
             raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
         rows = self._split[split]
@@ -162,7 +162,7 @@ class VerifiersFamily(Family):
 
 
 def _check_task(vf: Any, taskset: str, task: Any) -> None:
-    """Refuse a task whose reward would need what we do not give."""
+    """Raises ConfigError if the task needs something that we do not support."""
     kind = type(task)
     reasons = [
         f"overrides {hook}" for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)
@@ -181,7 +181,7 @@ def _check_task(vf: Any, taskset: str, task: Any) -> None:
 
 
 def _texts(taskset: str, task: Any) -> tuple[str, str]:
-    """(user prompt, system prompt) of a task; one user message of text, or several parts of one."""
+    """(user prompt, system prompt) of a task. Raises ConfigError unless it opens with one user message of text."""
     prompt, system = task.data.prompt, task.data.system_prompt or ""
     if isinstance(prompt, str) and prompt:
         return prompt, system
@@ -198,7 +198,7 @@ def _texts(taskset: str, task: Any) -> tuple[str, str]:
 def as_taskset(family: Family, split: str = "train", count: int = 1000) -> Any:
     """Problems 0 to `count` - 1 of a split as a `verifiers.v1.Taskset`, each scored by its own environment.
 
-    Only families whose problems one answer settles can cross. Raises ConfigError for others.
+    Only single-answer families are supported. Raises ConfigError if a problem has tools.
     """
     vf = import_verifiers()
 
@@ -209,16 +209,16 @@ def as_taskset(family: Family, split: str = "train", count: int = 1000) -> Any:
         return problem
 
     class Glm5Data(vf.TaskData):  # type: ignore[name-defined]
-        """The place of a problem in its family."""
+        """The index of a problem in its family."""
 
         index: int
 
     class Glm5Task(vf.Task[Glm5Data, vf.State, vf.TaskConfig]):  # type: ignore[name-defined]
-        """A problem of ours behind the hooks of theirs."""
+        """One of our problems as a `verifiers` task."""
 
         @vf.reward
         async def solved(self, trace: Any) -> float:
-            """What our environment pays for the last answer."""
+            """The reward of our environment for the last answer."""
             env = problem_of(self.data.index).env()
             env.start()
             answer = Message("assistant", trace.last_reply)
@@ -226,7 +226,7 @@ def as_taskset(family: Family, split: str = "train", count: int = 1000) -> Any:
             return result.reward if result.done else 0.0
 
     class Glm5Taskset(vf.Taskset[Glm5Task, vf.TasksetConfig]):  # type: ignore[name-defined]
-        """The problems in the order of their indices."""
+        """The problems by index."""
 
         def load(self) -> Iterator[Any]:
             for index in range(count):

@@ -1,4 +1,4 @@
-"""One algorithm per file; the loop asks each for advantages and a loss."""
+"""RL algorithms, one per file. Each gives the training loop advantages and a loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from glm5.rl.losses import KLPenalty, Objective, Observer, Statistics
 
 
 class Algorithm(Protocol):
-    """What distinguishes the RL stages: an equation, a penalty for leaving the reference (None: none), and credit."""
+    """What differs between RL stages: the objective, the KL penalty to the reference (or None), and the advantages."""
 
     objective: Objective
     penalty: KLPenalty | None
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """Token rows with advantages, and numbers for the metrics."""
+        """Train samples with advantages, and numbers for the metrics."""
         ...
 
     def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
-        """What one micro-batch adds to the step's loss, and its statistics (see `policy_loss`)."""
+        """One micro-batch's part of the step's loss, and its statistics (see `policy_loss`)."""
         ...

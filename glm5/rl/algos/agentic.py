@@ -15,7 +15,7 @@ from glm5.tasks.episode import to_samples
 
 
 class AgenticRL:
-    """Tokens of the environment are not in the loss; stale tokens are weighted by their own rollout probability. The
+    """The loss excludes tokens of the environment. Importance ratios use each token's own rollout probability. The
     stage may name another loss."""
 
     def __init__(self, stage: AgenticStage) -> None:

@@ -1,9 +1,9 @@
 """On-policy cross-stage distillation: the advantage is the teacher's log-probability minus the student's (Eq. 2, §3.5).
 
-    A_t = sg[ log pi_teacher(y_t) - log pi_theta(y_t) ]    in the place of the advantage in Eq. 1; y from the student
+    A_t = sg[ log pi_teacher(y_t) - log pi_theta(y_t) ]    replaces the advantage in Eq. 1; the student samples y
 
-Samples come from the student's rollouts, one per prompt. Every prompt is tagged with one teacher. The expectation of
-A_t is minus the reverse KL(student || teacher) per token, so teacher = student means no change.
+There is one rollout per prompt. Every prompt is tagged with one teacher. The expectation of A_t is minus the reverse
+KL(student || teacher) per token: it is 0 if teacher and student are equal.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from glm5.tasks.episode import to_samples
 
 
 class Teacher(Protocol):
-    """Whatever can say how likely tokens are: a forward pass like the learner's, or an inference engine."""
+    """Scores tokens: with a forward pass like the learner's, or with an inference engine."""
 
     def score(self, rows: Sequence[TrainSample], temperature: float) -> list[list[float]]:
-        """Log-probabilities of the sampled tokens of every row (those of its loss mask, in their order)."""
+        """Log-probabilities of every row's sampled tokens (its loss mask), in order."""
         ...
 
 
 class ModelTeacher:
-    """The learner's way: packed rows through a model's forward pass. `source` is a model, or the directory of one,
-    which is read when it is needed first and kept; with `keep=False` it is read for every call and forgotten."""
+    """Scores packed rows with a forward pass, as the learner does. `source` is a model or a checkpoint folder. A folder
+    is loaded at the first call and kept; with `keep=False` it is loaded again for every call."""
 
     def __init__(
         self, source: GLM5ForCausalLM | Path | str, row_length: int, *, exact: bool = True, keep: bool = True
@@ -71,7 +71,7 @@ class ModelTeacher:
 
 
 class EngineTeacher:
-    """The inference engine's way, as in the paper: a row at a time."""
+    """Scores with the inference engine, one row at a time, as in the paper."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,8 +85,8 @@ class EngineTeacher:
 
 
 class Distillation:
-    """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to their teachers, which score one after
-    the other. The metrics have `reverse_kl` of all tokens and `reverse_kl/NAME` of every teacher's."""
+    """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to teachers, which score one after the
+    other. The metrics are `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
         self.stage, self.teachers = stage, teachers
@@ -94,8 +94,8 @@ class Distillation:
         self.penalty: KLPenalty | None = None
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """Rows with their teachers' log-probabilities; the student's are subtracted in the loss. Raises ConfigError for
-        a prompt whose tag names no teacher."""
+        """Rows with their teachers' log-probabilities; `loss` subtracts the student's. Raises ConfigError if a prompt's
+        tag names no teacher."""
         rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
         for name in dict.fromkeys(row.teacher for row in rows):
             own = [row for row in rows if row.teacher == name]

@@ -1,4 +1,4 @@
-"""General RL: exact rules are the gate, a learned outcome reward model ranks what passes (§3.4). Eq. 1 loss."""
+"""General RL: exact rules filter, a learned outcome reward model ranks the answers that pass (§3.4). Eq. 1 loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from glm5.tasks.general import GeneralFamily
 
 
 class GeneralRL(ReasoningRL):
-    """reward = rules (0 or 1) * sigmoid(score of the reward model): a violated rule leaves nothing for style to win.
+    """reward = rules (0 or 1) * sigmoid(score of the reward model): style cannot make up for a violated rule.
 
-    The reward model has learned from pairs of the family `general` and judges its episodes only. Episodes of the
-    stage's other families keep the reward that their own graders gave.
+    The reward model was trained on pairs of the family `general` and scores only its episodes. Episodes of other
+    families keep the reward of their own graders.
     """
 
     def __init__(self, stage: GeneralStage, reward_model: RewardModel) -> None:
@@ -40,16 +40,16 @@ class GeneralRL(ReasoningRL):
         return rows, numbers
 
     def _pair(self, trajectory: Trajectory) -> tuple[str, str]:
-        """The last user message and the last answer as text: the reward model sees what a reader sees."""
+        """The last user message and the last answer as text, without thinking: what a reader sees."""
         tokenizer, turn = self.reward_model.tokenizer, trajectory.turns[-1]
         ids, special = turn.context_ids, tokenizer.special
         start = len(ids) - ids[::-1].index(special["<|user|>"])
         prompt = tokenizer.decode(ids[start : ids.index(special["<|assistant|>"], start)])
-        thinking = ids[-1] == special["<think>"]  # the prompt ends inside the think block of an episode that thinks
+        thinking = ids[-1] == special["<think>"]  # with thinking, the prompt ends inside the think block
         message, _ = parse_message(tokenizer.decode(turn.output_ids), thinking=thinking)
         return prompt, message.content
 
 
 def _judged(trajectory: Trajectory) -> bool:
-    """Whether the reward model has a say: in an episode of its own family that kept the rules."""
+    """Whether the reward model scores this episode: it is of its family and passed the rules."""
     return trajectory.domain == GeneralFamily.domain and trajectory.reward > 0

@@ -15,8 +15,8 @@ from glm5.tasks.episode import to_samples
 
 
 class ReasoningRL:
-    """GRPO with IcePop, or the loss that the stage names. In the first gradient step on a batch the old policy of Eq. 1
-    is the learner's own value, detached."""
+    """GRPO with IcePop, or the loss that the stage names. In the first gradient step on a batch, the old policy of
+    Eq. 1 is the learner's current policy, detached."""
 
     def __init__(self, stage: ReasoningStage | GeneralStage) -> None:
         self.stage = stage

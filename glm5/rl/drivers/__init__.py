@@ -1,1 +1,1 @@
-"""What carries out the decisions of `glm5.rl.controller`."""
+"""Drivers carry out the decisions of `glm5.rl.controller`."""

@@ -1,4 +1,4 @@
-"""Drives the controller on a logical clock: engine and learner take turns in one thread, and a run can be repeated."""
+"""Drives the controller on a logical clock: engine and learner alternate in one thread, and runs are reproducible."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from glm5.train.loop import StageIO
 _log = get_logger(__name__)
 
 ENV_THREADS = 16
-"""Environments that may react at once. They mostly wait for the sandbox, which answers several together."""
+"""Environments that may run at the same time. They mostly wait for the sandbox, which runs several in parallel."""
 
 PASS_RATES = "pass_rates.jsonl"
-"""File of a stage's folder that holds the pass rates of the policy that it started from."""
+"""File in a stage's folder with the pass rates of the policy that it started from."""
 
 
 @dataclass
 class _Running:
-    """An episode whose next turn the engine is generating."""
+    """An episode that waits for the engine to generate its next turn."""
 
     episode: Episode
     member: int
@@ -58,9 +58,9 @@ class _Running:
 class LogicalDriver:
     """Keeps the engine busy, hands batches to the learner and pushes weights.
 
-    One tick of the clock is one engine step. An update's weights become visible `train_ticks` ticks after its batch was
-    taken, an environment's answer one or two `env_ticks` after it was asked. So asynchrony is simulated: it can be
-    repeated exactly, but gains no time.
+    One clock tick is one engine step. An update's weights become visible `train_ticks` ticks after its batch was taken.
+    An environment's answer becomes visible one or two `env_ticks` after the request. Asynchrony is simulated: runs are
+    exactly reproducible, but no time is saved.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LogicalDriver:
             stage.optim,
             row_length=stage.row_length,
             temperature=stage.temperature,
-            # Before any state of the stage is loaded, the model is what the stage starts from.
+            # No state of the stage is loaded yet: the model has the stage's starting weights.
             reference=model.clone() if algorithm.penalty else None,
             exact=stage.rollouts == "exact",
             minibatches=stage.minibatches,
@@ -107,21 +107,21 @@ class LogicalDriver:
         self._time = TimeSpent()
 
     def weights(self) -> GLM5ForCausalLM:
-        """What the engine is given: the learner's model. Experiments give it another to see what that does."""
+        """The model that the engine gets: the learner's. Experiments override this."""
         return self.learner.model
 
     def run(self) -> dict[str, float]:
-        """All updates of the stage; resumes from its last state. Returns the last update's numbers.
+        """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
 
-        Call it once: its threads end with it, however it ends. Nobody reads what environments would still answer.
+        Call it once: its threads end with it, also after an error. Pending answers of environments are discarded.
         """
         with self._threads:
             self._measure()
             return self._run()
 
     def _measure(self) -> None:
-        """Pass rates of the policy that the stage starts from, if a family asks for them: before any state of the stage
-        is loaded, learner and engine still have its weights."""
+        """Measure pass rates of the starting policy if a family asks for them. No state of the stage is loaded yet, so
+        learner and engine still have its weights."""
         if any(family.difficulty for family in self.stage.families):
             hashes = sorted(tensor_hashes(self.learner.model).items())
             policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
@@ -151,7 +151,7 @@ class LogicalDriver:
         return numbers
 
     def _tick(self) -> None:
-        """One step of the clock: start what may start, advance the engine, collect what ended, push when due."""
+        """One clock tick: start rollouts, advance the engine, collect finished turns, push weights if due."""
         while (rollout := self.controller.start()) is not None:
             group, member = rollout
             self._continue(self.prompts.episode(group, self.tokenizer, self._threads), member)
@@ -178,8 +178,8 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """When an environment that is asked now answers: at a multiple of `env_ticks`, so that new turns start together
-        and share their prefill instead of holding up everybody's decoding one by one."""
+        """The tick at which an environment that is asked now answers: a multiple of `env_ticks`. New turns then start
+        together and share one prefill, instead of interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 

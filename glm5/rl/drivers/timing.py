@@ -1,4 +1,4 @@
-"""Where a driver's time went, for the metrics only: no result depends on it."""
+"""Wall-clock time per kind of work, for the metrics only: no result depends on it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 WORK = ("generate", "environment", "update", "publish")
-"""What time is spent on; "environment" is waiting for answers while there is nothing to generate."""
+"""Kinds of work; "environment" is the time spent waiting for environments."""
 
 TIMES = ("step_seconds", *(f"{work}_seconds" for work in WORK))
-"""Metrics that differ between two runs of one recipe."""
+"""Metrics that differ between two runs of the same recipe."""
 
 
 class TimeSpent:
@@ -22,13 +22,13 @@ class TimeSpent:
 
     @contextmanager
     def on(self, work: str) -> Iterator[None]:
-        """Count what the block takes as `work`."""
+        """Count the block's duration as `work`."""
         began = time.perf_counter()
         yield
         self._seconds[work] += time.perf_counter() - began
 
     def spent(self) -> dict[str, float]:
-        """The metrics of `TIMES`; counting begins anew."""
+        """The metrics of `TIMES` since the last call; resets the counters."""
         now = time.perf_counter()
         found = {"step_seconds": now - self._since}
         found |= {f"{work}_seconds": seconds for work, seconds in self._seconds.items()}

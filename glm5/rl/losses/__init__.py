@@ -1,7 +1,7 @@
-"""Policy losses: each equation is an object over the tokens of a micro-batch, and one function averages and measures.
+"""Policy losses: each equation is an `Objective`; `policy_loss` averages it over a micro-batch and measures it.
 
-`policy_loss(objective, tokens, average)` is what the algorithms use. `icepop_grpo_loss` and `double_sided_is_loss` are
-the same two equations of the paper as plain functions of tensors.
+The algorithms call `policy_loss(objective, tokens, average)`. `icepop_grpo_loss` and `double_sided_is_loss` compute the
+paper's two equations as plain functions of tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From values per token to one number, and how micro-batches of an optimizer step add up to it."""
+"""Averages over tokens or sequences, and the share of each micro-batch in the average of an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Average = Literal["sequence", "token"]
 
 
 def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
-    """ "token": mean over all masked tokens. "sequence": mean within each sequence, then over non-empty ones.
+    """Scalar mean of `values` [B, T] over `mask` (bool [B, T]); 0 if the mask is empty.
 
-    values and mask (bool) are [B, T]; 0 where the mask is empty. Eq. 1 averages over sequences, Eq. 5 over tokens.
+    "token": mean over all masked tokens (Eq. 5). "sequence": mean per sequence, then over non-empty sequences (Eq. 1).
     """
     values = torch.where(mask, values, torch.zeros_like(values))
     if average == "token":
@@ -27,7 +27,7 @@ def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a mean divides by: sequences with a sampled token, and sampled tokens."""
+    """Denominators of the two averages: sequences with a sampled token, and sampled tokens."""
 
     sequences: int
     tokens: int
@@ -45,6 +45,6 @@ class Counts:
         return cls(int((lengths > 0).sum()), int(lengths.sum()))
 
     def share_of(self, whole: Counts, average: Average) -> float:
-        """The weight of this part's mean in the mean of the whole; 0 where the whole is empty."""
+        """The weight of this part's mean in the mean of the whole; 0 if the whole is empty."""
         part, total = (self.sequences, whole.sequences) if average == "sequence" else (self.tokens, whole.tokens)
         return part / total if total else 0.0

@@ -1,11 +1,11 @@
-"""Direct double-sided importance sampling, Eqs. 3-5 (§4.1): no old policy, the rollout itself is the reference.
+"""Direct double-sided importance sampling, Eqs. 3-5 (§4.1): no old policy, the ratio is to the rollout policy.
 
     r_t = exp(log pi_theta(y_t) - log pi_rollout(y_t))                                (3)
-    f(r) = r where 1 - eps_low < r < 1 + eps_high, else 0                             (4)
+    f(r) = r if 1 - eps_low < r < 1 + eps_high, else 0                                (4)
     maximise E_t[ f(r_t) A_t log pi_theta(y_t) ]                                      (5)
 
-The bounds are strict and hold for both signs of A. f(r) A carries no gradient: (5) is a weighted policy gradient, and
-differentiating r as well would add a second factor, 1 + log pi.
+The bounds are strict and apply to both signs of A. f(r) A carries no gradient: (5) is a weighted policy gradient. A
+gradient through r would add a second factor, 1 + log pi.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 @dataclass(frozen=True)
 class DoubleSided(Objective):
-    """sg(f(r) A) log pi. The paper does not say its bounds; the defaults keep ratios in (0.5, 2)."""
+    """sg(f(r) A) log pi. The paper does not give its bounds; the defaults keep ratios in (0.5, 2)."""
 
     eps_low: float = 0.5
     eps_high: float = 1.0
@@ -37,7 +37,7 @@ class DoubleSided(Objective):
         ratio = ratio_of(tokens.logprobs, tokens.rollout_logprobs).detach()
         kept = (ratio > 1.0 - self.eps_low) & (ratio < 1.0 + self.eps_high)
         weight = torch.where(kept, ratio, torch.zeros_like(ratio))
-        # A token of probability 0 is always left out; 0 * log 0 would be nan.
+        # A token of probability 0 is always dropped; 0 * log 0 would be nan.
         logprobs = torch.where(kept, tokens.logprobs, torch.zeros_like(ratio))
         return Terms((weight * tokens.advantages).detach() * logprobs, weight, ratio, ~kept, torch.zeros_like(kept))
 
@@ -51,7 +51,7 @@ def double_sided_is_loss(
     eps_high: float = 1.0,
     average: Average = "token",
 ) -> tuple[Tensor, dict[str, float]]:
-    """Eqs. 3-5 for tensors [B, T] (`mask` bool): the loss and its numbers (see `measure.measure`)."""
+    """Eqs. 3-5 for tensors [B, T] (`mask` bool): the loss and its statistics (see `measure.measure`)."""
     tokens = Tokens(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask)
     loss, statistics = policy_loss(DoubleSided(eps_low, eps_high), tokens, average)
     return loss, statistics.numbers()

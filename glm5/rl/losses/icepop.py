@@ -4,7 +4,7 @@
 
     rho = pi_train_old / pi_infer_old,  pop(rho) = rho inside [1/beta, beta] and 0 outside,  r = pi_theta / pi_train_old
 
-pop carries no gradient: it involves old policies only. On-policy r = 1 in value, and its gradient is the policy's.
+pop depends on old policies only and carries no gradient. On-policy, r is 1 and its gradient is that of log pi_theta.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 @dataclass(frozen=True)
 class IcePop(Objective):
-    """pop(rho) * min(r A, clip(r) A); the paper's values are the defaults."""
+    """pop(rho) * min(r A, clip(r) A). The defaults are the paper's values."""
 
     beta: float = 2.0
     clip_low: float = 0.2
@@ -54,7 +54,7 @@ def icepop_grpo_loss(
     clip_high: float = 0.28,
     average: Average = "sequence",
 ) -> tuple[Tensor, dict[str, float]]:
-    """Eq. 1 for tensors [B, T] (`mask` bool): the loss and its numbers (see `measure.measure`)."""
+    """Eq. 1 for tensors [B, T] (`mask` bool): the loss and its statistics (see `measure.measure`)."""
     tokens = Tokens(
         logprobs=logprobs,
         old_logprobs=old_logprobs,

@@ -5,9 +5,9 @@
     k2 = d^2 / 2         biased, never negative
     k3 = e^d - 1 - d     unbiased, never negative; GRPO's choice (arXiv:2402.03300, Eq. 4)
 
-As a term of a loss it is the derivative that counts, and there the roles differ. On-policy, k2's is unbiased for the
-gradient of KL(policy || reference), k3's for that of KL(reference || policy), and k1's has the mean 0: it regularises
-nothing. For stale tokens none of this holds exactly.
+In a loss only the gradient matters, and the gradients differ. On-policy, the gradient of k2 is an unbiased estimate of
+that of KL(policy || reference), and k3's of that of KL(reference || policy). The gradient of k1 has mean 0: it
+regularises nothing. For stale tokens these statements are only approximate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """e^d - 1 - d, accurate where d is small."""
+    """e^d - 1 - d, accurate for small d."""
     return d.expm1() - d
 
 
@@ -44,13 +44,13 @@ ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """`weight` times the estimate, to be added to any policy loss."""
+    """A KL penalty for any policy loss: `weight` times the estimate."""
 
     weight: float
     estimator: Estimator = "k3"
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """The estimates [B, T], without the weight, of cleaned tokens. ConfigError where there is no reference."""
+        """Estimates [B, T] for cleaned tokens, without the weight. Raises ConfigError if there is no reference."""
         if tokens.ref_logprobs is None:
             raise ConfigError("A KL penalty needs a reference: give the learner a reference model.")
         d = tokens.ref_logprobs.detach() - tokens.logprobs

@@ -1,4 +1,4 @@
-"""What is worth knowing about a policy update, in a form in which micro-batches can be merged: sums and counts."""
+"""Statistics of a policy update, kept as sums and counts so that micro-batches can be merged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from glm5.rl.losses.tokens import MAX_LOG_RATIO, Terms, Tokens
 from glm5.train.step_metrics import StepMetrics
 
 RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
-"""Edges of the histogram's bins, 2^-3 to 2^3, a factor of 2^(2/3) apart. 1 is the middle of a bin, and the bounds 1/2
-and 2 of the paper's masks are edges. Bin 0 lies below the first edge, the last bin above the last one."""
+"""Edges of the histogram's bins, 2^-3 to 2^3, a factor of 2^(2/3) apart. Ratio 1 is the middle of a bin. The bounds 1/2
+and 2 of the paper's masks are edges. Bin 0 is below the first edge, the last bin above the last edge."""
 
 BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
 
@@ -21,16 +21,16 @@ _WEIGHTS, _SQUARES = "_weights", "_squared_weights"
 
 
 class Statistics(StepMetrics):
-    """The statistics of one or several micro-batches; `merge` makes one of many, `numbers` is for the metrics."""
+    """Statistics of one or several micro-batches: `merge` combines them, `numbers` returns the metrics."""
 
     def tokens_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """A mean over the tokens of `mask`, of values [B, T]."""
+        """Record the mean of `values` [B, T] over the tokens of `mask`."""
         picked = values.detach()[mask].double()
         self.mean(name, float(picked.sum()), float(picked.numel()))
 
     def numbers(self) -> dict[str, float]:
-        """Flat numbers. A mean over no tokens is 0. `ess_share` is the effective sample size of the weights over the
-        number of tokens, (sum w)^2 / (n sum w^2): 1 where all tokens count alike, 0 where none counts."""
+        """Metrics by name. A mean over no tokens is 0. `ess_share` is the effective sample size of the weights per
+        token, (sum w)^2 / (n sum w^2): 1 if all weights are equal, 0 if all are 0."""
         found = dict.fromkeys(self._means, 0.0) | super().numbers()
         weights, squares = found.pop(_WEIGHTS, 0.0), found.pop(_SQUARES, 0.0)
         if _WEIGHTS in self._sums:
@@ -40,13 +40,15 @@ class Statistics(StepMetrics):
 
 @torch.no_grad()
 def measure(tokens: Tokens, terms: Terms) -> Statistics:
-    """Statistics of cleaned tokens under an equation.
+    """Statistics of cleaned tokens and the terms of their equation.
 
-    `masked_share` and `clipped_share` of tokens, `ratio_mean` of the equation's ratio, `ess_share` of its weights (what
-    multiplies the advantages). `ratio_bin_NN` counts pi_theta / pi_rollout between `RATIO_EDGES`, whatever the
-    equation. `mismatch_mean` and `mismatch_max` of |log rho|, rho = pi_train_old / pi_infer_old, and `mismatch_kl`, the
-    k3 estimate of KL(engine || learner), are over tokens that both computed with the same weights (`Tokens.fresh`).
-    `entropy` is the mean of the learner's distributions, where it gives them.
+    masked_share, clipped_share  shares of tokens
+    ratio_mean                   mean of the equation's ratio
+    ess_share                    effective sample size of `Terms.weight`, per token
+    ratio_bin_NN                 histogram of pi_theta / pi_rollout over `RATIO_EDGES`, for every equation
+    mismatch_mean, mismatch_max  of |log rho|, rho = pi_train_old / pi_infer_old, over `Tokens.fresh` only
+    mismatch_kl                  k3 estimate of KL(engine || learner), over `Tokens.fresh` only
+    entropy                      mean entropy of the learner's distributions, if `tokens` has it
     """
     mask, statistics = tokens.mask, Statistics()
     statistics.add("tokens", float(mask.sum()))

@@ -1,5 +1,5 @@
-"""The plain policy gradient (REINFORCE, Williams 1992): maximise E_t[ A_t log pi_theta(y_t) ], every token as if it had
-been sampled from the policy that is trained."""
+"""The plain policy gradient (REINFORCE, Williams 1992): maximise E_t[ A_t log pi_theta(y_t) ]. Every token counts as
+on-policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 @dataclass(frozen=True)
 class PolicyGradient(Objective):
-    """A log pi. The ratio to the rollout is reported and changes nothing: what is stale is trained on as it is."""
+    """A log pi. The ratio to the rollout policy is only reported: stale tokens get no correction."""
 
     def __call__(self, tokens: Tokens) -> Terms:
         ratio = ratio_of(tokens.logprobs, tokens.rollout_logprobs).detach()

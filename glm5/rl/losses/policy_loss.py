@@ -1,4 +1,4 @@
-"""The one way from an equation to a loss: evaluate, average, add the KL penalty, measure."""
+"""Turns an objective into a loss: evaluate, average, add the KL penalty, measure. Every algorithm uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from glm5.rl.losses.measure import Statistics, measure
 from glm5.rl.losses.tokens import Objective, Terms, Tokens
 
 Observer = Callable[[Tokens, Terms], None]
-"""Is shown every micro-batch (cleaned) and its evaluated equation; changes nothing."""
+"""Called with every cleaned micro-batch and its evaluated terms; must not change them."""
 
 
 def policy_loss(
@@ -22,10 +22,10 @@ def policy_loss(
     penalty: KLPenalty | None = None,
     observe: Observer | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """-average(objective) + weight * average(KL), a scalar, and its statistics.
+    """The scalar loss -average(objective) + weight * average(KL), and its statistics.
 
-    Both are parts of the optimizer step that `tokens.whole` counts: the losses of its micro-batches add up, in value
-    and gradient, to the loss of the whole batch, and their statistics merge to its statistics.
+    Both are scaled to this micro-batch's share of the optimizer step (`tokens.whole`): losses and gradients of the
+    micro-batches sum to those of the whole batch, and their statistics merge to its statistics.
     """
     tokens = tokens.cleaned()
     terms = objective(tokens)

@@ -1,5 +1,5 @@
-"""The clipped surrogate of PPO (arXiv:1707.06347, Eq. 7), symmetric or with the wider upper bound of DAPO
-(arXiv:2503.14476, Eq. 8), which Eq. 1 of the paper uses too.
+"""The clipped surrogate of PPO (arXiv:1707.06347, Eq. 7). The bounds are symmetric, or have the higher upper bound of
+DAPO (arXiv:2503.14476, Eq. 8), as in Eq. 1 of the paper.
 
     maximise E_t[ min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t) ],  r_t = pi_theta(y_t) / pi_old(y_t)
 """
@@ -18,11 +18,11 @@ from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 @dataclass(frozen=True)
 class PPO(Objective):
-    """min(r A, clip(r) A) against the old policy that is named.
+    """min(r A, clip(r) A); `against` chooses the old policy in r.
 
-    "rollout" takes the engine's log-probabilities at the time of sampling. Where rollouts are stale it is the only old
-    policy there is: a token's own version is long gone from the learner, and the decoupled objective, which keeps a
-    proximal policy beside the behaviour policy, is not what this is. "old" takes `Tokens.old`.
+    "rollout": the engine's log-probabilities at the time of sampling. Stale rollouts need it, because the learner no
+    longer has the weights that sampled their tokens. This is not the decoupled objective, which has a proximal policy
+    besides the behaviour policy. "old": `Tokens.old`.
     """
 
     clip_low: float = 0.2
@@ -42,13 +42,13 @@ class PPO(Objective):
 
 @dataclass(frozen=True)
 class GRPO(PPO):
-    """Eq. 1 without pop: blind to how engine and learner differ."""
+    """Eq. 1 without pop: it ignores the mismatch between engine and learner."""
 
     against: Literal["rollout", "old"] = "old"
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """min(r A, clip(r) A), the factor of A in it, and where that is the clipped one: three [B, T]."""
+    """Three tensors [B, T]: min(r A, clip(r) A), the factor of A in it, and whether this factor is clipped."""
     limited = ratio.clamp(1.0 - low, 1.0 + high)
     clipped = limited * advantages < ratio * advantages
     surrogate = torch.minimum(ratio * advantages, limited * advantages)

@@ -1,4 +1,4 @@
-"""The register of losses by name. Others add theirs: `LOSSES.add`, or an entry point in "glm5.losses"."""
+"""The register of losses by name. Add your own with `LOSSES.add` or an entry point in "glm5.losses"."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ LOSSES: Register[Objective] = Register(
 
 
 def stage_loss(stage: RewardStage) -> tuple[Objective, KLPenalty | None]:
-    """The equation that a stage names, and its penalty for leaving the starting weights (None: it has none)."""
+    """The objective that a stage names, and its KL penalty to the starting weights (None if `kl_weight` is 0)."""
     penalty = KLPenalty(stage.kl_weight, stage.kl_estimator) if stage.kl_weight else None
     return LOSSES[stage.loss].of(stage), penalty

@@ -1,4 +1,4 @@
-"""What goes into a policy loss and what comes out of its equation, token by token."""
+"""Inputs and outputs of a policy loss, per token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from glm5.config.recipe import RewardStage
 from glm5.rl.losses.averaging import Average, Counts
 
 MAX_LOG_RATIO = 60.0
-"""Ratios end at e^60 ~ 1e26 and e^-60: exp of more overflows in fp32, and inf * 0 would turn the step into nan. A token
-beyond the bound counts with the bound and passes no gradient through its ratio."""
+"""Log-ratios are clamped to +-60 (e^60 ~ 1e26): a larger exp could overflow fp32, and inf * 0 would make the step nan.
+A clamped ratio passes no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Sampled tokens of a micro-batch, all [B, T]. `mask` marks them; what stands elsewhere is never looked at.
+    """Sampled tokens of a micro-batch, all tensors [B, T].
 
-    `logprobs` are the learner's, with gradient, `rollout_logprobs` the engine's at the time of sampling.
-    `old_logprobs` are the learner's before the first gradient step on this batch; None says that this is the first one,
-    where they are `logprobs` without gradient. `entropy` is that of the learner's distributions, `ref_logprobs` a
-    reference model's. `fresh` marks tokens that were sampled with exactly the learner's weights (None: all). `whole`
-    counts the optimizer step that this is a part of (None: it is all of it).
+    mask              True for sampled tokens; values at other positions are ignored
+    logprobs          of the learner, with gradient
+    rollout_logprobs  of the engine, at the time of sampling
+    old_logprobs      of the learner before the first step on this batch; None in the first step: detached `logprobs`
+    ref_logprobs      of a reference model
+    entropy           of the learner's distributions, in nats
+    fresh             True for tokens sampled with exactly the learner's weights; None: all are
+    whole             counts of the whole optimizer step; None: this micro-batch is the whole step
     """
 
     logprobs: Tensor
@@ -44,7 +47,7 @@ class Tokens:
         return (self.logprobs if self.old_logprobs is None else self.old_logprobs).detach()
 
     def cleaned(self) -> Self:
-        """The same with zeros outside the mask, so that no inf or nan of the padding reaches a gradient."""
+        """A copy with zeros outside the mask: no inf or nan in the padding reaches a gradient."""
         zeroed: dict[str, Any] = {}
         for name in ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "entropy"):
             values = getattr(self, name)
@@ -53,18 +56,18 @@ class Tokens:
         return replace(self, **zeroed)
 
     def share(self, average: Average) -> float:
-        """Weight of this micro-batch's mean in that of the whole step."""
+        """Weight of this micro-batch's mean in the mean of the whole step."""
         own = Counts.of_mask(self.mask)
         return own.share_of(own if self.whole is None else self.whole, average)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """An equation evaluated, all [B, T].
+    """Values of an evaluated equation, all [B, T].
 
-    `objective` is maximised and carries the gradient. `weight` is what multiplies the advantage in it, `ratio` the
-    importance ratio that decides. `masked` marks tokens that the equation leaves out because of their ratio, `clipped`
-    those whose ratio it limits.
+    `objective` is maximised and carries the gradient. `weight` is the factor of the advantage in it. `ratio` is the
+    importance ratio. `masked` marks tokens that the equation drops because of their ratio; `clipped` marks tokens with
+    a clipped ratio.
     """
 
     objective: Tensor
@@ -75,18 +78,18 @@ class Terms:
 
 
 class Objective(ABC):
-    """One equation. What a recipe calls its `loss` is a subclass in the register `glm5.rl.losses.LOSSES`."""
+    """One policy objective. A recipe's `loss` names a subclass in the register `glm5.rl.losses.LOSSES`."""
 
     @classmethod
     def of(cls, stage: RewardStage) -> Self:
-        """The equation with the numbers of a stage: by default those of its `loss_options`."""
+        """The objective with a stage's parameters, by default its `loss_options`."""
         return cls(**stage.loss_options)
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> Terms:
-        """Evaluate it on cleaned tokens."""
+        """Evaluate on cleaned tokens (`Tokens.cleaned`)."""
 
 
 def ratio_of(logprobs: Tensor, base: Tensor) -> Tensor:
-    """exp(logprobs - base), bounded (see `MAX_LOG_RATIO`)."""
+    """exp(logprobs - base), with the exponent clamped to +-`MAX_LOG_RATIO`."""
     return (logprobs - base).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
