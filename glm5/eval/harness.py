@@ -79,7 +79,7 @@ def score(successes: int, n: int) -> dict[str, float]:
 
 
 def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """Share of problems with full reward, one trajectory per problem, and which problems were solved."""
+    """Share of problems that were solved, one trajectory per problem, and which ones."""
     solved = [t.outcome is Outcome.SOLVED for t in trajectories]
     entry: dict[str, Any] = score(sum(solved), len(solved))
     entry["solved"] = "".join(str(int(right)) for right in solved)
