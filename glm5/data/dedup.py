@@ -3,7 +3,7 @@
 Two documents are near-duplicates if the Jaccard similarity of their sets of 5-word shingles reaches a threshold.
 MinHash with b bands of r values proposes a pair of similarity s with probability 1 - (1 - s^r)^b. We choose b and r to
 miss a pair at the threshold with probability 1e-6 or less. Every proposed pair is then compared by its true similarity,
-so no document is removed by chance. Memory is about 50 bytes per document: signatures and shingles lie in flat files.
+so no document is removed by chance. Memory is about 100 bytes per document: signatures and shingles lie in flat files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ NUM_PERM = 128
 _SEED = 1
 _MISS = 1e-6
 _PIECE = 1 << 14  # shingles hashed at a time: 8 MB of permutations
+_CROWD = 256  # candidates that are all compared with each other; in a larger set each with so many
+_REFUSALS = 512  # comparisons of one document in such larger sets that end in "different"
+_ORDERED_BY = 16  # values of the signature that order a larger set
 
 # In scripts without spaces each character counts as a word; otherwise a sentence would be one word.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -151,15 +154,18 @@ def group(
 
     Two documents are in one group if a chain of near-duplicates connects them. `signatures` is [n, NUM_PERM] and
     `shingles(i)` gives the hashes of document i; `progress(done, all)` counts bands.
+
+    Time grows in proportion to the documents. Where a band proposes more than 256 documents for one another, each is
+    compared with the 256 that follow in the order of the rest of the signature, and with no more after 512 of such
+    comparisons found it different. So of thousands of documents that are alike, but not enough, two that are
+    near-duplicates may both stay if no other band proposes them in a smaller set. Nothing more is ever joined.
     """
-    forest = _Forest(len(signatures))
-    count, rows = bands(threshold)
-    for band in range(count):
-        for members in _equal_rows(signatures[:, band * rows : (band + 1) * rows]):
-            _join(members, signatures, shingles, threshold, forest)
+    join = _Join(signatures, shingles, threshold)
+    for band in range(join.count):
+        join.band(band)
         if progress is not None:
-            progress(band + 1, count)
-    return forest.roots()
+            progress(band + 1, join.count)
+    return join.forest.roots()
 
 
 class _Forest:
@@ -191,30 +197,62 @@ def _equal_rows(values: np.ndarray) -> list[np.ndarray]:
     return [order[a:b] for a, b in pairwise(starts.tolist()) if b - a > 1]
 
 
-def _join(
-    members: np.ndarray,
-    signatures: np.ndarray,
-    shingles: Callable[[int], np.ndarray],
-    threshold: float,
-    forest: _Forest,
-) -> None:
-    """Merge the groups of candidates that are near-duplicates. Compares every pair that is not in one group already."""
-    # The share of equal values estimates the similarity with a standard deviation of at most 0.045. A pair that seems
-    # this much less similar than the threshold is not worth an exact comparison.
-    needed = (threshold - 0.25) * NUM_PERM
-    roots = np.array([forest.root(index) for index in members.tolist()])
-    values = signatures[members]
-    for place in range(len(members) - 1):
+class _Join:
+    """Merges the groups of candidates that are near-duplicates, band by band."""
+
+    def __init__(self, signatures: np.ndarray, shingles: Callable[[int], np.ndarray], threshold: float) -> None:
+        self.signatures, self.shingles, self.threshold = signatures, shingles, threshold
+        self.count, self.rows = bands(threshold)
+        self.forest = _Forest(len(signatures))
+        self.settled = np.zeros((len(signatures), self.count), dtype=np.bool_)  # this band compared it with all
+        self.refused = np.zeros(len(signatures), dtype=np.int32)  # comparisons in crowds that found it different
+
+    def band(self, band: int) -> None:
+        end = (band + 1) * self.rows
+        for members in _equal_rows(self.signatures[:, end - self.rows : end]):
+            crowd = len(members) > _CROWD
+            if crowd:  # similar ones become neighbours
+                rest = [(end + k) % NUM_PERM for k in range(_ORDERED_BY)]
+                members = members[np.lexsort([self.signatures[members, column] for column in reversed(rest)])]
+            self._join(members, crowd)
+            self.settled[members, band] = not crowd
+
+    def _join(self, members: np.ndarray, crowd: bool) -> None:
+        """Compare every pair that is not in one group already, and in a crowd only those near in its order."""
+        forest, refused = self.forest, self.refused
+        roots = np.array([forest.root(index) for index in members.tolist()])
         if (roots == roots[0]).all():
             return
-        others = place + 1 + np.flatnonzero(roots[place + 1 :] != roots[place])
-        others = others[np.count_nonzero(values[others] == values[place], axis=1) >= needed]
-        own = shingles(int(members[place])) if len(others) else None
-        for other in others.tolist():
-            low, high = sorted((int(roots[place]), int(roots[other])))
-            if low != high and own is not None and _near(own, shingles(int(members[other])), threshold):
-                forest.parents[high] = low
-                roots[roots == high] = low
+        for place, index in enumerate(members.tolist()):
+            end = place + _CROWD
+            if end < len(members):
+                roots[end] = forest.root(int(members[end]))
+            window = roots[place : end + 1]  # these are up to date
+            others = np.flatnonzero(window != window[0])
+            if not len(others) or (crowd and refused[index] >= _REFUSALS):
+                continue
+            others = others[self._worth_comparing(index, members[place + others])]
+            own = self.shingles(index) if len(others) else None
+            for other in others.tolist():
+                low, high = sorted((int(window[0]), int(window[other])))
+                if low == high or own is None:
+                    continue
+                if _near(own, self.shingles(int(members[place + other])), self.threshold):
+                    forest.parents[high] = low
+                    window[window == high] = low
+                elif crowd:
+                    refused[index] += 1
+                    if refused[index] >= _REFUSALS:
+                        break
+
+    def _worth_comparing(self, index: int, others: np.ndarray) -> np.ndarray:
+        """Which of the others no earlier band has compared with the document, and seem near enough, [n] bool."""
+        same = self.signatures[others] == self.signatures[index]
+        # The share of equal values estimates the similarity with a standard deviation of at most 0.045. A pair that
+        # seems this much less similar than the threshold is not worth an exact comparison.
+        near = np.count_nonzero(same, axis=1) >= (self.threshold - 0.25) * NUM_PERM
+        by_band = same[:, : self.count * self.rows].reshape(-1, self.count, self.rows).all(axis=2)
+        return np.asarray(near & ~(by_band & self.settled[index]).any(axis=1))
 
 
 def _near(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:

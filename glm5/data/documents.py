@@ -42,9 +42,9 @@ class BadRecord:
 
 @dataclass
 class SourceReport:
-    """Counts of one source. `empty` texts, `binary` files (with a NUL byte) and `links` that lead out of the folder are
-    left out without being errors; `bad` records are malformed. `bytes` is the UTF-8 length of the documents, and
-    `revision` is the resolved commit of a git source."""
+    """Counts of one source. `empty` texts, `binary` files (with a NUL byte), `links` that lead out of the folder and
+    `copies` of a file in a git source are left out without being errors; `bad` records are malformed. `bytes` is the
+    UTF-8 length of the documents, and `revision` is the resolved commit of a git source."""
 
     source: str
     documents: int = 0
@@ -52,6 +52,7 @@ class SourceReport:
     empty: int = 0
     binary: int = 0
     links: int = 0
+    copies: int = 0
     bad: int = 0
     revision: str | None = None
     _digest: Any = field(default_factory=hashlib.sha256, repr=False, compare=False)

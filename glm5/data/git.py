@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from glm5.errors import DataError
 
 _SETTINGS = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.pager=cat", "protocol.allow=never")
 _FILE_MODES = ("100644", "100755")
+_MAX_LISTING = 256 << 20
+"""Bytes of paths, hashes and sizes of one commit: 25 times those of the Linux kernel."""
+_MAX_ENTRY = 1 << 20  # with one path
+_LISTED_BYTES = 1 << 16  # at a time
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,12 @@ class _Blob:
 
 
 def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document]:
-    """Text files of the commit that `location` (PATH or PATH@REVISION, by default HEAD) names. Suffixes and order are
-    those of a folder source. The commit goes into the report."""
+    """Text files of the commit that `location` (PATH or PATH@REVISION, by default HEAD) names.
+
+    Suffixes and order are those of a folder source. A content is read once, for its first path; the other paths are
+    counted as copies. The commit goes into the report. Raises DataError for a commit of too many paths: trees may share
+    subtrees, so a few KB can name any number.
+    """
     path, revision = _split(location)
     git = _Git(path)
     git.stay_inside()
@@ -42,7 +51,7 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
         raise DataError(f'{path} is no git repository with a commit "{revision}".')
     report.sources[-1].revision = commit
     with git.objects() as (ask, answer):
-        for blob in _listing(git, commit):
+        for blob in _listing(git, commit, report):
             if blob.size > limit:
                 report.add_bad(f"{path}@{commit[:12]}:{blob.path}", f"it has more than {limit:,} bytes")
                 continue
@@ -97,10 +106,40 @@ class _Git:
         done = subprocess.run(
             [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
         )
-        said = done.stderr.decode("utf-8", "replace").strip()
-        if done.returncode and said:
-            raise DataError(f"git cannot read {self.path}: {said.splitlines()[0][:300]}")
+        self._check(done.returncode, done.stderr)
         return b"" if done.returncode else done.stdout
+
+    def entries(self, *arguments: str) -> Iterator[bytes]:
+        """Parts of a command's output between NUL bytes. Raises DataError as `call` does, and for an output that is
+        longer than a listing may be."""
+        command, rest, size = [*self.command, *arguments], b"", 0
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            ) as process,
+        ):
+            assert process.stdout is not None  # a pipe
+            try:
+                while piece := process.stdout.read(_LISTED_BYTES):
+                    size += len(piece)
+                    if size > _MAX_LISTING or len(rest) > _MAX_ENTRY:
+                        raise DataError(
+                            f"{self.path} lists more than {_MAX_LISTING:,} bytes of paths in one commit, or one of "
+                            f"more than {_MAX_ENTRY:,}; read a smaller checkout as a folder."
+                        )
+                    *found, rest = (rest + piece).split(b"\0") if b"\0" in piece else (rest + piece,)
+                    yield from found
+                code = process.wait()
+            finally:
+                process.kill()
+            errors.seek(0)
+            self._check(code, errors.read(1000))
+
+    def _check(self, code: int, errors: bytes) -> None:
+        said = errors.decode("utf-8", "replace").strip()
+        if code and said:
+            raise DataError(f"git cannot read {self.path}: {said.splitlines()[0][:300]}")
 
     @contextmanager
     def objects(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
@@ -120,12 +159,10 @@ class _Git:
                 process.kill()
 
 
-def _listing(git: _Git, commit: str) -> list[_Blob]:
-    """The text files of a commit, no links and no submodules."""
-    found = []
-    for entry in git.call("ls-tree", "-r", "-z", "--long", "--full-tree", commit).split(b"\0"):
-        if not entry:
-            continue
+def _listing(git: _Git, commit: str, report: ReadReport) -> list[_Blob]:
+    """The text files of a commit, no links and no submodules; of files with one content the first."""
+    found: dict[str, _Blob] = {}
+    for entry in git.entries("ls-tree", "-r", "-z", "--long", "--full-tree", commit):
         meta, _, name = entry.partition(b"\t")
         mode, kind, sha, size = meta.decode("ascii", "replace").split()
         path = os.fsdecode(name)
@@ -136,8 +173,11 @@ def _listing(git: _Git, commit: str) -> list[_Blob]:
             continue
         if not size.isdigit():
             raise DataError(f"{git.path} lacks the content of {path}; fetch it first (is the clone partial?).")
-        found.append(_Blob(path, sha, int(size)))
-    return sorted(found, key=lambda blob: blob.path.split("/"))
+        first = found.get(sha)
+        report.sources[-1].copies += first is not None
+        if first is None or parts < first.path.split("/"):
+            found[sha] = _Blob(path, sha, int(size))
+    return sorted(found.values(), key=lambda blob: blob.path.split("/"))
 
 
 def _object(answer: IO[bytes], blob: _Blob, repository: Path) -> bytes:

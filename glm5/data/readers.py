@@ -1,7 +1,7 @@
 """Readers of folders, text files, JSONL and parquet: lazy, in a fixed order, safe for untrusted files.
 
 Every reader takes the report, which counts what is left out, and `limit`, the maximum bytes of one record. Nothing
-larger is ever in memory.
+larger is ever in memory, except in parquet: see `read_parquet`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT_SUFFIXES = (
     ".ts",
     ".java",
 )
-_PARQUET_ROWS = 32  # decoded at a time
+_PARQUET_ROWS = 1  # decoded at a time: a dictionary may make many long rows of few bytes, whatever the metadata says
 _SKIPPED_BYTES = 1 << 20
 _STRINGS = ("string", "large_string")
 _NAMES = (*_STRINGS, *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -211,7 +211,9 @@ def _unless_empty(document: Document, report: ReadReport) -> Iterator[Document]:
 def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Iterator[Document]:
     """One document per row: the string in `column`, named as for JSONL; without `path` and `id`, FILE:row N from 1.
 
-    Row groups are read one after the other in small batches. Raises MissingExtraError without pyarrow.
+    Row groups are read one after the other, row by row. But a page of the file, with its dictionary, is decompressed as
+    a whole, and a row must be decoded before its size is known: one row larger than `limit` is in memory until it is
+    reported. Raises MissingExtraError without pyarrow.
     """
     try:
         import pyarrow  # type: ignore[import-untyped]
@@ -238,6 +240,8 @@ def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Ite
                     report.add_bad(where, str(error))
                 else:
                     yield from _unless_empty(document, report)
+    except MemoryError:  # pyarrow's error is one
+        raise DataError(f"{path}: memory does not suffice for a page or the row after row {number}.") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is no parquet file or damaged after row {number}: {_first_line(error)}") from None
 

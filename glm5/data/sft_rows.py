@@ -60,9 +60,16 @@ class RowCounts:
 
 
 def conversation_rows(
-    conversation: Conversation, tokenizer: Tokenizer, thinking: Thinking = "preserved"
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    thinking: Thinking = "preserved",
+    length: int | None = None,
+    counts: RowCounts | None = None,
 ) -> list[SftRow]:
     """The rows of one conversation, each with at least one trained token; empty if no turn is trained.
+
+    With a `length`, no row is made that has its targets behind it, except the first of them; the others go into
+    `counts` as too long, unmerged. Otherwise a conversation of n user messages could give n long rows.
 
     Raises:
         DataError: a trained turn has reasoning although its request asked for none, or something cannot be rendered.
@@ -81,11 +88,26 @@ def conversation_rows(
         alike = keep and appends_only(version, enable_thinking=mode, clear_thinking=False)
         groups.setdefault((mode, -1 if alike else last_user), []).append(i)
     rows: list[SftRow] = []
-    for (mode, _), places in groups.items():
+    left_out, ended = RowCounts(), set[bool]()
+    for (mode, user), places in groups.items():
+        if mode in ended:  # what precedes the user message only grows, so the targets are behind `length` too
+            lost = int(_render(conversation, places, tokenizer, mode, keep, start=user).mask.sum())
+            left_out.too_long += lost > 0
+            left_out.lost_targets += lost
+            continue
         row = _render(conversation, places, tokenizer, mode, keep)
         if row.mask.any():
+            if length is not None and user >= 0 and _begins(row, tokenizer) >= length:
+                ended.add(mode)
             rows = _merge(rows, row)
+    if counts is not None:
+        counts.add(left_out)
     return rows
+
+
+def _begins(row: SftRow, tokenizer: Tokenizer) -> int:
+    """Where the last user message before the first target begins."""
+    return int(np.flatnonzero(row.ids[: row.mask.argmax()] == tokenizer.special["<|user|>"])[-1])
 
 
 def cut_row(row: SftRow, length: int, tokenizer: Tokenizer) -> SftRow | None:
@@ -112,13 +134,16 @@ def _asked(conversation: Conversation, i: int, turn: Message, rules: TemplateRul
     return said or (rules.efforts is None and rules.empty_think == "never")
 
 
-def _render(conversation: Conversation, places: Sequence[int], tokenizer: Tokenizer, mode: bool, keep: bool) -> SftRow:
-    """The conversation up to the last of `places`; only the turns in `places` are trained."""
+def _render(
+    conversation: Conversation, places: Sequence[int], tokenizer: Tokenizer, mode: bool, keep: bool, start: int = 0
+) -> SftRow:
+    """The conversation from `start` up to the last of `places`; only the turns in `places` are trained. The tools come
+    before all messages."""
     chosen = set(places)
-    turns = [replace(m, train=i in chosen) for i, m in enumerate(conversation.messages[: places[-1] + 1])]
+    turns = [replace(conversation.messages[i], train=i in chosen) for i in range(start, places[-1] + 1)]
     rendered = render_chat(
         turns,
-        conversation.tools or None,
+        (conversation.tools or None) if start == 0 else None,
         tokenizer=tokenizer,
         enable_thinking=mode,
         clear_thinking=not keep,
@@ -126,7 +151,7 @@ def _render(conversation: Conversation, places: Sequence[int], tokenizer: Tokeni
         add_generation_prompt=False,
         close_last=True,
     )
-    marked = {i: conversation.marks[i] for i in places if i in conversation.marks}
+    marked = {i - start: conversation.marks[i] for i in places if i in conversation.marks}
     if marked:
         _leave_out(rendered.ids, rendered.loss_mask, turns, marked, tokenizer)
     return SftRow(np.array(rendered.ids, dtype=np.int32), np.array(rendered.loss_mask, dtype=np.bool_))

@@ -29,6 +29,9 @@ from glm5.errors import DataError
 from glm5.records import Outcome, Trajectory, Turn
 
 FILE = "rollouts.jsonl"
+MAX_TOKENS = 1 << 24
+"""Tokens that the contexts and outputs of one trajectory may have together when a file is read: a short line can share
+a long beginning among any number of turns."""
 
 
 def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str = "", step: int = 1) -> None:
@@ -192,10 +195,12 @@ def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
     if outcome not in list(Outcome):
         raise DataError(f'{where}: "{outcome}" is no outcome ({", ".join(Outcome)}).')
     turns: list[Turn] = []
+    left = MAX_TOKENS
     for item in _typed(row, "turns", list, where):
         if not isinstance(item, dict):
             raise DataError(f"{where}: a turn is not an object.")
-        turns.append(_turn(item, turns[-1] if turns else None, where))
+        turns.append(_turn(item, turns[-1] if turns else None, where, left))
+        left -= len(turns[-1].context_ids) + len(turns[-1].output_ids)
     return Trajectory(
         problem=_text(row, "problem", where),
         domain=_text(row, "domain", where),
@@ -208,12 +213,15 @@ def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
     )
 
 
-def _turn(item: Mapping[str, Any], last: Turn | None, where: str) -> Turn:
+def _turn(item: Mapping[str, Any], last: Turn | None, where: str, left: int) -> Turn:
+    """A turn of at most `left` tokens."""
     before = (*last.context_ids, *last.output_ids) if last else ()
     shared = _whole(item, "shared", where)
     if shared > len(before):
         raise DataError(f"{where}: a turn shares {shared} tokens with the {len(before)} before it.")
     given, output = _ids(item, "given", where), _ids(item, "output", where)
+    if shared + len(given) + len(output) > left:
+        raise DataError(f"{where}: the turns of the trajectory have more than {MAX_TOKENS:,} tokens together.")
     logprobs = tuple(_number(value, "logprobs", where) for value in _typed(item, "logprobs", list, where))
     versions = _ids(item, "versions", where)
     if not len(output) == len(logprobs) == len(versions):

@@ -85,7 +85,7 @@ def load_rows(
     sorts = RULES[tokenizer.template_version].sorts_results
     for where, conversation in read_conversations(conversation_files(source), bad, sort_results=sorts):
         try:
-            found = conversation_rows(conversation, tokenizer, stage.thinking)
+            found = conversation_rows(conversation, tokenizer, stage.thinking, stage.row_length, counts)
         except DataError as error:
             bad(where, error)
             continue

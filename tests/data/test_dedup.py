@@ -157,6 +157,37 @@ def test_large_groups_need_few_comparisons() -> None:
     assert asked.total() < 4000
 
 
+def comparisons(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Counter[int]]:
+    """Groups, and how often each pair was compared exactly."""
+    pairs: Counter[int] = Counter()
+    near = dedup._near
+
+    def counted(a: np.ndarray, b: np.ndarray, threshold: float) -> bool:
+        pairs[hash((a.tobytes(), b.tobytes()))] += 1
+        return near(a, b, threshold)
+
+    monkeypatch.setattr(dedup, "_near", counted)
+    return grouped(texts), pairs
+
+
+def test_a_pair_that_is_refused_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that differ in the last word: six of eight shingles are common, and most bands propose most pairs."""
+    groups, pairs = comparisons([f"a b c d e f g h i j {k}" for k in range(60)], monkeypatch)
+    assert groups == list(range(60))
+    assert len(pairs) == pairs.total() <= 60 * 59 // 2
+
+
+def test_a_crowd_that_is_alike_takes_time_in_proportion_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record is compared with few others, but copies are found, and so are near ones that hide among them."""
+    monkeypatch.setattr(dedup, "_CROWD", 16)
+    monkeypatch.setattr(dedup, "_REFUSALS", 32)
+    texts = [f"a b c d e f g h i j {k}" for k in range(400)]
+    hidden = " ".join(WORDS[:50])
+    groups, pairs = comparisons([hidden, *texts, *texts, hidden + " end"], monkeypatch)
+    assert groups == [0, *range(1, 401), *range(1, 401), 0]
+    assert pairs.total() <= 802 * (32 + 1)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=40),
 )

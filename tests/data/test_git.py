@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from glm5.data import git as git_module
 from glm5.data.sources import ReadReport, iter_sources, read_source
 from glm5.errors import DataError
 
@@ -110,6 +112,45 @@ def test_what_is_no_repository_or_no_revision(repository: Path, tmp_path: Path) 
     git(empty, "init", "-q")
     with pytest.raises(DataError, match="with a commit"):
         read(f"git:{empty}")
+
+
+def tree(root: Path, entries: list[str]) -> str:
+    """Write a tree object of lines as `git mktree` takes them."""
+    command = ["git", "-C", str(root), "mktree"]
+    done = subprocess.run(command, input="".join(f"{e}\n" for e in entries), check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_content_is_read_once(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many paths may name one blob; the first of them gives the document."""
+    blob = git(repository, "rev-parse", "HEAD:new.txt")
+    below = tree(repository, [f"100644 blob {blob}\tf{i}.py" for i in range(20)])
+    top = tree(repository, [f"040000 tree {below}\ta", f"100644 blob {blob}\ta-b.py", f"100644 blob {blob}\tz.py"])
+    commit = git(repository, "commit-tree", top, "-m", "copies")
+    asked: list[bytes] = []
+    report, given = ReadReport(), git_module._object
+
+    def counted(*arguments: Any) -> bytes:
+        asked.append(given(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(git_module, "_object", counted)
+    assert read(f"git:{repository}@{commit}", report) == {"a/f0.py": "new\n"}
+    assert (len(asked), report.sources[0].copies, report.sources[0].documents) == (1, 21, 1)
+
+
+def test_a_tree_that_names_a_million_paths_is_refused(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six levels that share their subtrees: the listing ends at the limit."""
+    entries = [f"100644 blob {git(repository, 'rev-parse', 'HEAD:new.txt')}\tf{i}.py" for i in range(10)]
+    for _ in range(6):
+        entries = [f"040000 tree {tree(repository, entries)}\td{i}" for i in range(10)]
+    commit = git(repository, "commit-tree", entries[0].split()[2], "-m", "bomb")
+    monkeypatch.setattr(git_module, "_MAX_LISTING", 100_000)
+    listed: list[str] = []
+    monkeypatch.setattr(git_module, "is_hidden", listed.append)  # None: not hidden
+    with pytest.raises(DataError, match="lists more than 100,000 bytes of paths in one commit"):
+        read(f"git:{repository}@{commit}")
+    assert 0 < len(listed) < 10_000
 
 
 def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.chat import RULES, SPECIAL_TOKENS, Tokenizer, render_chat
+from glm5.data import sft_rows
 from glm5.data.sft import Conversation, TurnMarks, parse_conversation
-from glm5.data.sft_rows import Thinking, conversation_rows
+from glm5.data.sft_rows import RowCounts, Thinking, conversation_rows
 from glm5.errors import DataError
 from glm5.records import Message, ToolCall
 
@@ -138,6 +139,40 @@ def test_interleaved_thinking_cuts_a_conversation_where_history_is_cut() -> None
         ("[gMASK]<sop><|user|>q0<|assistant|><think>t0</think>a0<|user|>q1<|assistant|><think>t1</think>a1<|user|>",
          "t0</think>a0<|user|>t1</think>a1<|user|>"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", RULES)
+@pytest.mark.parametrize("style", get_args(Thinking))
+def test_rows_behind_the_row_length_are_counted_and_not_made(
+    version: str, style: Thinking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that have targets within the length are the same up to it, the targets of the others are counted exactly,
+    and the work grows with the messages, not with their square."""
+    tok = BYTES[version]
+    marks = {5: TurnMarks(content=((0, 1),)), 61: TurnMarks(content=((1, 2),))}
+    conversation = Conversation(talk(*(f"a{k}" for k in range(40))), TOOLS if style == "turn" else (), marks=marks)
+    whole = conversation_rows(conversation, tok, style)
+    length = len(render_chat(conversation.messages[:8], conversation.tools, tokenizer=tok).ids)
+    rendered = 0
+
+    def counted(messages: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal rendered
+        rendered += len(messages)
+        return render_chat(messages, *arguments, **options)
+
+    monkeypatch.setattr(sft_rows, "render_chat", counted)
+    counts = RowCounts()
+    rows = conversation_rows(conversation, tok, style, length, counts)
+    trained = [[row for row in made if row.mask[:length].any()] for made in (whole, rows)]
+    assert len(trained[0]) == len(trained[1]) > 0
+    for expected, row in zip(*trained, strict=True):
+        assert row.ids[:length].tolist() == expected.ids[:length].tolist()
+        assert row.mask[:length].tolist() == expected.mask[:length].tolist()
+    targets = [sum(int(row.mask.sum()) for row in made) for made in (whole, rows)]
+    assert targets[1] + counts.lost_targets == targets[0]
+    if len(whole) == 40:  # no row is the beginning of another one
+        assert 40 - len(rows) == counts.too_long >= 30
+    assert rendered < 300
 
 
 def test_turns_between_tool_results_share_a_row_in_interleaved_thinking() -> None:

@@ -329,6 +329,16 @@ def test_parquet_is_read_one_row_group_after_the_other(tmp_path: Path) -> None:
         list(read_source(str(source)))
 
 
+def test_long_parquet_rows_are_decoded_one_by_one(tmp_path: Path) -> None:
+    """A dictionary makes 32 rows of 1 MB of a file of 1 MB."""
+    pa = pytest.importorskip("pyarrow")
+    source = parquet(tmp_path / "x.parquet", {"text": ["a" * (1 << 20)] * 32}, group=32)
+    assert Path(source).stat().st_size < 3 << 20
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in read_source(source)]
+    assert len(held) == 32 and max(held) < 8 << 20
+
+
 def test_parquet_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"")

@@ -43,6 +43,17 @@ def trajectory(group: int = 0, logprob: float = -0.1, reward: float = 0.0) -> Tr
     return Trajectory("p/1", "toy", group, turns, reward, Outcome.SOLVED, {"error": "ü", "n": [1, 2.5, None]}, "ü")
 
 
+def test_turns_that_share_a_long_beginning_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample has ten tokens, of which the second turn shares four with the first."""
+    file = tmp_path / replay.FILE
+    replay.write([[trajectory()]], file)
+    monkeypatch.setattr(replay, "MAX_TOKENS", 10)
+    assert len(replay.read(file)[0]) == 1
+    monkeypatch.setattr(replay, "MAX_TOKENS", 9)
+    with pytest.raises(DataError, match="line 1: the turns of the trajectory have more than 9 tokens together"):
+        replay.read(file)
+
+
 # ----------------------------------------------------------------------------------------------------- records
 
 IDS = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
