@@ -80,8 +80,8 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
     """Yield a new folder to fill; if the block succeeds, it becomes `path`, with a manifest of hashes.
 
     An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` is unchanged.
-    Raises CheckpointError if `path` is a file, or a folder with content but no manifest: a mistyped name destroys
-    nothing. With `foreign` such a folder is replaced too.
+    Raises CheckpointError if another process is writing it, or if `path` is a file, or a folder with content but no
+    manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too.
     """
     path = path.absolute()
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
@@ -90,7 +90,13 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
     old = path.with_name(f".{path.name}.old")
     with disk_errors(path):
         recover_dir(path)
-        aside.mkdir(parents=True)
+        try:
+            aside.mkdir(parents=True)
+        except FileExistsError:
+            raise CheckpointError(
+                f"Another process is writing {path}; wait for it, or choose another folder."
+            ) from None
+        held = _lock(aside)
         try:
             yield aside
             write_manifest(aside)
@@ -106,15 +112,40 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
             if old.exists() and not path.exists():
                 old.rename(path)
             raise
+        finally:
+            if held is not None:
+                os.close(held)
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks `folder` until it is closed; None if another process has it, or if there is no folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
 def recover_dir(path: Path) -> None:
-    """Undo a crash between the two renames of `publish_dir`: restore the previous version, drop a half-written one."""
-    old = path.with_name(f".{path.name}.old")
+    """Undo a crash between the two renames of `publish_dir`: restore the previous version, drop a half-written one, but
+    leave alone what another process is writing."""
+    aside, old = (path.with_name(f".{path.name}.{end}") for end in ("writing", "old"))
+    held = _lock(aside)
+    if held is None and aside.exists():
+        return
     if old.exists() and not path.exists():
         old.rename(path)
-    shutil.rmtree(path.with_name(f".{path.name}.writing"), ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    if held is not None:
+        os.close(held)
 
 
 def write_manifest(folder: Path) -> None:

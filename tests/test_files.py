@@ -315,3 +315,18 @@ def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
         atomic_write(path, "three")
     assert path.read_text(encoding="utf-8") == "zwei ü"
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_two_writers_of_one_folder_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    publish(path, 1)
+    with publish_dir(path) as folder:
+        (folder / "a.txt").write_text("a2")
+        with pytest.raises(CheckpointError, match=r"Another process is writing .*/out; wait for it"):
+            publish(path, 3)
+        recover_dir(path)  # as a reader does
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b.txt").write_text("b2")
+    assert version_of(path) == 2 and verify_manifest(path)
+    publish(path, 4)
+    assert version_of(path) == 4 and [p.name for p in tmp_path.iterdir()] == ["out"]

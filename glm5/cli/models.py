@@ -201,13 +201,14 @@ def evaluate(
     from glm5.config.recipe import EvalConfig, FamilyConfig
     from glm5.eval.harness import play_skill, score
     from glm5.model.glm5 import GLM5ForCausalLM
+    from glm5.records import Outcome
 
     family = FamilyConfig(name=suite, options=assignments(options), render_tools=render_tools)
     loaded, tokenizer = GLM5ForCausalLM.from_pretrained(model), Tokenizer.load(model)
     context = min(1024, loaded.config.max_position_embeddings - 1)
     config = EvalConfig(problems=problems, max_context=context)
     trajectories = play_skill(loaded, tokenizer, family, config)
-    show({suite: score(sum(t.reward == 1.0 for t in trajectories), len(trajectories))}, as_json)
+    show({suite: score(sum(t.outcome is Outcome.SOLVED for t in trajectories), len(trajectories))}, as_json)
 
 
 def _memory() -> int | None:

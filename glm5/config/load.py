@@ -25,6 +25,8 @@ from glm5.errors import ConfigError, UsageError, nearest
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 Layer = tuple[str, Mapping[str, Any]]  # (origin of the values, for messages; the values)
 
+_MOST_PARTS = 64
+_LONG_KEY = re.compile(rf"""(?:[\w"'-]*+[ \t]*+\.[ \t]*+){{{_MOST_PARTS},}}""")
 _MAX_BYTES = 1 << 20  # recipes are untrusted; a real one has a few kilobytes
 
 
@@ -39,8 +41,11 @@ def load_recipe(path: Path | str, schema: type[Model], overrides: Sequence[str] 
     """
     layers = _read_layers(Path(path))
     data: dict[str, Any] = {}
-    for where, layer in layers:
-        data = _merge(data, layer, where)
+    try:
+        for where, layer in layers:
+            data = _merge(data, layer, where)
+    except RecursionError:
+        raise ConfigError(f"{path}: values are nested too deeply for a recipe.") from None
     for override in overrides:
         layers.append(_apply_override(data, override))
     return _validate(data, schema, layers)
@@ -93,7 +98,12 @@ def _read_layers(path: Path) -> list[Layer]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        raw = path.read_bytes()
+        if not path.is_file() and path.exists():
+            raise ConfigError(f"The recipe {path} is not a file.")
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ConfigError(f"{path} is too large; a recipe has at most {_MAX_BYTES} bytes.")
         text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"There is no recipe {path}. Recipes that come with glm5 lie in recipes/.") from None
@@ -102,8 +112,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: a recipe is UTF-8 text, and this is not.") from None
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{path} has {len(raw)} bytes; a recipe has at most {_MAX_BYTES}.")
+    if _LONG_KEY.search(text):  # it would take memory by the square of its parts
+        raise ConfigError(f"{path}: a key has more than {_MOST_PARTS} parts.")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -36,6 +36,7 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
     those of a folder source. The commit goes into the report."""
     path, revision = _split(location)
     git = _Git(path)
+    git.stay_inside()
     commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
     if not commit.isalnum():
         raise DataError(f'{path} is no git repository with a commit "{revision}".')
@@ -82,6 +83,14 @@ class _Git:
             "GIT_ALLOW_PROTOCOL": "none",
             "LC_ALL": "C",
         }
+
+    def stay_inside(self) -> None:
+        """DataError if the repository's files are not below its folder: a given folder is not trusted to name others,
+        as a worktree's `.git` file and a clone's list of alternates do."""
+        for name in ("--absolute-git-dir", "--git-common-dir"):
+            where = (self.path / os.fsdecode(self.call("rev-parse", name).rstrip(b"\n"))).resolve()
+            if not where.is_relative_to(self.path) or (where / "objects" / "info" / "alternates").exists():
+                raise DataError(f"{self.path}: objects of this repository are elsewhere ({where}); name that folder.")
 
     def call(self, *arguments: str) -> bytes:
         """Standard output of a command. Raises DataError, with git's first error line if any, if the command fails."""

@@ -79,7 +79,7 @@ def score(successes: int, n: int) -> dict[str, float]:
 
 def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Share of problems that earned the full reward, one trajectory each, and which ones they were."""
-    solved = [t.reward == 1.0 for t in trajectories]
+    solved = [t.outcome is Outcome.SOLVED for t in trajectories]
     entry: dict[str, Any] = score(sum(solved), len(solved))
     entry["solved"] = "".join(str(int(right)) for right in solved)
     if errors := sum(t.outcome is Outcome.ENV_ERROR for t in trajectories):
@@ -91,7 +91,7 @@ def sampled_score(trajectories: Sequence[Trajectory], config: EvalConfig) -> dic
     """pass@k of trajectories as `play_skill` draws them."""
     passed = [0] * (len(trajectories) // config.samples)
     for trajectory in trajectories:
-        passed[trajectory.group] += trajectory.reward == 1.0
+        passed[trajectory.group] += trajectory.outcome is Outcome.SOLVED
     entry: dict[str, Any] = {"pass@k": pass_scores(passed, config.samples, config.ks), "samples": config.samples}
     entry["passed"] = " ".join(map(str, passed))
     if errors := sum(t.outcome is Outcome.ENV_ERROR for t in trajectories):
@@ -113,18 +113,19 @@ def play_skill(
             family.name, len(distinct), config.problems,
         )  # fmt: skip
     problems = [(number, source.problem("heldout", index)) for number, index in enumerate(distinct)]
+    context = min(config.max_context, model.config.max_position_embeddings)  # an episode that reaches it is cut off
     episodes = open_episodes(
         problems * (1 if seed is None else config.samples),
         tokenizer,
         max_turns=config.max_turns,
-        max_context=config.max_context,
+        max_context=context,
         render_tools=family.render_tools,
     )
     engine = Engine(
         model,
         tokenizer,
         max_batch=min(64, len(episodes)),
-        max_length=config.max_context + 1,
+        max_length=context + 1,
         exact=config.rollouts == "exact",
     )
     temperature = 0.0 if seed is None else config.temperature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+import tracemalloc
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -317,3 +318,21 @@ def test_numbers_without_meaning_are_refused(key: str, value: float) -> None:
     AgenticStage.model_validate(STAGE)
     with pytest.raises(ValueError, match=name):
         AgenticStage.model_validate(changed)
+
+
+def test_long_keys_and_endless_files_cost_nothing(tmp_path: Path) -> None:
+    """Python's reader of TOML takes memory by the square of a key's parts."""
+    for text in ("a" + ".a" * 30_000 + " = 1", "x = {" + "'a' . " * 100 + "a = 1}"):
+        path = tmp_path / "long.toml"
+        path.write_text(text)
+        tracemalloc.start()
+        with pytest.raises(ConfigError, match="a key has more than 64 parts"):
+            load_recipe(path, Recipe)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
+    path.write_text('extends = "/dev/zero"')
+    with pytest.raises(ConfigError, match="/dev/zero is not a file"):
+        load_recipe(path, Recipe)
+    path.write_bytes(b"#" * (1 << 21))
+    with pytest.raises(ConfigError, match="too large"):
+        load_recipe(path, Recipe)

@@ -182,3 +182,16 @@ def test_neither_environment_nor_replacements_change_what_is_read(
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "nonsense")
     git(repository, "replace", git(repository, "rev-parse", "HEAD"), git(repository, "rev-parse", "v1"))
     assert read(f"git:{repository}") == before
+
+
+def test_a_repository_elsewhere_is_not_read(repository: Path, tmp_path: Path) -> None:
+    """A `.git` file or a list of alternates would bring another folder's documents into the corpus."""
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / ".git").write_text(f"gitdir: {repository / '.git'}\n")
+    with pytest.raises(DataError, match="objects of this repository are elsewhere"):
+        list(read_source(f"git:{given}"))
+    shared = tmp_path / "shared"
+    git(tmp_path, "clone", "-q", "--shared", str(repository), str(shared))
+    with pytest.raises(DataError, match="objects of this repository are elsewhere"):
+        list(read_source(f"git:{shared}"))

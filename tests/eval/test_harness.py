@@ -14,8 +14,16 @@ from glm5.config.recipe import EvalConfig, FamilyConfig
 from glm5.engine.engine import Engine
 from glm5.engine.measure_acceptance import generate_speculative
 from glm5.eval import harness
-from glm5.eval.harness import continuation_logprobs, evaluate, mtp_acceptance, needle_score, score
-from glm5.records import Completion, Outcome
+from glm5.eval.harness import (
+    continuation_logprobs,
+    evaluate,
+    mtp_acceptance,
+    needle_score,
+    sampled_score,
+    score,
+    skill_score,
+)
+from glm5.records import Completion, Outcome, Trajectory, Turn
 from glm5.seeds import derive_seed
 from glm5.stats import wilson
 from glm5.tasks import DistinctProblems, make_family, needle_text
@@ -258,3 +266,13 @@ def test_samples_show_what_was_said(small: Any, tokenizer: Any) -> None:
         for token in turn.output_ids:  # greedy, whatever the engine's seed
             assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(token)
+
+
+def test_what_counts_as_solved_is_the_outcome() -> None:
+    """A family may pay 0.9 or 2 for what it calls solved."""
+    turn = Turn((1,), (2,), (-1.0,), (0,), "stop")
+    paid = [(0.9, Outcome.SOLVED), (2.0, Outcome.SOLVED), (1.0, Outcome.FAILED), (0.0, Outcome.FAILED)]
+    played = [Trajectory("p", "p", i, [turn], reward, outcome) for i, (reward, outcome) in enumerate(paid)]
+    assert skill_score(played)["solved"] == "1100"
+    drawn = CONFIG.model_copy(update={"samples": 1, "ks": [1]})
+    assert sampled_score(played, drawn)["passed"] == "1 1 0 0"
