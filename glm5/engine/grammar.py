@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from time import thread_time
+from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -32,9 +33,13 @@ OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
 """What a compiled grammar counts for, by the length of its text. Usual ones take 0.1 MB; expressions over classes of
 Unicode take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
 LEXER_STATES = 16_000
-COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 50_000
+COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 2_000
 """Work that a grammar may cause when it is compiled and for each token; beyond it, it is refused or fails."""
+FREE_SECONDS, SECONDS_PER_STEP = 2.0, 0.005
+"""CPU time that the samples of a compiled grammar may take together: so much, and so much for each token of theirs.
+With 154,000 ids usual forms take 0.1 to 0.4 ms for each, a class of characters counted to 1000 takes 4."""
 
+Result = TypeVar("Result")
 _THINKING = ("</think>", "<tool_call>")
 _ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": ("<tool_call>",)}
 
@@ -103,6 +108,8 @@ class Grammars:
             return None
         with self._lock:
             source = self._fresh(spec)
+        if source is not None and source.slow:
+            raise EngineError(f"The {_NOUN[spec.kind]} takes too much time; make it simpler.")
         if source is None:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
@@ -128,16 +135,30 @@ def _size(text: str) -> int:
 @dataclass(eq=False)
 class _Source:
     """A grammar as the library compiled it, which its samples copy. The copies share a lexer that grows with what they
-    meet, so that it is forgotten after so many steps, or when one of them failed."""
+    meet, so that it is forgotten after so many steps, or when one of them failed. One that is slow is kept, so that it
+    is known when it is asked for again."""
 
     matcher: Any
     size: int
     steps: int = 0
+    seconds: float = 0.0
     failed: bool = False
 
     @property
     def worn(self) -> bool:
-        return self.failed or self.steps >= KEPT_STEPS
+        return self.failed or (self.steps >= KEPT_STEPS and not self.slow)
+
+    @property
+    def slow(self) -> bool:
+        """Whether its samples have taken too much time. It takes no more steps then, so that it stays so."""
+        return self.seconds > FREE_SECONDS + SECONDS_PER_STEP * self.steps
+
+    def timed(self, work: Callable[..., Result], *arguments: object) -> Result:
+        began = thread_time()
+        try:
+            return work(*arguments)
+        finally:
+            self.seconds += thread_time() - began
 
 
 @dataclass(frozen=True)
@@ -158,8 +179,8 @@ class Compiled:
 
 class GrammarState:
     """Where one sample stands in its grammar; without a `matcher` everything fits. `done` once its stop token was
-    accepted. `failed` says why no token fits any more (a limit of the library, or an answer that cannot be ended); the
-    sample must then be ended too."""
+    accepted. `failed` says why no token fits any more (a limit of the library, or an answer that cannot be ended), and
+    `slow` that the grammar takes too much time; the sample must then be ended too."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -179,6 +200,11 @@ class GrammarState:
     def thinking(self) -> bool:
         """Whether the answer has not begun yet."""
         return self._thinking
+
+    @property
+    def slow(self) -> bool:
+        """Whether all samples of its grammar have taken too much time."""
+        return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, or after `drafted`; `mask` holds zeros, one bit per id.
@@ -206,7 +232,7 @@ class GrammarState:
         """`token` was sampled."""
         now = (self._thinking, self._spelled, self.done)
         moved = False
-        if not self.done and self.failed is None:
+        if not self.done and self.failed is None and not self.slow:
             marker = token in self._words.special
             self._spelled = 0 if marker else self._words.spelling(self._markers).after(self._spelled, token)
             if self._thinking:
@@ -215,7 +241,7 @@ class GrammarState:
             elif token in self._words.stops:
                 self.done = True
             elif self._matcher is not None:
-                moved = bool(self._matcher.consume_token(token))
+                moved = bool(self._source.timed(self._matcher.consume_token, token))
                 self._source.steps += 1
                 if not moved:
                     self._fail(_reason(self._matcher))
@@ -244,19 +270,19 @@ class GrammarState:
         return _THINKING if self._thinking else self._answer
 
     def _allows(self, token: int) -> bool:
-        if self.done or self.failed is not None or self._thinking or self._matcher is None:
+        if self.done or self.failed is not None or self.slow or self._thinking or self._matcher is None:
             return _has(self._next(), token)
         if token in self._words.stops:
             return _has(self._ends, token) and bool(self._matcher.is_accepting())
         spelled_out = not _has(self._words.spelling(self._answer).allowed(self._spelled), token)
-        return not spelled_out and self._matcher.validate_tokens([token]) == 1
+        return not spelled_out and self._source.timed(self._matcher.validate_tokens, [token]) == 1
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
         self._source.failed = True
 
     def _next(self) -> Mask:
-        if self.done or self.failed is not None:
+        if self.done or self.failed is not None or self.slow:
             return self._ends
         if self._thinking:
             if self._budget is not None and self._thought >= self._budget:
@@ -264,7 +290,7 @@ class GrammarState:
             return self._words.thought & self._words.spelling(_THINKING).allowed(self._spelled)
         if self._matcher is None:
             return self._words.everything
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        found = np.frombuffer(self._source.timed(self._matcher.compute_bitmask), dtype=np.int32)
         if self._matcher.is_error():
             self._fail(_reason(self._matcher))
             return self._ends

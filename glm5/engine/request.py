@@ -66,10 +66,13 @@ class Request:
         self.stored = max(self.stored, count)
 
     def advance(self, token: int) -> str | None:
-        """The sample got `token`; returns why it ends ("stop", or "abort" where its grammar cannot go on), or None."""
+        """The sample got `token`; returns why it ends ("stop", or "abort" where its grammar cannot go on), or None.
+        Raises RequestFailed where the grammar takes too much time."""
         self.tokens.append(token)
         state, watch = self.state, self.watch
         state.advance(token)
+        if state.grammar is not None and state.grammar.slow:
+            raise RequestFailed("The grammar takes too much time; make it simpler.")
         if state.grammar is not None and state.grammar.failed is not None:
             return "abort"
         if token in self.stop_ids or (state.grammar is not None and state.grammar.done):
