@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from glm5.engine.words import Spelling
 from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
 from glm5.serve import engine_thread as stream_module
+from glm5.serve.app import create_app
 from glm5.serve.compiling import Compiler
 from glm5.serve.engine_thread import EngineThread, Part
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping, TooLate
@@ -422,6 +424,33 @@ def test_compiling_counts_in_the_limits_of_a_request(slow_grammars: threading.Ev
     client, _ = scripted("a", app={"limits": Limits(request_seconds=0.3)})
     answer = client.post("/v1/completions", json={"prompt": "a", "guided_choice": ["slow"]})
     assert answer.status_code == 504 and client.app.state.service.thread.samples == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_waits_for_no_grammar(
+    engine_of: EngineOf, asgi: Any, tokenizer: Tokenizer, slow_grammars: threading.Event, stream: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    app = create_app(engine_of(tokenizer.encode("abc")), tokenizer, model_name="script")
+    body = {"prompt": "a", "n": 3, "guided_choice": ["slow"], "stream": stream}
+
+    async def work() -> None:
+        async with app.router.lifespan_context(app):
+            thread, left = app.state.service.thread, asyncio.Event()
+
+            async def pieces() -> AsyncIterator[dict[str, Any]]:
+                yield {"type": "http.request", "body": json.dumps(body).encode()}
+                await left.wait()
+
+            sent: list[dict[str, Any]] = []
+            request = asyncio.ensure_future(asgi(app, "/v1/completions", pieces(), sent))
+            await until(lambda: thread.samples == 3)
+            left.set()
+            await asyncio.wait_for(request, 5)
+            assert thread.samples == 0 and sent[0]["status"] == 499
+            slow_grammars.set()
+
+    asyncio.run(work())
 
 
 def test_limits_of_compiling(tokenizer: Tokenizer, slow_grammars: threading.Event) -> None:
