@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from time import thread_time
+from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -32,9 +33,13 @@ OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
 """Cost of a compiled grammar: a constant plus an amount per character of its text. Usual grammars take 0.1 MB;
 expressions over Unicode classes take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
 LEXER_STATES = 16_000
-COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 50_000
+COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 2_000
 """Limits of the work at compile time and per token. A grammar that exceeds them is refused or fails."""
+FREE_SECONDS, SECONDS_PER_STEP = 2.0, 0.005
+"""CPU time that all samples of a compiled grammar may take together: a fixed part, and a part per token. With 154,000
+ids usual grammars take 0.1 to 0.4 ms per token, a class of characters counted to 1000 takes 4."""
 
+Result = TypeVar("Result")
 _THINKING = ("</think>", "<tool_call>")
 _ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": ("<tool_call>",)}
 
@@ -103,6 +108,8 @@ class Grammars:
             return None
         with self._lock:
             source = self._fresh(spec)
+        if source is not None and source.slow:
+            raise EngineError(f"The {_NOUN[spec.kind]} takes too much time; make it simpler.")
         if source is None:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
@@ -128,16 +135,29 @@ def _size(text: str) -> int:
 @dataclass(eq=False)
 class _Source:
     """A compiled grammar that samples copy. The copies share a lexer that grows with use, so it is dropped after
-    `KEPT_STEPS` steps or if one of them failed."""
+    `KEPT_STEPS` steps or if one of them failed. A slow one is kept: then it is refused if it is asked for again."""
 
     matcher: Any
     size: int
     steps: int = 0
+    seconds: float = 0.0
     failed: bool = False
 
     @property
     def worn(self) -> bool:
-        return self.failed or self.steps >= KEPT_STEPS
+        return self.failed or (self.steps >= KEPT_STEPS and not self.slow)
+
+    @property
+    def slow(self) -> bool:
+        """Whether its samples have taken too much time. It takes no more steps then, so that it stays so."""
+        return self.seconds > FREE_SECONDS + SECONDS_PER_STEP * self.steps
+
+    def timed(self, work: Callable[..., Result], *arguments: object) -> Result:
+        began = thread_time()
+        try:
+            return work(*arguments)
+        finally:
+            self.seconds += thread_time() - began
 
 
 @dataclass(frozen=True)
@@ -159,7 +179,7 @@ class Compiled:
 class GrammarState:
     """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once its stop
     token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer that cannot
-    end); the caller must then end the sample."""
+    end), `slow` says that the grammar takes too much time; in both cases the caller must end the sample."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -179,6 +199,11 @@ class GrammarState:
     def thinking(self) -> bool:
         """Whether the sample is still in its think block."""
         return self._thinking
+
+    @property
+    def slow(self) -> bool:
+        """Whether all samples of its grammar have taken too much time."""
+        return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, or after `drafted`. `mask` holds zeros, one bit per id.
@@ -206,7 +231,7 @@ class GrammarState:
         """`token` was sampled: advance the state."""
         now = (self._thinking, self._spelled, self.done)
         moved = False
-        if not self.done and self.failed is None:
+        if not self.done and self.failed is None and not self.slow:
             marker = token in self._words.special
             self._spelled = 0 if marker else self._words.spelling(self._markers).after(self._spelled, token)
             if self._thinking:
@@ -215,7 +240,7 @@ class GrammarState:
             elif token in self._words.stops:
                 self.done = True
             elif self._matcher is not None:
-                moved = bool(self._matcher.consume_token(token))
+                moved = bool(self._source.timed(self._matcher.consume_token, token))
                 self._source.steps += 1
                 if not moved:
                     self._fail(_reason(self._matcher))
@@ -244,19 +269,19 @@ class GrammarState:
         return _THINKING if self._thinking else self._answer
 
     def _allows(self, token: int) -> bool:
-        if self.done or self.failed is not None or self._thinking or self._matcher is None:
+        if self.done or self.failed is not None or self.slow or self._thinking or self._matcher is None:
             return _has(self._next(), token)
         if token in self._words.stops:
             return _has(self._ends, token) and bool(self._matcher.is_accepting())
         spelled_out = not _has(self._words.spelling(self._answer).allowed(self._spelled), token)
-        return not spelled_out and self._matcher.validate_tokens([token]) == 1
+        return not spelled_out and self._source.timed(self._matcher.validate_tokens, [token]) == 1
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
         self._source.failed = True
 
     def _next(self) -> Mask:
-        if self.done or self.failed is not None:
+        if self.done or self.failed is not None or self.slow:
             return self._ends
         if self._thinking:
             if self._budget is not None and self._thought >= self._budget:
@@ -264,7 +289,7 @@ class GrammarState:
             return self._words.thought & self._words.spelling(_THINKING).allowed(self._spelled)
         if self._matcher is None:
             return self._words.everything
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        found = np.frombuffer(self._source.timed(self._matcher.compute_bitmask), dtype=np.int32)
         if self._matcher.is_error():
             self._fail(_reason(self._matcher))
             return self._ends

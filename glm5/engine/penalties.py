@@ -137,13 +137,18 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         _all_but(tuple(p.allowed_token_ids), vocab_size)
         if p.grammar is not None:
             raise EngineError("allowed_token_ids excludes a grammar, a schema, a forced call and a limit of thinking.")
-    if not all(p.bad_words):
-        raise EngineError("bad_words holds an empty text; every text contains that.")
-    if sum(len(word.encode("utf-8", "replace")) for word in p.bad_words) > MAX_BAD_BYTES:
-        raise EngineError(f"bad_words may hold {MAX_BAD_BYTES:,} bytes in all; give fewer or shorter ones.")
+    check_bad_words(p.bad_words)
     limit = p.grammar.thinking_tokens if p.grammar is not None else None
     if limit is not None and limit < 0:
         raise EngineError("thinking_tokens of a grammar must be at least 0.")
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raise EngineError for what cannot be `bad_words`."""
+    if not all(words):
+        raise EngineError("bad_words holds an empty text; every text contains that.")
+    if sum(len(word.encode("utf-8", "replace")) for word in words) > MAX_BAD_BYTES:
+        raise EngineError(f"bad_words may hold {MAX_BAD_BYTES:,} bytes in all; give fewer or shorter ones.")
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:

@@ -66,10 +66,13 @@ class Request:
         self.stored = max(self.stored, count)
 
     def advance(self, token: int) -> str | None:
-        """Record `token`. Returns the stop reason ("stop", or "abort" if the grammar allows no token), or None."""
+        """Record `token`. Returns the stop reason ("stop", or "abort" if the grammar allows no token), or None. Raises
+        RequestFailed if the grammar takes too much time."""
         self.tokens.append(token)
         state, watch = self.state, self.watch
         state.advance(token)
+        if state.grammar is not None and state.grammar.slow:
+            raise RequestFailed("The grammar takes too much time; make it simpler.")
         if state.grammar is not None and state.grammar.failed is not None:
             return "abort"
         if token in self.stop_ids or (state.grammar is not None and state.grammar.done):

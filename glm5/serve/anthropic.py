@@ -35,7 +35,7 @@ def router(service: Service) -> APIRouter:
         prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
         answer = Answer(service, body)
         jobs = [(body, prompt)]
-        stream = await service.begin(jobs, [answer.id], field_name="messages")
+        stream = await service.begin(request, jobs, [answer.id], field_name="messages")
         (reply,) = service.replies(jobs, stream, parallel_calls=not body.tool_choice.disable_parallel_tool_use)
         if body.stream:
             return EventResponse(answer.events(stream, reply), stream)

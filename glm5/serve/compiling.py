@@ -1,15 +1,17 @@
-"""Compiles grammars in separate threads, so that neither the engine thread nor the event loop waits for one."""
+"""Compiles grammars and prepares `bad_words` in separate threads, so neither the engine thread nor the event loop waits
+for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from glm5.engine.grammar import Compiled, Grammars
+from glm5.engine.penalties import check_bad_words
 from glm5.errors import EngineError
-from glm5.records import GrammarSpec
-from glm5.serve.errors import Overloaded, Stopping
+from glm5.records import GrammarSpec, SamplingParams
+from glm5.serve.errors import ApiError, Overloaded, Stopping
 
 WORKERS = 2
 WAITING = 128
@@ -19,11 +21,19 @@ IN_USE_BYTES = 512 << 20
 """Maximum cost of grammars kept or in use: 64 different ones of usual size."""
 FORMS = 16
 """Maximum different grammars per request."""
+LISTS = 4
+"""Maximum different lists of each kind per request."""
 
 
-def check_forms(specs: Iterable[GrammarSpec | None]) -> None:
-    """Raise EngineError if the prompts of a request use too many different grammars."""
-    count = len({(spec.kind, spec.value, spec.many) for spec in specs if spec is not None})
+def check_forms(params: Sequence[SamplingParams]) -> None:
+    """Raise EngineError if the prompts of a request use too many different grammars, ApiError if they have too many
+    different lists: with a large vocabulary each takes megabytes, and up to a second to prepare."""
+    for field in ("bad_words", "stop", "allowed_token_ids"):
+        values = {id(value): value for p in params if (value := getattr(p, field))}  # prompts may share one
+        if (count := len(set(values.values()))) > LISTS:
+            text = f"The request has {count} different lists in {field}; at most {LISTS} are allowed."
+            raise ApiError(400, text, param=field)
+    count = len({(p.grammar.kind, p.grammar.value, p.grammar.many) for p in params if p.grammar is not None})
     if count > FORMS:
         raise EngineError(f"The request has {count} different grammars or schemas; at most {FORMS} are allowed.")
 
@@ -82,6 +92,15 @@ class Compiler:
                     self._work.pop(spec, None)
                 else:
                     work.add_done_callback(lambda _: self._work.pop(spec, None))
+
+    async def spell(self, params: Sequence[SamplingParams]) -> None:
+        """Prepare all `bad_words`, so that the engine finds them done. Raises EngineError for bad ones."""
+        for words in dict.fromkeys(p.bad_words for p in params if p.bad_words):
+            check_bad_words(words)
+            await asyncio.to_thread(self._spelled, words)
+
+    def _spelled(self, words: tuple[str, ...]) -> None:
+        self._grammars().words.spelling(words)
 
     def _compiled(self, spec: GrammarSpec) -> Compiled:
         grammars = self._grammars()

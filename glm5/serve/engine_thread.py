@@ -110,15 +110,15 @@ class EngineThread:
         compilation included. Raises ApiError if a grammar cannot be enforced."""
         stream = Stream(self, parts, deadline)
         if stream.size > self.max_samples:
-            most = f"this server takes at most {self.max_samples} at a time"
-            raise EngineError(f"The request asks for {stream.size} samples; {most}.")
-        check_forms(part.params.grammar for part in parts)
+            raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
+        check_forms(asked := [part.params for part in parts])
         with self._wake:
             self.check()
             if self._taken() + stream.size > self.max_samples:
                 raise Overloaded(f"The server is busy with its {self.max_samples} samples; try again in a moment.")
             self._reserved += stream.size
         try:
+            await stream.in_time(self._compiler.spell(asked))
             stream.parts = [await stream.in_time(self._compiled(part)) for part in stream.parts]
         finally:
             with self._wake:

@@ -276,7 +276,7 @@ class Generation:
             )
         jobs = list(zip(self.params, self.prompts, strict=True))
         tops = self.body.top_logprobs_num if self.body.return_logprob else None
-        stream = await self.service.begin(jobs, self.names, top_logprobs=tops)
+        stream = await self.service.begin(request, jobs, self.names, top_logprobs=tops)
         stop_ids = [request.stop_ids for request in stream.requests]
         samples = [
             Plain(self.service.tokenizer, self.params[o], ids) for o, ids in zip(self.owners, stop_ids, strict=True)

@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
         prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
         form = ChatForm(service, body, prompt)
         jobs = [(body, prompt)]
-        stream = await service.begin(jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
+        stream = await service.begin(request, jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
         options = {"logprobs": body.logprobs, "parallel_calls": body.parallel_tool_calls}
         return await _answer(request, body, stream, service.replies(jobs, stream, **options), form)
 
@@ -58,7 +58,7 @@ def router(service: Service) -> APIRouter:
             return await asyncio.to_thread(_echo, form)
         jobs = [(body, prompt) for prompt in prompts]
         names = [form.head["id"]] * len(jobs)
-        stream = await service.begin(jobs, names, top_logprobs=body.logprobs)
+        stream = await service.begin(request, jobs, names, top_logprobs=body.logprobs)
         replies = service.replies(jobs, stream, logprobs=body.logprobs is not None)
         return await _answer(request, body, stream, replies, form)
 

@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
         prompt = await service.make(chat.render, service.tokenizer, count=len(chat.messages))
         answer = Answer(service, body)
         jobs = [(chat, prompt)]
-        stream = await service.begin(jobs, [answer.id], field_name="input")
+        stream = await service.begin(request, jobs, [answer.id], field_name="input")
         (reply,) = service.replies(jobs, stream, parallel_calls=body.parallel_tool_calls)
         if body.stream:
             return EventResponse(answer.events(stream, reply), stream)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from glm5 import __version__
 from glm5.chat.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from glm5.serve.metrics import Metrics
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply
 from glm5.serve.schema import Body, Sampling, parse
+from glm5.serve.sse import unless_gone
 
 log = get_logger("serve")
 
@@ -104,6 +106,7 @@ class Service:
 
     async def begin(
         self,
+        request: Request,
         jobs: Sequence[Job],
         names: Sequence[str],
         *,
@@ -111,9 +114,13 @@ class Service:
         top_logprobs: int | None = None,
     ) -> Stream:
         """Submit prompts to the engine, each with its samples; `names` identify them for aborts. `top_logprobs` is the
-        number of alternatives per token in the answer; None means no log-probabilities at all."""
+        number of alternatives per token in the answer; None means no log-probabilities at all. Raises ClientDisconnect
+        if the client hangs up meanwhile."""
         parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
-        return await self.thread.submit_all(parts, deadline=self.limits.request_seconds)
+        stream = asyncio.ensure_future(self.thread.submit_all(parts, deadline=self.limits.request_seconds))
+        if not await unless_gone(request, stream):
+            raise ClientDisconnect
+        return stream.result()
 
     def _parts(self, jobs: Sequence[Job], names: Sequence[str], top_logprobs: int | None, field: str) -> list[Part]:
         """Prompts of one body share its grammar and its parameters, both of which may be megabytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -23,7 +24,7 @@ from glm5.config.model import GLM5Config
 from glm5.engine import grammar
 from glm5.engine.engine import Engine
 from glm5.engine.grammar import Grammars, GrammarState
-from glm5.errors import EngineError, MissingExtraError
+from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import GrammarSpec, SamplingParams
 from tests.engine.json_schema import OBJECTS, VALUES, fits
@@ -668,6 +669,68 @@ def test_what_samples_leave_in_a_grammar_is_bounded(monkeypatch: pytest.MonkeyPa
                 state.accept(draw.choice(letters))
             steps += 1
         assert steps > 5 and "too many states" in str(state.failed)
+
+
+AMBIGUOUS = "start: s\ns: s r | r\nr: " + "".join(f'"x" q{i} | ' for i in range(10)) + '"x"\n'
+AMBIGUOUS += "".join(f'q{i}: s "{"abcdefghij"[i]}" | "x"\n' for i in range(10))
+
+
+def test_an_ambiguous_grammar_fails_before_its_tokens_take_long() -> None:
+    """Each token adds to what the text so far may mean."""
+    state, (x,) = GRAMMARS.state(GrammarSpec("grammar", AMBIGUOUS)), MERGED.encode("x")
+    begun, steps = time.process_time(), 0
+    while state.failed is None and steps < 100:
+        allowed(state)
+        state.accept(x)
+        steps += 1
+    assert 5 < steps < 40 and "items" in str(state.failed)
+    assert time.process_time() - begun < 3
+
+
+def test_all_samples_of_a_grammar_have_a_budget_of_time(
+    small: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock is a quarter of a second later than the last; a token needs four."""
+    engine = Engine(small(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.stop_token_ids), tokenizer)
+    spec = GrammarSpec("regex", "a{50}")
+    asked = SamplingParams(max_tokens=20, n=3, grammar=spec)
+    assert len(engine.generate([[1]], [asked])[0].token_ids) == 20
+    ticks = itertools.count()
+    monkeypatch.setattr(grammar, "thread_time", lambda: 0.25 * next(ticks))
+    compiled = engine.grammars.compile(spec)
+    one, *others = engine.submit([1], asked, grammar=compiled)
+    (free,) = engine.submit([2], SamplingParams(max_tokens=30, ignore_eos=True))
+    with pytest.raises(RequestFailed, match="takes too much time"):
+        for _ in range(3):
+            engine.step()
+    assert all("too much time" in str(request.error) for request in (one, *others)) and not free.done
+    while not free.done:
+        engine.step()
+    assert len(free.completion.token_ids) == 30
+    with pytest.raises(EngineError, match="regular expression takes too much time"):
+        engine.submit([1], asked)
+    engine.submit([1], asked, grammar=compiled)
+    with pytest.raises(RequestFailed, match="takes too much time"):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.generate([[1]], [replace(asked, grammar=GrammarSpec("choice", '["a"]'))])[0].finish_reason == "stop"
+
+
+def test_each_step_adds_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers may take long; a stop token beyond the budget is no end of an answer."""
+    ticks = itertools.count()
+    monkeypatch.setattr(grammar, "thread_time", lambda: 0.4 * grammar.SECONDS_PER_STEP * next(ticks))
+    grammars, (a,) = Grammars(MERGED), MERGED.encode("a")
+    state = grammars.state(GrammarSpec("regex", "a*"))
+    for _ in range(4000):
+        allowed(state)
+        state.accept(a)
+    assert not state.slow
+    monkeypatch.setattr(grammar, "thread_time", lambda: 10.0 * next(ticks))
+    assert allowed(state) and state.slow
+    assert set(allowed(state)) <= set(MERGED.stop_token_ids)
+    state.accept(allowed(state)[0])
+    assert not state.done and state.slow
 
 
 # --------------------------------------------------------------------------------------------- a budget of thoughts

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.engine.grammar import OWN_BYTES, Grammars
+from glm5.engine.words import Spelling
 from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
 from glm5.serve import engine_thread as stream_module
+from glm5.serve.app import create_app
 from glm5.serve.compiling import Compiler
 from glm5.serve.engine_thread import EngineThread, Part
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping, TooLate
@@ -423,6 +426,33 @@ def test_compiling_counts_in_the_limits_of_a_request(slow_grammars: threading.Ev
     assert answer.status_code == 504 and client.app.state.service.thread.samples == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_waits_for_no_grammar(
+    engine_of: EngineOf, asgi: Any, tokenizer: Tokenizer, slow_grammars: threading.Event, stream: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    app = create_app(engine_of(tokenizer.encode("abc")), tokenizer, model_name="script")
+    body = {"prompt": "a", "n": 3, "guided_choice": ["slow"], "stream": stream}
+
+    async def work() -> None:
+        async with app.router.lifespan_context(app):
+            thread, left = app.state.service.thread, asyncio.Event()
+
+            async def pieces() -> AsyncIterator[dict[str, Any]]:
+                yield {"type": "http.request", "body": json.dumps(body).encode()}
+                await left.wait()
+
+            sent: list[dict[str, Any]] = []
+            request = asyncio.ensure_future(asgi(app, "/v1/completions", pieces(), sent))
+            await until(lambda: thread.samples == 3)
+            left.set()
+            await asyncio.wait_for(request, 5)
+            assert thread.samples == 0 and sent[0]["status"] == 499
+            slow_grammars.set()
+
+    asyncio.run(work())
+
+
 def test_limits_of_compiling(tokenizer: Tokenizer, slow_grammars: threading.Event) -> None:
     pytest.importorskip("llguidance")
 
@@ -475,6 +505,41 @@ def test_a_request_has_few_forms(scripted: Any) -> None:
     params = [{"regex": "a", "max_new_tokens": 1}] * 17
     answer = client.post("/generate", json={"input_ids": [[1]] * 17, "sampling_params": params})
     assert answer.status_code == 200, answer.text
+
+
+def test_a_request_has_few_lists(scripted: Any) -> None:
+    client, _ = scripted("a")
+    own: dict[str, Callable[[int], Any]] = {
+        "bad_words": lambda i: [f"no{i}"],
+        "stop": lambda i: [f"no{i}"],
+        "allowed_token_ids": lambda i: list(range(97, 98 + i)),
+    }
+    for field, value in own.items():
+        for different, status in ((5, 400), (4, 200)):
+            params = [{field: value(i % different), "max_new_tokens": 1} for i in range(8)]
+            params += [{"max_new_tokens": 1}]
+            answer = client.post("/generate", json={"input_ids": [[1]] * 9, "sampling_params": params})
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert answer.json()["error"]["param"] == field and f"in {field}; at most 4" in answer.text
+
+
+def test_bad_words_are_prepared_in_another_thread(model: Any, tokenizer: Tokenizer, monkeypatch: Any) -> None:
+    made: list[str] = []
+    build = Spelling.__init__
+
+    def building(self: Spelling, *arguments: Any) -> None:
+        made.append(threading.current_thread().name)
+        build(self, *arguments)
+
+    monkeypatch.setattr(Spelling, "__init__", building)
+
+    async def work(thread: EngineThread) -> None:
+        asked = SamplingParams(max_tokens=2, ignore_eos=True, bad_words=("x", "yz"))
+        await drain(await thread.submit_all([Part([1], asked), Part([2], asked)]))
+
+    run(work, Engine(model, tokenizer))
+    assert len(made) == 1 and made[0] != "glm5-engine"
 
 
 def test_an_idle_thread_sleeps(engine_of: EngineOf) -> None:
