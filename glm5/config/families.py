@@ -35,7 +35,7 @@ class FamilyConfig(Frozen):
     """One task family with its options, and its share of a mixture. A family may be listed several times."""
 
     name: str
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0)
     options: dict[str, Any] = {}
     render_tools: bool = True
     """Whether tool specifications are part of the prompt; small models may know their tools from training alone."""

@@ -148,7 +148,7 @@ class SftStage(GradientStage):
     @model_validator(mode="after")
     def _shares_name_all(self) -> Self:
         if isinstance(self.data, dict):
-            if bad := [name for name, share in self.data.items() if not 0 < share < float("inf")]:
+            if bad := [name for name, share in self.data.items() if share <= 0]:
                 raise ValueError(f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}, not above 0")
             if bool(self.families) != ("families" in self.data):
                 raise ValueError(

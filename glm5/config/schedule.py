@@ -12,7 +12,7 @@ from glm5.config.schema import Frozen
 MOST_DEPTHS = 7
 """Largest number of multi-token-prediction depths: a batch counts its targets up to eight tokens ahead."""
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0)]
 Pair = Annotated[list[NotNegative], Field(min_length=2, max_length=2)]
 
 
@@ -37,5 +37,5 @@ class BatchRamp(Frozen):
 
     rows: int = Field(ge=1)
     """Rows of the first step; the stage's `rows` are those of the last."""
-    tokens: float = Field(gt=0, allow_inf_nan=False)
+    tokens: float = Field(gt=0)
     """Tokens of the stage over which the batch grows."""
