@@ -21,8 +21,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "glm5"
 
 LEVELS = {
-    "__main__": 11,
-    "cli": 10,
+    "__main__": 12,
+    "cli": 11,
+    "reproduce": 10,
     "launch": 9,
     "eval": 8,
     "report": 8,
@@ -36,6 +37,7 @@ LEVELS = {
     "quant": 4,
     "model": 3,
     "data": 3,
+    "sandbox": 3,
     "platforms": 3,
     "chat": 2,
     "ops": 2,

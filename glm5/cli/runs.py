@@ -189,8 +189,8 @@ def reproduce(
     as_json: Json = False,
 ) -> None:
     """Test one of the paper's claims at small scale (resumes)."""
-    from glm5.launch.reproduce import reproduce as run
-    from glm5.launch.reproduce import summary
+    from glm5.reproduce import reproduce as run
+    from glm5.reproduce import summary
 
     result = run(
         name, quick=quick, seeds=seeds, minutes=minutes, steps=steps, workers=workers, runs=runs, publish=publish

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from glm5 import __version__
-from glm5.tasks import sandbox_available
+from glm5.sandbox import sandbox_available
 
 
 def check() -> dict[str, Any]:

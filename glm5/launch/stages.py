@@ -41,7 +41,7 @@ from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Agreement
 from glm5.rl.reward_model import train_reward_model
 from glm5.tasks import make_family
-from glm5.tasks.general import GeneralFamily
+from glm5.tasks.instructions.general import GeneralFamily
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 

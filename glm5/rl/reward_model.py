@@ -18,7 +18,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsLog
 from glm5.optim.schedules import begin_step, scheduled_rate
 from glm5.records import Message
-from glm5.tasks.general import GeneralFamily
+from glm5.tasks.instructions.general import GeneralFamily
 from glm5.train.loop import build_optimizer, clip_gradients
 
 

@@ -8,18 +8,17 @@ time limit, its waiter gets EnvironmentTimeout and a new thread replaces the one
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
 from glm5.errors import EnvironmentTimeout
+from glm5.sandbox.cancel import CURRENT, CancelToken
 
 PATIENCE_S = 1.5
 """Seconds that `close` waits for running environments."""
@@ -28,31 +27,6 @@ LIMIT_S = 300.0
 """Seconds that an environment may take for one reaction."""
 
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
-
-
-class CancelToken:
-    """Wakes all waiters at cancellation: its file descriptor becomes readable, and nobody reads the byte."""
-
-    def __init__(self) -> None:
-        self.descriptor, self._write = os.pipe()
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        if not self.cancelled:
-            self.cancelled = True
-            os.write(self._write, b"x")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._write)
-
-
-_TOKEN: ContextVar[CancelToken | None] = ContextVar("token", default=None)
-
-
-def current_cancel_token() -> CancelToken | None:
-    """The token that cancels this thread's waits; None outside the threads of `EnvThreadPool`."""
-    return _TOKEN.get()
 
 
 class EnvThreadPool:
@@ -134,7 +108,7 @@ class EnvThreadPool:
         self.close()
 
     def _run(self) -> None:
-        _TOKEN.set(self._token)
+        CURRENT.set(self._token)
         own = threading.current_thread()
         while (item := self._queue.get()) is not None:
             future, work, args = item

@@ -40,9 +40,10 @@ from glm5.records import (
     Trajectory,
     Turn,
 )
+from glm5.sandbox.cancel import current_cancel_token
 from glm5.seeds import derive_seed
 from glm5.tasks.contract import Problem
-from glm5.tasks.env_threads import LIMIT_S, EnvThreadPool, current_cancel_token
+from glm5.tasks.env_threads import LIMIT_S, EnvThreadPool
 
 NOT_SAMPLED = -1  # weight version of tokens that no policy produced
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from glm5.errors import ConfigError
 from glm5.register import Register
-from glm5.tasks.arithmetic import ArithmeticFamily
-from glm5.tasks.bugfix import BugfixFamily
-from glm5.tasks.code_generation import CodeFamily
+from glm5.tasks.coding.bugfix import BugfixFamily
+from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
-from glm5.tasks.general import GeneralFamily
-from glm5.tasks.instructions import InstructionFamily
-from glm5.tasks.math_family import MathFamily
-from glm5.tasks.python_tool import PythonToolFamily
-from glm5.tasks.toolcall import ToolCallFamily
+from glm5.tasks.instructions.family import InstructionFamily
+from glm5.tasks.instructions.general import GeneralFamily
+from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
+from glm5.tasks.mathematics.family import MathFamily
+from glm5.tasks.tools.python_tool import PythonToolFamily
+from glm5.tasks.tools.toolcall import ToolCallFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
 
 FAMILIES: Register[Family] = Register(

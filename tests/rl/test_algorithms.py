@@ -26,7 +26,7 @@ from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.reward_model import RewardModel, train_reward_model
-from glm5.tasks.general import ACTS, GeneralFamily
+from glm5.tasks.instructions.general import ACTS, GeneralFamily
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)
 

@@ -20,7 +20,8 @@ from glm5.records import Message, StepResult
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.drivers.timing import TIMES
-from glm5.tasks import Limits, Sandbox, families, sandbox_available
+from glm5.sandbox import Limits, Sandbox, sandbox_available
+from glm5.tasks import families
 
 
 def reasoning() -> ReasoningStage:

@@ -15,22 +15,21 @@ import pytest
 
 from glm5.eval import harness
 from glm5.records import Env, Message, ToolCall
-from glm5.tasks import sandbox_available
-from glm5.tasks.arithmetic import ArithmeticProblem
-from glm5.tasks.bugfix import BugfixProblem
-from glm5.tasks.code_generation import NAME, Chain, CodeProblem, extract_program
-from glm5.tasks.code_pieces import RESULTS, STEPS
+from glm5.sandbox import Limits, Sandbox, sandbox_available
+from glm5.tasks.coding.bugfix import BugfixProblem
+from glm5.tasks.coding.generation import NAME, Chain, CodeProblem, extract_program
+from glm5.tasks.coding.judge import Case, Judge
+from glm5.tasks.coding.pieces import RESULTS, STEPS
 from glm5.tasks.contract import function_tool
-from glm5.tasks.general import GeneralProblem
-from glm5.tasks.instruction_rules import Rule
-from glm5.tasks.instructions import InstructionProblem
-from glm5.tasks.judge import Case, Judge
-from glm5.tasks.math_answer import Answer
-from glm5.tasks.math_family import MathProblem
-from glm5.tasks.python_problems import Question
-from glm5.tasks.python_tool import Programs, PythonProblem
-from glm5.tasks.sandbox import Limits, Sandbox
-from glm5.tasks.toolcall import ToolCallProblem
+from glm5.tasks.instructions.family import InstructionProblem
+from glm5.tasks.instructions.general import GeneralProblem
+from glm5.tasks.instructions.rules import Rule
+from glm5.tasks.mathematics.answer import Answer
+from glm5.tasks.mathematics.arithmetic import ArithmeticProblem
+from glm5.tasks.mathematics.family import MathProblem
+from glm5.tasks.tools.python_problems import Question
+from glm5.tasks.tools.python_tool import Programs, PythonProblem
+from glm5.tasks.tools.toolcall import ToolCallProblem
 
 FOLDER = Path(__file__).with_name("attacks")
 LEAST = 20  # answers of either kind that a family must have

@@ -19,10 +19,9 @@ import pytest
 
 from glm5.errors import GradingError
 from glm5.records import Message, Outcome, ToolCall
-from glm5.tasks import sandbox_available
-from glm5.tasks.bugfix import BugfixEnv, BugfixFamily, BugfixProblem
-from glm5.tasks.judge import Case, Judge, _read_values, default_judge
-from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
+from glm5.sandbox import Limits, Sandbox, SandboxResult, sandbox_available
+from glm5.tasks.coding.bugfix import BugfixEnv, BugfixFamily, BugfixProblem
+from glm5.tasks.coding.judge import Case, Judge, _read_values, default_judge
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LIMITS = Limits(cpu_s=1, wall_s=6.0, memory_mb=128, processes=2, file_mb=0, output_kb=64)
@@ -98,7 +97,7 @@ PEEKING = {
         sys.path[:0] = [".", "/box", "/"]
         def f(x):
             found = []
-            for name in ("solution0", "solution2", "glm5.tasks.judge", "main", "conftest", "tests"):
+            for name in ("solution0", "solution2", "glm5.tasks.coding.judge", "main", "conftest", "tests"):
                 try: found.append(importlib.import_module(name).__name__)
                 except Exception: pass
             return found
@@ -692,7 +691,7 @@ ONE_LINERS = {
     "error_like_a_token": "1 if 0 else(_ for _ in()).throw(type('<|user|>',(Exception,),{}))",
     "parent": "__import__('os').kill(__import__('os').getppid(),9)",
     "frames": "__import__('sys')._getframe(2).f_locals['cases'].clear()",
-    "the_repository": "__import__('glm5.tasks.bugfix').tasks.bugfix.OPERATIONS",
+    "the_repository": "__import__('glm5.tasks.coding.bugfix').tasks.coding.bugfix.OPERATIONS",
     "other_files": "[open(n).read()for n in __import__('os').listdir('.')]",
 }
 

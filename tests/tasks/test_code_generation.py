@@ -6,8 +6,8 @@ import pytest
 
 from glm5.errors import ConfigError, GradingError
 from glm5.records import Message, ToolCall
-from glm5.tasks import sandbox_available
-from glm5.tasks.code_generation import (
+from glm5.sandbox import sandbox_available
+from glm5.tasks.coding.generation import (
     LEVELS,
     MOST_WANTED,
     NAME,
@@ -18,8 +18,8 @@ from glm5.tasks.code_generation import (
     hidden_cases,
     worthwhile,
 )
-from glm5.tasks.code_pieces import RESULTS, SOURCES, STEPS
-from glm5.tasks.judge import Judge, default_judge
+from glm5.tasks.coding.judge import Judge, default_judge
+from glm5.tasks.coding.pieces import RESULTS, SOURCES, STEPS
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 

@@ -19,8 +19,10 @@ import pytest
 from glm5.chat import Tokenizer
 from glm5.errors import GradingError
 from glm5.records import Completion, Message, Outcome, StepResult
-from glm5.tasks import Episode, Limits, Sandbox, env_threads, play, sandbox, sandbox_available
-from glm5.tasks.env_threads import EnvThreadPool, current_cancel_token
+from glm5.sandbox import Limits, Sandbox, sandbox, sandbox_available
+from glm5.sandbox.cancel import current_cancel_token
+from glm5.tasks import Episode, env_threads, play
+from glm5.tasks.env_threads import EnvThreadPool
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LONG = Limits(cpu_s=60, wall_s=60.0, memory_mb=64, processes=4, file_mb=1)
@@ -36,7 +38,7 @@ def sandboxes() -> list[str]:
             except OSError:
                 continue
             ours = tempfile.gettempdir().encode() in line
-            if ours and b"sandbox_launcher" in line and "State:\tZ" not in status:
+            if ours and b"sandbox/launcher" in line and "State:\tZ" not in status:
                 found.append(line.replace(b"\0", b" ").decode())
     return found
 

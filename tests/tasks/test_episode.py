@@ -23,17 +23,8 @@ from glm5.records import (
     Trajectory,
     Turn,
 )
-from glm5.tasks import (
-    FAMILIES,
-    Episode,
-    Problem,
-    count_forks,
-    make_family,
-    open_episodes,
-    play,
-    sandbox_available,
-    to_samples,
-)
+from glm5.sandbox import sandbox_available
+from glm5.tasks import FAMILIES, Episode, Problem, count_forks, make_family, open_episodes, play, to_samples
 
 TOKENIZER = Tokenizer.byte_level()
 SPECIAL = TOKENIZER.special

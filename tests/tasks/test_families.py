@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from glm5.data import recall
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome, ToolCall
-from glm5.tasks import FAMILIES, make_family, needle_text, rules_score, sandbox_available, split_of
-from glm5.tasks.arithmetic import ArithmeticFamily, ArithmeticProblem, parse_integer, working
-from glm5.tasks.bugfix import MOST_CALLS, OPERATIONS, VISIBLE_TESTS, BugfixEnv, BugfixFamily
+from glm5.sandbox import Limits, Sandbox, SandboxResult, sandbox_available
+from glm5.tasks import FAMILIES, make_family, needle_text, rules_score, split_of
+from glm5.tasks.coding.bugfix import MOST_CALLS, OPERATIONS, VISIBLE_TESTS, BugfixEnv, BugfixFamily
+from glm5.tasks.coding.judge import Judge, default_judge
 from glm5.tasks.contract import SPLITS, DistinctProblems
-from glm5.tasks.general import ACTS, FORMS, NAMES, GeneralFamily, GeneralProblem
-from glm5.tasks.judge import Judge, default_judge
-from glm5.tasks.sandbox import Limits, Sandbox, SandboxResult
-from glm5.tasks.toolcall import ToolCallFamily
+from glm5.tasks.instructions.general import ACTS, FORMS, NAMES, GeneralFamily, GeneralProblem
+from glm5.tasks.mathematics.arithmetic import ArithmeticFamily, ArithmeticProblem, parse_integer, working
+from glm5.tasks.tools.toolcall import ToolCallFamily
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 RUN_CODE = ("bugfix", "code", "python_tool")

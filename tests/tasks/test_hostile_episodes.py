@@ -18,14 +18,14 @@ import pytest
 
 from glm5.chat import Tokenizer, render_chat
 from glm5.records import Completion, Message, Outcome, ToolCall, Trajectory
-from glm5.tasks import Episode, Problem, play, sandbox_available
-from glm5.tasks.bugfix import MOST_CODE_BYTES, BugfixProblem
-from glm5.tasks.code_generation import Chain, CodeProblem
-from glm5.tasks.code_pieces import RESULTS, STEPS
-from glm5.tasks.judge import Case, Judge
-from glm5.tasks.python_problems import Question
-from glm5.tasks.python_tool import Programs, PythonProblem
-from glm5.tasks.sandbox import Limits, Sandbox
+from glm5.sandbox import Limits, Sandbox, sandbox_available
+from glm5.tasks import Episode, Problem, play
+from glm5.tasks.coding.bugfix import MOST_CODE_BYTES, BugfixProblem
+from glm5.tasks.coding.generation import Chain, CodeProblem
+from glm5.tasks.coding.judge import Case, Judge
+from glm5.tasks.coding.pieces import RESULTS, STEPS
+from glm5.tasks.tools.python_problems import Question
+from glm5.tasks.tools.python_tool import Programs, PythonProblem
 
 pytestmark = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 TOKENIZER = Tokenizer.byte_level()
@@ -73,7 +73,7 @@ found.append(open("/proc/self/mem", "rb").read(9999))
 found.append(open("/proc/self/environ").read())
 found.append([open(n).read() for n in os.listdir(".")])
 found.append([open(os.path.join(t, n)).read() for t, _, ns in os.walk("/box") for n in ns])
-sys.path.insert(0, "/"); import glm5.tasks.judge
+sys.path.insert(0, "/"); import glm5.tasks.coding.judge
 sys.meta_path.insert(0, type("F", (), {"find_spec": lambda *a: found.append(a)})())
 builtins.__import__ = lambda *a, **k: 1 / 0
 sys.modules["json"] = sys.modules["os"] = None

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from glm5.errors import ConfigError
 from glm5.records import Message, Outcome, ToolCall
-from glm5.tasks.instruction_rules import (
+from glm5.tasks.instructions.family import FILLER, LEVELS, InstructionFamily, InstructionProblem, _most_together
+from glm5.tasks.instructions.rules import (
     CLOSERS,
     COMMON,
     KEYS,
@@ -22,8 +23,7 @@ from glm5.tasks.instruction_rules import (
     compatible,
     json_of,
 )
-from glm5.tasks.instructions import FILLER, LEVELS, InstructionFamily, InstructionProblem, _most_together
-from glm5.tasks.text_units import bullets_of, paragraphs_of, read, sentences_of, skeleton, words_of
+from glm5.tasks.instructions.text_units import bullets_of, paragraphs_of, read, sentences_of, skeleton, words_of
 
 
 def broken(rule: Rule, text: str) -> str:

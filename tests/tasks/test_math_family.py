@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from glm5.errors import ConfigError
 from glm5.records import Message, ToolCall
 from glm5.tasks.contract import SPLITS
-from glm5.tasks.math_answer import FORMS, Answer, check_answer, final_answer
-from glm5.tasks.math_expression import Unreadable, evaluate, parse
-from glm5.tasks.math_family import MathFamily, MathProblem
-from glm5.tasks.math_problems import LEVELS, TOPICS, decimal
+from glm5.tasks.mathematics.answer import FORMS, Answer, check_answer, final_answer
+from glm5.tasks.mathematics.expression import Unreadable, evaluate, parse
+from glm5.tasks.mathematics.family import MathFamily, MathProblem
+from glm5.tasks.mathematics.problems import LEVELS, TOPICS, decimal
 
 CELLS = [(topic, level) for topic in TOPICS for level in LEVELS]
 

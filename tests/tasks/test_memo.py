@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.tasks.judge import MOST_BYTES, Case, Judge
+from glm5.sandbox import SandboxResult
+from glm5.tasks.coding.judge import MOST_BYTES, Case, Judge
 from glm5.tasks.memo import ENTRY_BYTES, Memo
-from glm5.tasks.python_tool import MOST_OUTPUT, Programs, _shown, observation
-from glm5.tasks.sandbox import SandboxResult
+from glm5.tasks.tools.python_tool import MOST_OUTPUT, Programs, _shown, observation
 
 
 def test_what_was_used_last_stays() -> None:

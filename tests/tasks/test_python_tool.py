@@ -11,11 +11,10 @@ import pytest
 
 from glm5.errors import ConfigError, GradingError
 from glm5.records import Message, Outcome, StepResult, ToolCall
-from glm5.tasks import sandbox_available
-from glm5.tasks.math_answer import check_answer
-from glm5.tasks.python_problems import LEVELS, QUESTIONS
-from glm5.tasks.python_tool import MOST_CALLS, Programs, PythonProblem, PythonToolFamily, observation
-from glm5.tasks.sandbox import Job, Sandbox, SandboxResult
+from glm5.sandbox import Job, Sandbox, SandboxResult, sandbox_available
+from glm5.tasks.mathematics.answer import check_answer
+from glm5.tasks.tools.python_problems import LEVELS, QUESTIONS
+from glm5.tasks.tools.python_tool import MOST_CALLS, Programs, PythonProblem, PythonToolFamily, observation
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 

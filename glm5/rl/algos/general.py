@@ -11,7 +11,7 @@ from glm5.config.recipe import GeneralStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.reward_model import RewardModel
-from glm5.tasks.general import GeneralFamily
+from glm5.tasks.instructions.general import GeneralFamily
 
 
 class GeneralRL(ReasoningRL):

@@ -1,0 +1,220 @@
+"""The work of `glm5 reproduce`: plan, run, judge, write."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5 import __version__
+from glm5.errors import ConfigError, Glm5Error, UsageError, nearest
+from glm5.files import atomic_write, publish_dir
+from glm5.reproduce import verdict
+from glm5.reproduce.card import write_card
+from glm5.reproduce.corpus import build_corpus
+from glm5.reproduce.experiments import EXPERIMENTS
+from glm5.reproduce.plan import Experiment, Sizes
+from glm5.reproduce.runner import run_all, title
+from glm5.reproduce.worker import PLAN, read_run
+
+RESULT = "result.json"
+QUICK_SEEDS, SEEDS, WORKERS = 2, 3, 2
+TRIAL_STEPS, SPARE = 8, 0.9
+
+
+def reproduce(
+    name: str,
+    *,
+    quick: bool = False,
+    seeds: int | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    workers: int | None = None,
+    runs: Path = Path("runs/reproduce"),
+    publish: Path | None = None,
+) -> dict[str, Any]:
+    """Run an experiment and return its result, also saved as `runs/NAME/result.json` beside `card.md` and figures.
+
+    Finished runs are kept, so calling again resumes, and more `seeds` add runs. `steps` is the length of training. With
+    `minutes` a trial chooses it so that all runs should fit, and no run starts after that time. `quick` only proves
+    that everything works; its folder is separate. `workers=0` runs in this process, one run after the other. `publish`
+    is a folder that gets a copy as `publish/NAME`.
+
+    Raises UsageError for an unknown name, ConfigError if the folder has another plan, Glm5Error if a run failed or no
+    seed is complete.
+    """
+    experiment = _known(name)
+    if steps is not None and minutes is not None:
+        raise UsageError("--steps and --minutes both say how long to train; give one of them.")
+    count = seeds if seeds is not None else QUICK_SEEDS if quick else SEEDS
+    hands = workers if workers is not None else 0 if quick else WORKERS
+    if count < 1 or hands < 0 or (steps is not None and steps < 2) or (minutes is not None and minutes <= 0):
+        raise UsageError("--seeds takes 1 or more, --workers 0 or more, --steps 2 or more, --minutes more than 0.")
+    folder, began = runs / (f"{name}-quick" if quick else name), time.monotonic()
+    deadline = None if minutes is None else began + 60 * minutes
+    if minutes is not None and not (folder / PLAN).exists():
+        steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes)
+    plan = _claim(experiment, folder, quick, steps, fixed=minutes is None)
+    report = run_all(experiment, folder, range(count), hands, _say, deadline)
+    if report.failed:
+        why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
+        raise Glm5Error(
+            f"{len(report.failed)} of {count * len(experiment.arms)} runs failed: {why}\n"
+            f"Their logs are {folder}/runs/*/log.txt; the same command goes on with what is left."
+        )
+    whole = [seed for seed in range(count) if all((arm.name, seed) in report.done for arm in experiment.arms)]
+    if not whole:
+        raise Glm5Error(f"No seed of {name} was finished in {minutes:g} minutes; the same command goes on from there.")
+    if report.left:
+        _say(f"time is up: {len(report.left)} runs were not begun; the same command goes on")
+    result = assemble(experiment, folder, plan, whole)
+    atomic_write(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    files = [folder / RESULT, *write_card(experiment, result, folder)]
+    if publish is not None:
+        with publish_dir(publish / name) as fresh:
+            for file in files:
+                shutil.copy(file, fresh / file.name)
+    return result
+
+
+def assemble(experiment: Experiment, folder: Path, plan: dict[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
+    """The result object from finished runs."""
+    runs = {arm.name: [_need(folder, arm.name, seed) for seed in seeds] for arm in experiment.arms}
+    values = {
+        arm: {metric: [run["metrics"][metric] for run in found] for metric in found[0]["metrics"]}
+        for arm, found in runs.items()
+    }
+    answers = [verdict.answer(question, values) for question in experiment.questions]
+    seconds = {arm: [run["seconds"]["wall"] for run in found] for arm, found in runs.items()}
+    return {
+        "name": experiment.name,
+        "quick": plan["quick"],
+        "claim": {"section": experiment.section, "text": experiment.claim},
+        "verdict": {"claim": verdict.overall(answers), "questions": answers},
+        "arms": verdict.arms(experiment, values),
+        "curves": verdict.curves(experiment, runs),
+        "details": runs[experiment.arms[0].name][0]["details"],
+        "config": plan["sizes"],
+        "seeds": list(seeds),
+        "tokens": {arm: found[0]["tokens"] for arm, found in runs.items()},
+        "corpus": plan["corpus"],
+        "software": {"glm5": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": machine(),
+        "seconds": {"total": sum(map(sum, seconds.values())), "runs": seconds},
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A few lines for a terminal."""
+    lines = [f"{result['name']} ({result['claim']['section']}): {result['verdict']['claim']} at this scale"]
+    if result["quick"]:
+        lines[0] = f"{result['name']}: quick run, which shows that it works and nothing else"
+    for entry in result["verdict"]["questions"]:
+        found = entry["difference"]
+        ends = "one seed" if found["low"] is None else f"{found['low']:+.4f} to {found['high']:+.4f}"
+        lines.append(f"  {entry['verdict']}: {entry['question']} ({found['mean']:+.4f}; {ends})")
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """The machine of the runs; every run has one thread."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [
+            line for line in info.read_text(encoding="utf-8", errors="replace").splitlines() if "model name" in line
+        ]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return {"processor": model, "cores": os.cpu_count() or 1, "threads_per_run": 1, "system": platform.system()}
+
+
+def _known(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        raise UsageError(
+            f'There is no experiment "{name}"{nearest(name, EXPERIMENTS)}; known: {", ".join(EXPERIMENTS)}.'
+        )
+    return EXPERIMENTS[name]
+
+
+def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None, fixed: bool) -> dict[str, Any]:
+    """Write down the plan, or check that the folder was started with the same one. `fixed=False` takes the folder's
+    number of steps."""
+    path = folder / PLAN
+    before: dict[str, Any] | None = None
+    if path.exists():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            known = int(before["sizes"]["steps"]) if before else 0
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path} is damaged; delete {folder} to start again.") from None
+        if not fixed:
+            steps = known
+    sizes = experiment.sizes(quick, steps)
+    corpus = build_corpus(folder / "corpus", sizes["vocab"], sizes["max_bytes"])
+    plan = {"name": experiment.name, "quick": quick, "sizes": sizes, "corpus": corpus}
+    plan = json.loads(json.dumps(plan))
+    if before is not None and before != plan and any(folder.glob("runs/*/*")):
+        differs = [key for key in plan["sizes"] if before.get("sizes", {}).get(key) != plan["sizes"][key]]
+        raise ConfigError(
+            f"{folder} was started with another plan ({', '.join(differs) or 'another corpus'} differ). "
+            "Give the same options, choose another --runs, or delete it."
+        )
+    atomic_write(path, json.dumps(plan, indent=1) + "\n")
+    return plan
+
+
+def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int, workers: int, seconds: float) -> int:
+    """How many steps fit, from a trial of a few steps of every arm, side by side as in the real runs."""
+    trial = folder / "trial"
+    sizes = experiment.sizes(quick, None)
+    _say(f"a trial of {TRIAL_STEPS} steps, to see how many fit into {seconds / 60:g} minutes")
+    began = time.monotonic()
+    build_corpus(folder / "corpus", sizes["vocab"], sizes["max_bytes"])
+    shutil.rmtree(trial, ignore_errors=True)
+    trial.mkdir(parents=True)
+    (trial / "corpus").symlink_to((folder / "corpus").resolve())
+    small = experiment.sizes(quick, TRIAL_STEPS)
+    atomic_write(trial / PLAN, json.dumps({"name": experiment.name, "quick": quick, "sizes": small, "corpus": {}}))
+    report = run_all(experiment, trial, [0], workers, _say)
+    if report.failed:
+        raise Glm5Error(f"The trial failed: {'; '.join(report.failed.values())}. Its logs are {trial}/runs/*/log.txt.")
+    per_step = fixed = 0.0
+    for arm in experiment.arms:
+        took = _need(trial, arm.name, 0)["seconds"]
+        share = stage_steps(sizes, arm.name) / sizes["steps"]
+        per_step += took["step"] * share
+        fixed += took["wall"] - took["training"]
+    left = SPARE * (seconds - (time.monotonic() - began)) * max(1, workers) / seeds - fixed
+    shutil.rmtree(trial)
+    if left < TRIAL_STEPS * per_step:
+        raise UsageError(
+            f"{seconds / 60:g} minutes are too few for {seeds} seeds of {experiment.name}: after the trial and with "
+            f"{fixed * seeds / max(1, workers) / 60:.1f} minutes of measuring, fewer than {TRIAL_STEPS} steps fit. "
+            "Give more --minutes or fewer --seeds."
+        )
+    return int(left / per_step)
+
+
+def stage_steps(sizes: Sizes, arm: str) -> int:
+    """Optimizer steps of an arm: its own number if arms differ, otherwise `steps`."""
+    steps: int = sizes.get("arm_steps", {}).get(arm, sizes["steps"])
+    return steps
+
+
+def _need(folder: Path, arm: str, seed: int) -> dict[str, Any]:
+    found = read_run(folder, arm, seed)
+    if found is None:
+        raise Glm5Error(f"{folder} has no result of {arm} with seed {seed}; run the same command again.")
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"[reproduce] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""From runs to statements: intervals over seeds, and verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glm5.reproduce.plan import Experiment, Points, Question
+from glm5.stats import Interval, mean_interval, paired_difference
+
+SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "not supported", "undecided"
+
+Values = Mapping[str, Mapping[str, Sequence[float]]]
+"""arm -> metric -> one value per seed, all in the same order."""
+
+
+def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
+    """The verdict of an interval on a difference.
+
+    "lower" and "higher" are supported if the whole interval lies on that side of 0, and not supported if it lies on the
+    other. "equal" is supported if it lies within [-margin, margin], and not if it lies outside. Otherwise the verdict
+    is undecided.
+    """
+    low, high = difference.low, difference.high
+    if expect == "equal":
+        inside, outside = -margin <= low and high <= margin, low > margin or high < -margin
+        return SUPPORTED if inside else CONTRADICTED if outside else UNDECIDED
+    if expect not in ("lower", "higher"):
+        raise ValueError(f'a question expects "lower", "higher" or "equal", not "{expect}"')
+    below, above = high < 0, low > 0
+    right, wrong = (below, above) if expect == "lower" else (above, below)
+    return SUPPORTED if right else CONTRADICTED if wrong else UNDECIDED
+
+
+def answer(question: Question, values: Values) -> dict[str, Any]:
+    """The paired difference of a question with its 95 % interval over seeds, and the verdict."""
+
+    def of(arm: str, base: str | None) -> list[float]:
+        own = list(values[arm][question.metric])
+        return own if base is None else [a - b for a, b in zip(own, values[base][question.metric], strict=True)]
+
+    left, right = of(question.left, question.left_base), of(question.right, question.right_base)
+    difference = paired_difference(left, right)
+    margin = question.margin * abs(sum(right) / len(right))
+    found = judge(question.expect, difference, margin)
+    guessing = question.chance is not None and not above(right, values[question.right][question.chance])
+    return {
+        "question": question.text,
+        "metric": question.metric,
+        "left": question.left,
+        "right": question.right,
+        **({"left_base": question.left_base, "right_base": question.right_base} if question.left_base else {}),
+        "expected": question.expect,
+        "margin": margin,
+        "difference": plain(difference),
+        "values": [a - b for a, b in zip(left, right, strict=True)],
+        "main": question.main,
+        "verdict": UNDECIDED if guessing else found,
+        **({"note": f"{question.right} is not above chance"} if guessing else {}),
+    }
+
+
+def above(scores: Sequence[float], chance: Sequence[float]) -> bool:
+    """Whether scores exceed those of guessing, at 95 % confidence over seeds."""
+    return paired_difference(scores, chance).low > 0
+
+
+def overall(answers: Sequence[Mapping[str, Any]]) -> str:
+    """The verdict on the claim: supported if all main questions are, not supported if one is not, else undecided."""
+    found = [entry["verdict"] for entry in answers if entry["main"]]
+    if CONTRADICTED in found:
+        return CONTRADICTED
+    return SUPPORTED if found and set(found) == {SUPPORTED} else UNDECIDED
+
+
+def plain(interval: Interval) -> dict[str, float | None]:
+    """For JSON, which has no infinity: an end is null if a single seed leaves it open."""
+    ends = {"low": interval.low, "high": interval.high}
+    return {"mean": interval.value} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
+
+
+def arms(experiment: Experiment, values: Values) -> dict[str, dict[str, dict[str, Any]]]:
+    """{arm: {metric: {mean, low, high, values}}} with 95 % intervals over seeds."""
+    return {
+        arm.name: {
+            metric: plain(mean_interval(found)) | {"values": list(found)} for metric, found in values[arm.name].items()
+        }
+        for arm in experiment.arms
+    }
+
+
+def curves(experiment: Experiment, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """{curve: {arm: {step: [...], mean, low, high}}}; low and high are the lowest and the highest seed."""
+    found: dict[str, dict[str, Any]] = {}
+    for arm in experiment.arms:
+        for name in sorted({name for run in runs[arm.name] for name in run["curves"]}):
+            seeds: list[Points] = [run["curves"][name] for run in runs[arm.name] if name in run["curves"]]
+            columns = [[points[i][1] for points in seeds] for i in range(min(map(len, seeds)))]
+            found.setdefault(name, {})[arm.name] = {
+                "step": [point[0] for point, _ in zip(seeds[0], columns)],
+                "mean": [sum(column) / len(column) for column in columns],
+                "low": [min(column) for column in columns],
+                "high": [max(column) for column in columns],
+            }
+    return found

@@ -1,0 +1,326 @@
+"""Runs inside the sandbox process tree: builds the locked room, then starts the untrusted program in it.
+
+`glm5.sandbox.sandbox` starts this file with `python -I -S -B`. It imports nothing of `glm5` and only cheap standard
+modules, because every run of every rollout pays for the imports. The order of the steps is essential: namespaces, file
+system, identity, capabilities, resource limits, system-call filter, `execve`.
+
+The request arrives as netstrings (`<length>:<bytes>`) on one descriptor. The result leaves as text lines on another:
+`error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never sees
+the second descriptor, and it cannot kill this process, which is process 1 of its namespace. A byte or the end of file
+on the control descriptor makes the outer process end the room; the outer process exits after the room is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+import sys
+from collections.abc import Iterator
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 14, 1 << 18, 2
+NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, uts, ipc, pid, network
+CLONE_NEWUSER = 0x10000000
+AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
+ATTR_NO_DEVICES = 4
+ATTR_READ_ONLY = 1 | 2 | ATTR_NO_DEVICES  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SIGINT, SIGKILL, EPERM, ENOSYS = 2, 9, 1, 38
+NOBODY = 65534
+BOX = "/box"
+
+# System calls that no exercise needs, as (x86_64, aarch64) numbers. Some reach the network, risky parts of the kernel,
+# its log, the scheduling of other processes or memory outside the limits. With others (locks, caches, watches, load),
+# programs that share the library's files could signal to each other, observe the machine or slow it down.
+DENIED = {
+    "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279),
+    "open_by_handle_at": (304, 265), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "personality": (135, 92), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "pidfd_getfd": (438, 438), "mount_setattr": (442, 442), "memfd_secret": (447, 447),
+    "syslog": (103, 116), "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30), "move_pages": (279, 239),
+    "migrate_pages": (256, 238), "process_madvise": (440, 440), "flock": (73, 32), "sync": (162, 81),
+    "syncfs": (306, 267), "sync_file_range": (277, 84), "fadvise64": (221, 223), "readahead": (187, 213),
+    "mincore": (27, 232), "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "sysinfo": (99, 179),
+}  # fmt: skip
+NEWER_CALLS = 450  # calls from this number on are unknown to this table: ENOSYS, and libraries fall back to older ones
+# Calls that return success and do nothing. A room writes only to memory, so there is nothing to flush to disk, and the
+# program must not write back caches of the shared files.
+PRETENDED = {"fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227)}
+# Calls that depend on one argument: (numbers, place of the argument, its values, the answer). POSIX locks return
+# success without locking: databases need them, and the program is alone in its folder. Calls that show or take other
+# locks on files shared by rooms are refused, and so are calls that page out shared memory.
+F_GETLK, F_SETLK, F_SETLKW, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 5, 6, 7, 36, 37, 38
+F_SETLEASE, F_NOTIFY, MADV_COLD, MADV_PAGEOUT = 1024, 1026, 20, 21
+BY_ARGUMENT = (
+    ((72, 25), 1, (F_SETLK, F_SETLKW), 0),
+    ((72, 25), 1, (F_GETLK, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY), EPERM),
+    ((28, 233), 2, (MADV_COLD, MADV_PAGEOUT), EPERM),
+)
+PREADV2 = (327, 286)  # tells whether a page is cached; libc falls back to preadv
+PRLIMIT = (302, 261)
+MACHINES = {"x86_64": (0, 0xC000003E, 56, 435), "aarch64": (1, 0xC00000B7, 220, 435)}  # column, audit, clone, clone3
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SetupError(Exception):
+    """The room could not be built; not the program's fault."""
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        raise SetupError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    args = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    check(libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]), f"mount {target}")
+
+
+def netstrings(blob: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(blob):
+        colon = blob.index(b":", at)
+        end = colon + 1 + int(blob[at:colon])
+        yield blob[colon + 1 : end]
+        at = end
+
+
+def read_request(descriptor: int) -> dict[str, list[list[str]]]:
+    """Rows grouped by their first field. A row is `[kind, field, ...]`, encoded as a netstring of netstrings."""
+    with os.fdopen(descriptor, "rb") as stream:
+        blob = stream.read()
+    request: dict[str, list[list[str]]] = {}
+    for row in netstrings(blob):
+        kind, *fields = (part.decode("utf-8", "surrogateescape") for part in netstrings(row))
+        request.setdefault(kind, []).append(fields)
+    return request
+
+
+def enter_namespaces(as_root: bool) -> None:
+    """Enter new namespaces of every kind. An ordinary user needs a user namespace to create the others."""
+    uid, gid = os.getuid(), os.getgid()
+    check(libc.unshare(NAMESPACES | (0 if as_root else CLONE_NEWUSER)), "unshare")
+    if not as_root:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {uid} 1"),
+            ("gid_map", f"{NOBODY} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as stream:
+                stream.write(text)
+    check(libc.sethostname(b"sandbox", 7), "sethostname")
+
+
+def sandbox_uid(as_root: bool, maps: tuple[str, ...] = ("/proc/self/uid_map", "/proc/self/gid_map")) -> int:
+    """A user id that owns nothing. Root takes a different one per run, because runs must not share a process count. In
+    a container with few ids, it is one above those of system and users."""
+    if not as_root:
+        return NOBODY
+    for own in (1_000_000_000 + os.getpid(), 20_000 + os.getpid() % 40_000):
+        if all(is_mapped(own, path) for path in maps):
+            return own
+    return NOBODY
+
+
+def is_mapped(number: int, path: str) -> bool:
+    """Whether a user or group id exists in this user namespace. The map has a line `first outside count` per range."""
+    with open(path) as stream:
+        ranges = [tuple(map(int, line.split())) for line in stream]
+    return any(first <= number < first + count for first, _, count in ranges)
+
+
+def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb: int) -> None:
+    """Build a tmpfs with read-only views of the interpreter's paths and one writable folder; make it the only root."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, link in request.get("link", []):
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(link, root + path)
+    for (path,) in request.get("bind", []):
+        target = root + path
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            open(target, "x").close()
+        mount(path, target, None, MS_BIND | MS_REC)
+        # a device node must stay a device: if read-only, its data is writable, but not its owner, mode and times
+        attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
+        check(
+            libc.syscall(
+                ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
+                ctypes.c_size_t(len(attributes)),
+            ),
+            f"mount_setattr {target}",
+        )  # fmt: skip
+    for (path,) in request.get("hide", []):
+        mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
+    os.mkdir(root + BOX)
+    if file_mb:  # otherwise the folder is part of the read-only root
+        options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
+        mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(root)
+    check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
+    check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and removes it
+    os.chdir("/")
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def write_files(files: list[list[str]], uid: int) -> None:
+    for name, text in files:
+        path = f"{BOX}/{name}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            stream.write(text)
+    if files and os.getuid() == 0:
+        for folder, _, names in os.walk(BOX):
+            for entry in (folder, *(f"{folder}/{name}" for name in names)):
+                os.chown(entry, uid, uid)
+
+
+def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
+    for which, value in (
+        (resource.RLIMIT_AS, memory_mb << 20),
+        (resource.RLIMIT_FSIZE, file_mb << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_NPROC, processes + 2),  # process 1 and, in a user namespace, its parent count too
+    ):
+        resource.setrlimit(which, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+
+
+def drop_privileges(uid: int, last_capability: int) -> None:
+    for capability in range(last_capability + 1):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if it is already dropped
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", 0, 0, 0, 0, 0, 0)
+    check(libc.capset(header, nothing), "capset")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+
+
+def filter_system_calls(machine: str) -> None:
+    """Install a seccomp filter. Calls of `DENIED` and new namespaces fail with EPERM. `PRETENDED` and `BY_ARGUMENT`
+    define their own answers. A call from another architecture's table kills the program."""
+    if machine not in MACHINES:
+        raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
+    column, audit, clone, clone3 = MACHINES[machine]
+    load, jump_eq, jump_ge, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
+    code = [(load, 0, 0, 4), (jump_eq, 1, 0, audit), (give, 0, 0, kill)]
+    code += [(load, 0, 0, 0), (jump_ge, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 call table
+    for numbers in DENIED.values():
+        code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail | EPERM)]
+    for numbers in PRETENDED.values():
+        code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail)]
+    for numbers, place, values, answer in BY_ARGUMENT:
+        code += [(jump_eq, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, 16 + 8 * place)]
+        for value in values:
+            code += [(jump_eq, 0, 1, value), (give, 0, 0, fail | answer)]
+        code += [(load, 0, 0, 0)]
+    code += [(jump_eq, 0, 1, PREADV2[column]), (give, 0, 0, fail | ENOSYS)]
+    code += [(jump_ge, 0, 1, NEWER_CALLS), (give, 0, 0, fail | ENOSYS)]
+    code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags are not visible here; libc falls back
+    code += [(jump_eq, 0, 4, PRLIMIT[column]), (load, 0, 0, 16)]  # a program may limit itself, never another process
+    code += [(jump_eq, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, fail | EPERM)]
+    code += [(jump_eq, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, 0x7E020000), (give, 0, 0, fail | EPERM)]
+    code += [(give, 0, 0, allow)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+    descriptor = struct.pack("@HP", len(code), ctypes.addressof(program))
+    check(libc.prctl(PR_SET_SECCOMP, 2, descriptor, 0, 0), "seccomp")
+
+
+def start_program(executable: str, machine: str, program: list[str]) -> int:
+    """Fork and execute the interpreter with `program`. Returns the child's process id after a successful start. Raises
+    SetupError if it fails: our failure must not look like the program's."""
+    failed, report = os.pipe()  # both ends close themselves in the program
+    child = os.fork()
+    if child:
+        os.close(report)
+        why = os.read(failed, 300).decode(errors="replace")
+        os.close(failed)
+        if why:
+            raise SetupError(why)
+        return child
+    try:
+        filter_system_calls(machine)
+        os.chdir(BOX)
+        environment = {"PATH": "/usr/bin", "HOME": BOX, "TMPDIR": BOX}
+        os.execve(executable, [executable, "-I", "-S", "-B", "-X", "utf8", *program], environment)
+    except BaseException as error:  # a fork must never return into the parent's code
+        os.write(report, f"start of the program: {error}".encode()[:300])
+        os._exit(127)
+
+
+def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, status: int, uid: int) -> None:
+    """Build the room, run the program, report. Our exit ends every process of the room."""
+    (executable, last_capability) = request["program"][0]
+    cpu_s, memory_mb, processes, file_mb = (int(value) for value in request["limits"][0])
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
+    if mode != "bubblewrap":
+        build_root(root, request, uid, file_mb)
+    os.umask(0o022)
+    write_files(request.get("file", []), uid)
+    libc.signal(SIGINT, None)  # Python's handler would let the program interrupt process 1
+    drop_privileges(uid, int(last_capability))
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # the change of user id clears it
+    limit(cpu_s, memory_mb, processes, file_mb)
+    child = start_program(executable, machine, request["python"][0])
+    os.write(status, b"ready\n")
+    while True:
+        pid, code = os.wait()
+        if pid == child:
+            break
+    verdict = f"signal {os.WTERMSIG(code)}" if os.WIFSIGNALED(code) else f"exit {os.WEXITSTATUS(code)}"
+    os.write(status, f"{verdict}\n".encode())
+
+
+def guard_room(first: int, status: int, control: int) -> None:
+    """Wait for the order to end the room, then kill it and wait until its last process is gone."""
+    for descriptor in (0, 1, 2, status):
+        os.close(descriptor)  # the streams end with the room, not with us
+    os.read(control, 1)
+    os.kill(first, SIGKILL)
+    os.waitpid(first, 0)  # process 1 ends after all others of its namespace
+    os._exit(0)
+
+
+def main() -> None:
+    """`launcher.py MODE REQUEST_FD STATUS_FD CONTROL_FD ROOT`; MODE is root, user or bubblewrap."""
+    mode, request_fd, status, control, root = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+    os.set_inheritable(status, False)
+    os.set_inheritable(control, False)
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    try:
+        request = read_request(request_fd)
+        uid = sandbox_uid(mode == "root")
+        if mode != "bubblewrap":  # bubblewrap has built the room and made us its process 1
+            enter_namespaces(mode == "root")
+            first = os.fork()
+            if first:
+                guard_room(first, status, control)
+        os.close(control)
+        be_process_one(request, mode, root, status, uid)
+    except (SetupError, OSError, ValueError) as error:
+        os.write(status, f"error {error}\n".encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

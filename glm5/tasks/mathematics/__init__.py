@@ -1,0 +1,1 @@
+"""Mathematics and arithmetic with exact answers (§3.2)."""

@@ -1,0 +1,489 @@
+"""`glm5 reproduce`: verdicts from intervals, what restarts and failures do, and quick runs of every experiment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.data.packing import Batch
+from glm5.errors import ConfigError, Glm5Error, UsageError
+from glm5.model.context import packed_context
+from glm5.reproduce import EXPERIMENTS, command, muon_split, reproduce, runner, summary, verdict, worker
+from glm5.reproduce.measure import KeptAttention, block_loss, blocks, pinned_prompts, repetition
+from glm5.reproduce.plan import Experiment, Outcome, Question, Work, thinned
+from glm5.stats import Interval
+from glm5.train.step_metrics import StepMetrics
+
+NAMES = sorted(EXPERIMENTS)
+LOWER = Question("a is lower", "loss", "a", "b", "lower", main=True)
+
+
+# --------------------------------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("expect", "low", "high", "margin", "found"),
+    [
+        ("lower", -2.0, -0.1, 0.0, "supported"),
+        ("lower", -2.0, 0.0, 0.0, "undecided"),
+        ("lower", -2.0, 0.1, 0.0, "undecided"),
+        ("lower", 0.1, 2.0, 0.0, "not supported"),
+        ("higher", 0.1, 2.0, 0.0, "supported"),
+        ("higher", -2.0, -0.1, 0.0, "not supported"),
+        ("higher", -math.inf, math.inf, 0.0, "undecided"),
+        ("equal", -0.1, 0.2, 0.2, "supported"),
+        ("equal", -0.1, 0.3, 0.2, "undecided"),
+        ("equal", 0.21, 0.3, 0.2, "not supported"),
+        ("equal", -0.3, -0.21, 0.2, "not supported"),
+        ("equal", 0.0, 0.0, 0.0, "supported"),
+    ],
+)
+def test_what_an_interval_settles(expect: str, low: float, high: float, margin: float, found: str) -> None:
+    assert verdict.judge(expect, Interval((low + high) / 2, low, high, 3), margin) == found
+
+
+def test_paired_interval_by_hand() -> None:
+    # Differences -1, -2, -3: mean -2, standard deviation 1, t(0.975, 2 degrees of freedom) = 4.302653 (tables), so the
+    # half width is 4.302653 / sqrt(3) = 2.484138. Unpaired, the spread of 10, 20, 30 would hide all of it.
+    values = {"a": {"loss": [9.0, 18.0, 27.0]}, "b": {"loss": [10.0, 20.0, 30.0]}}
+    found = verdict.answer(LOWER, values)
+    assert found["difference"]["mean"] == -2.0
+    assert found["difference"]["low"] == pytest.approx(-4.484138, abs=1e-5)
+    assert found["difference"]["high"] == pytest.approx(0.484138, abs=1e-5)
+    assert found["verdict"] == "undecided"
+    # Differences -1.9, -2, -2.1: half width 4.302653 * 0.1 / sqrt(3) = 0.248414.
+    values["a"]["loss"] = [8.1, 18.0, 27.9]
+    found = verdict.answer(LOWER, values)
+    assert found["difference"]["high"] == pytest.approx(-2 + 0.248414, abs=1e-5)
+    assert found["verdict"] == "supported" and found["values"] == pytest.approx([-1.9, -2.0, -2.1])
+
+
+def test_gaps_margins_and_chance() -> None:
+    values = {
+        "a": {"loss": [5.0, 6.0]}, "a0": {"loss": [4.9, 5.9]}, "b": {"loss": [7.0, 8.0]}, "b0": {"loss": [5.0, 6.0]},
+    }  # fmt: skip
+    gap = replace(LOWER, left_base="a0", right_base="b0")
+    found = verdict.answer(gap, values)
+    assert found["values"] == pytest.approx([-1.9, -1.9]) and found["verdict"] == "supported"
+    within = Question("", "loss", "a", "a0", "equal", 0.02)
+    found = verdict.answer(within, values)
+    assert found["margin"] == pytest.approx(0.02 * 5.4) and found["verdict"] == "supported"
+    assert verdict.answer(replace(within, margin=0.01), values)["verdict"] == "not supported"
+
+    scored = {"a": {"s": [0.5, 0.5], "chance": [0.25, 0.25]}, "b": {"s": [0.26, 0.24], "chance": [0.25, 0.25]}}
+    asked = Question("", "s", "b", "b", "equal", 0.1, chance="chance")
+    assert verdict.answer(asked, scored)["verdict"] == "undecided"
+    assert "chance" in verdict.answer(asked, scored)["note"]
+    assert verdict.answer(replace(asked, left="a", right="a"), scored)["verdict"] == "supported"
+
+
+def test_one_seed_settles_nothing() -> None:
+    found = verdict.answer(LOWER, {"a": {"loss": [1.0]}, "b": {"loss": [9.0]}})
+    assert found["difference"] == {"mean": -8.0, "low": None, "high": None}
+    assert found["verdict"] == "undecided"
+
+
+def test_the_claim_rests_on_the_main_questions() -> None:
+    def entry(main: bool, found: str) -> dict[str, Any]:
+        return {"main": main, "verdict": found}
+
+    assert verdict.overall([entry(True, "supported"), entry(False, "not supported")]) == "supported"
+    assert verdict.overall([entry(True, "supported"), entry(True, "undecided")]) == "undecided"
+    assert verdict.overall([entry(True, "undecided"), entry(True, "not supported")]) == "not supported"
+    assert verdict.overall([entry(False, "supported")]) == "undecided"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_questions_name_arms_that_exist(name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    arms = [arm.name for arm in experiment.arms]
+    assert any(question.main for question in experiment.questions)
+    for question in experiment.questions:
+        named = {question.left, question.right, question.left_base, question.right_base} - {None}
+        assert named <= set(arms) and question.metric in experiment.labels
+        assert (question.margin > 0) == (question.expect == "equal")
+    for place, arm in enumerate(experiment.arms):
+        assert arm.after is None or arm.after in arms[:place]
+
+
+# --------------------------------------------------------------------------------------------------- what is measured
+
+
+def test_head_shapes_are_the_papers() -> None:
+    arms = muon_split.sizes(False, None)["arms"]
+    small, wide = arms["mla"], arms["mla256-split"]
+    assert wide["num_attention_heads"] * 3 == small["num_attention_heads"] * 2
+
+    def width(arm: dict[str, int]) -> int:
+        return arm["qk_nope_head_dim"] + arm["qk_rope_head_dim"]
+
+    assert width(wide) * 3 == width(small) * 4
+    # §2.1: 96 heads of 128 + 64 | 128 against 64 heads of 192 + 64 | 256, an eighth of each.
+    assert [8 * v for v in (width(small), small["v_head_dim"], width(wide), wide["v_head_dim"])] == [192, 128, 256, 256]
+
+
+def test_only_the_up_projections_lose_their_split(small: Callable[..., Any]) -> None:
+    before, after = small(use_dsa=False), small(use_dsa=False)
+    muon_split.whole_matrices(after)
+    changed = set()
+    for (name, a), (_, b) in zip(before.named_parameters(), after.named_parameters(), strict=True):
+        if getattr(a, "muon_split", None) != getattr(b, "muon_split", None):
+            changed.add(name.split("self_attn.")[-1])
+            assert b.muon_split == (b.shape[0],)
+    assert changed == {"q_b_proj.weight", "kv_b_proj.weight"}
+
+
+def test_a_split_update_gives_every_head_its_own_scale() -> None:
+    gradient = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    gradient[:4] *= 100.0  # one loud head
+    split = muon_split.orthogonal(gradient, (4, 4, 4)).view(3, -1).norm(dim=1)
+    whole = muon_split.orthogonal(gradient, (12,)).view(3, -1).norm(dim=1)
+    assert float(split.max() / split.min()) < 1.5
+    assert float(whole.max() / whole.min()) > 5
+
+
+class Text:
+    """A shard of made-up documents."""
+
+    def __init__(self, lengths: list[int], vocab: int = 40) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.documents = [torch.randint(0, vocab, (n,), generator=generator).numpy() for n in lengths]
+        self.paths = [f"file{i}.py" for i in range(len(lengths))]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def document(self, index: int) -> Any:
+        return self.documents[index]
+
+
+def test_block_loss_scores_the_same_tokens_at_every_length(small: Callable[..., Any]) -> None:
+    model, text = small(use_dsa=False).eval(), Text([20, 50, 40])
+    ends = blocks(text, 32, 4, 5)  # type: ignore[arg-type]
+    assert len(set(ends)) == 5 and all(32 <= end < len(text.document(i)) for i, end in ends)
+    for length in (8, 32):
+        total = 0.0
+        for index, end in ends:
+            ids = torch.tensor(text.document(index)[end - length : end]).unsqueeze(0)
+            logp = torch.log_softmax(model(ids).logits.detach().double(), dim=-1)[0]
+            total -= sum(float(logp[i - 1, ids[0, i]]) for i in range(length - 4, length))
+        assert block_loss(model, text, ends, length, 4) == pytest.approx(total / 20, abs=1e-5)  # type: ignore[arg-type]
+
+
+def test_kept_attention_by_brute_force() -> None:
+    batch = Batch(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[0, 0, -1]]), torch.zeros(1, 3, dtype=torch.bool))
+    watch = KeptAttention(batch, 2, StepMetrics())
+    scores = torch.tensor([[[5.0, 9.0, 1.0, 2.0, 7.0]]])  # the last key is out of sight; keys 1 and 0 are chosen
+    target = torch.tensor([[[0.05, 0.5, 0.35, 0.1, 3.0]]])  # most attended: 1 and 2; nearest: 3 and 2
+    valid = torch.tensor([[[True, True, True, True, False]]])
+    watch.measure(0, scores, target, valid, torch.tensor([[True]]))
+    found = watch.metrics.numbers()
+    assert found == pytest.approx(
+        {"kept_mass": 0.55, "kept_mass_oracle": 0.85, "kept_mass_nearest": 0.45, "recall": 0.5}, abs=1e-6
+    )
+
+
+def test_pinned_prompts_do_not_move(tokenizer: Any) -> None:
+    text = Text([30, 5, 60])
+    prompts = pinned_prompts(text, tokenizer, 5, 8, 4)  # type: ignore[arg-type]
+    assert [p["path"] for p in prompts] == ["file0.py", "file2.py"] * 2 + ["file0.py"]
+    for prompt in prompts:
+        document = text.document(int(prompt["path"][4]))
+        at = prompt["offset"]
+        assert prompt["ids"] == document[at : at + 8].tolist() and at + 8 + 4 <= len(document)
+    assert prompts == pinned_prompts(text, tokenizer, 5, 8, 4)  # type: ignore[arg-type]
+    assert len({(p["path"], p["offset"]) for p in prompts}) > 3
+
+
+def test_repetition() -> None:
+    assert repetition([[1, 2, 3, 4, 5, 6]]) == 0.0
+    # 1 2 1 2 1 2: the 4-grams are 1212, 2121, 1212.
+    assert repetition([[1, 2, 1, 2, 1, 2]]) == pytest.approx(1 / 3)
+    assert repetition([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0.0
+
+
+def test_thinned_curves_keep_their_mean() -> None:
+    assert thinned([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0), (3.0, 7.0)], 2) == [(0.5, 2.0), (2.5, 6.0)]
+    assert thinned([]) == []
+
+
+# ------------------------------------------------------------------------------------------------------ quick runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Quick runs, made when first asked for."""
+    root = tmp_path_factory.mktemp("reproduce")
+    made: dict[str, dict[str, Any]] = {}
+
+    def get(name: str) -> tuple[Path, dict[str, Any]]:
+        if name not in made:
+            made[name] = reproduce(name, quick=True, runs=root, publish=root / "published")
+        return root / f"{name}-quick", made[name]
+
+    return get
+
+
+SLOW = ("icepop", "topk", "reasoning-rl")
+"""These take the path of `lag`, which `make test` runs."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+def test_quick(name: str, finished: Any) -> None:
+    folder, result = finished(name)
+    experiment = EXPERIMENTS[name]
+    assert result == json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assert result["quick"] is True and result["seeds"] == [0, 1]
+    assert list(result["arms"]) == [arm.name for arm in experiment.arms]
+    for arm, metrics in result["arms"].items():
+        for metric, found in metrics.items():
+            runs = [worker.read_run(folder, arm, seed) for seed in (0, 1)]
+            assert found["values"] == [run["metrics"][metric] for run in runs if run]
+            assert found["low"] <= found["mean"] <= found["high"] and math.isfinite(found["mean"])
+    assert {q["metric"] for q in result["verdict"]["questions"]} <= set(experiment.labels)
+    assert re.fullmatch("[0-9a-f]{64}", result["corpus"]["sha256"])
+
+    text = (folder / "card.md").read_text(encoding="utf-8")
+    assert "quick run" in text and "Verdict: **" not in text
+    assert f"glm5 reproduce {name} --quick" in text and experiment.limits[0] in text
+    figures = set(re.findall(r"\]\((\S+\.svg)\)", text))
+    assert figures == {f"{figure.file}.svg" for figure in experiment.figures}
+    published = {path.name for path in (folder.parent / "published" / name).iterdir()}
+    assert published == figures | {"card.md", "result.json", "manifest.json"}
+    assert "nothing else" in summary(result)
+
+
+def test_arms_of_a_seed_see_the_same_text(finished: Any) -> None:
+    _, result = finished("dsa")
+    # At the length of the kept keys sparse attention is dense: what warm-up did to the indexer cannot be seen.
+    base, warm = (result["arms"][arm]["loss@1"]["values"] for arm in ("base", "warmup"))
+    assert warm == pytest.approx(base, abs=1e-5)
+    assert result["arms"]["warmup"]["loss@8"]["values"] != result["arms"]["base"]["loss@8"]["values"]
+    kept = result["arms"]["adapted"]
+    assert kept["kept_mass"]["mean"] <= kept["kept_mass_oracle"]["mean"]
+
+
+def test_the_first_step_is_the_same_for_all_that_mtp_does_not_touch(finished: Any) -> None:
+    _, result = finished("mtp")
+    curves = result["curves"]["loss"]
+    assert curves["one-depth"]["mean"][0] == curves["three-depths"]["mean"][0]
+    assert curves["one-depth"]["mean"][-1] != curves["three-depths"]["mean"][-1]
+    assert 1 <= result["arms"]["one-depth"]["accept_length"]["mean"] <= 4
+    assert len(result["details"]["prompts"]) == result["config"]["prompts"]
+
+
+def test_finished_runs_are_not_repeated(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, result = finished("mtp")
+    name = EXPERIMENTS["mtp"]
+    (worker.run_folder(folder, "three-depths", 1) / "run.json").unlink()
+    done: list[tuple[str, int]] = []
+
+    def counting(work: Work) -> Outcome:
+        done.append((work.arm, work.seed))
+        return name.run(work)
+
+    monkeypatch.setitem(EXPERIMENTS, "mtp", replace(name, run=counting))
+    again = reproduce("mtp", quick=True, runs=folder.parent)
+    assert done == [("three-depths", 1)]
+    assert again["arms"] == result["arms"] and again["curves"] == result["curves"]
+    worker.run_one(folder, "one-depth", 0)  # as a second worker would, which waited for the first
+    assert len(done) == 1
+    monkeypatch.setattr(runner, "run_one", lambda *key: done.append(key))
+    assert len(runner.run_all(name, folder, [0, 1], 0, lambda text: None).done) == 4 and len(done) == 1
+
+
+def test_an_interrupted_run_goes_on_from_its_state(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped in the middle of training ends with the numbers of one that is not."""
+    _, result = finished("muon-split")
+    real = EXPERIMENTS["muon-split"]
+    trained = Work.train
+    steps: list[int] = []
+
+    def saving(quick: bool, steps: int | None) -> dict[str, Any]:
+        return real.sizes(quick, steps) | {"save_every": 1}
+
+    def stopping(self: Work, runner_: Any, model: Any, stage: Any) -> Any:
+        def stopped(model: Any, stage: Any, shard: Any, tokenizer: Any, io: Any, seed: int) -> None:
+            def advance(count: int, numbers: dict[str, float]) -> None:
+                steps.append(count)
+                if sum(steps) == 3:
+                    raise KeyboardInterrupt
+
+            runner_(model, stage, shard, tokenizer, replace(io, advance=advance), seed)
+
+        return trained(self, stopped, model, stage)
+
+    monkeypatch.setitem(EXPERIMENTS, "muon-split", replace(real, sizes=saving))
+    monkeypatch.setattr(Work, "train", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("muon-split", quick=True, seeds=1, runs=tmp_path)
+    assert (worker.run_folder(tmp_path / "muon-split-quick", "gqa", 0) / "state").exists()
+    steps.append(-1000)
+    again = reproduce("muon-split", quick=True, seeds=1, runs=tmp_path)
+    assert steps[:6] == [0, 1, 1, 1, -1000, 2], "two of three steps were saved"
+    for arm, metrics in again["arms"].items():
+        assert {k: v["values"][0] for k, v in metrics.items()} == {
+            k: v["values"][0] for k, v in result["arms"][arm].items()
+        }
+
+
+def test_more_seeds_add_to_what_is_there(finished: Any) -> None:
+    folder, _ = finished("mtp")
+    before = (worker.run_folder(folder, "one-depth", 0) / "run.json").stat().st_mtime_ns
+    result = reproduce("mtp", quick=True, seeds=3, runs=folder.parent)
+    assert result["seeds"] == [0, 1, 2]
+    assert (worker.run_folder(folder, "one-depth", 0) / "run.json").stat().st_mtime_ns == before
+
+
+def test_another_plan_is_refused(finished: Any) -> None:
+    folder, _ = finished("mtp")
+    with pytest.raises(ConfigError, match=r"another plan \(steps differ"):
+        reproduce("mtp", quick=True, steps=9, runs=folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(name="muon"), 'no experiment "muon" (did you mean "muon-split"?)'),
+        (dict(name="mtp", seeds=0), "--seeds takes 1 or more"),
+        (dict(name="mtp", steps=4, minutes=1.0), "give one of them"),
+        (dict(name="mtp", minutes=-1.0), "--minutes more than 0"),
+    ],
+)
+def test_usage_errors(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        reproduce(**arguments, runs=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------- scheduling
+
+
+def fake(arms: Any, run: Callable[[Work], Outcome]) -> Experiment:
+    return replace(EXPERIMENTS["dsa"], arms=arms, run=run, questions=(), figures=(), labels={})
+
+
+def plan_of(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / worker.PLAN).write_text(json.dumps({"name": name, "quick": True, "sizes": {}}), encoding="utf-8")
+
+
+def test_arms_wait_for_what_they_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    def run(work: Work) -> Outcome:
+        order.append((work.arm, work.seed))
+        after = {"continued": "base", "warmup": "base", "adapted": "warmup"}.get(work.arm)
+        assert work.start == (tmp_path / "runs" / f"{after}-{work.seed}" / "model" if after else None)
+        (work.folder / "metrics.jsonl").touch()
+        return Outcome({"loss": 1.0}, 1)
+
+    experiment = fake(EXPERIMENTS["dsa"].arms[::-1], run)
+    monkeypatch.setitem(EXPERIMENTS, "dsa", experiment)
+    plan_of(tmp_path, "dsa")
+    report = runner.run_all(experiment, tmp_path, [0, 1], 0, lambda text: None)
+    arms = ["base", "continued", "warmup", "adapted"]
+    assert sorted(report.done) == sorted((arm, seed) for arm in arms for seed in (0, 1)) and not report.left
+    for seed in (0, 1):
+        mine = [arm for arm, s in order if s == seed]
+        assert mine.index("base") < mine.index("warmup") < mine.index("adapted")
+
+
+def test_nothing_begins_after_the_deadline(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["mtp"]
+    plan_of(tmp_path, "mtp")
+    report = runner.run_all(experiment, tmp_path, [0], 0, lambda text: None, deadline=time.monotonic() - 1)
+    assert report.done == [] and report.left == [("one-depth", 0), ("three-depths", 0)]
+
+
+def test_steps_that_fit_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two arms of 0.1 s per step and 2 s of measuring each: 3 seeds on 2 workers in 60 s leave
+    (0.9 * 60 * 2 / 3 - 4) / 0.2 = 160 steps, less the little that the trial took."""
+
+    def run(work: Work) -> Outcome:
+        return Outcome({"loss": 1.0}, 1)
+
+    experiment = replace(EXPERIMENTS["mtp"], run=run)
+    monkeypatch.setattr(command, "build_corpus", lambda folder, vocab, size: {})
+    monkeypatch.setattr(command, "run_all", lambda *arguments: runner.Report())
+    took = {"seconds": {"wall": 10.0, "training": 8.0, "step": 0.1}}
+    monkeypatch.setattr(command, "_need", lambda folder, arm, seed: took)
+    found = command._fitting_steps(experiment, tmp_path, True, 3, 2, 60.0)
+    assert 150 <= found <= 160
+    with pytest.raises(UsageError, match="too few"):
+        command._fitting_steps(experiment, tmp_path, True, 30, 2, 60.0)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_worker_is_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "mtp-quick"
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        lock = worker.run_folder(folder, "one-depth", 0) / "lock"
+        while not lock.exists():
+            time.sleep(0.02)
+        pid = next(p for p in children() if "one-depth 0" in command_line(p))
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    with pytest.raises(Glm5Error, match=r"1 of 2 runs failed: one-depth seed 0 \(killed by SIGKILL\)") as caught:
+        reproduce("mtp", quick=True, seeds=1, workers=1, steps=6, runs=tmp_path)
+    thread.join()
+    assert killed and "the same command goes on" in str(caught.value)
+    assert worker.read_run(folder, "three-depths", 0) is not None, "the other run was not lost"
+    assert worker.read_run(folder, "one-depth", 0) is None
+    runner.run_all(EXPERIMENTS["mtp"], folder, [0], 1, said.append)
+    assert worker.read_run(folder, "one-depth", 0) is not None
+
+
+def children() -> list[int]:
+    return [
+        int(p)
+        for p in Path(f"/proc/{os.getpid()}/task/{threading.main_thread().native_id}/children").read_text().split()
+    ]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_why_a_worker_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert runner._reason(log, -signal.SIGKILL) == "killed by SIGKILL"
+    assert runner._reason(log, 3) == "exit code 3"
+    log.write_text("noise\nError: the corpus is gone.\n", encoding="utf-8")
+    assert runner._reason(log, 1) == "the corpus is gone."
+
+
+def test_observing_changes_nothing(small: Callable[..., Any]) -> None:
+    """Kept attention is read off dense attention, which stays what it is."""
+    model = small().eval()
+    ids = torch.randint(0, 40, (1, 24), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    hidden, metrics = [], StepMetrics()
+    for watch in (None, KeptAttention(batch, 4, metrics)):
+        ctx = packed_context(batch.documents, exact=False)
+        ctx.observer, ctx.attend_dense = watch, True
+        with torch.no_grad():
+            hidden.append(model.model(ids, ctx))
+    assert torch.equal(*hidden)
+    found = metrics.numbers()
+    assert 0 < found["kept_mass"] <= found["kept_mass_oracle"] <= 1 + 1e-5 and 0 <= found["recall"] <= 1
