@@ -10,10 +10,11 @@ import pytest
 
 from glm5.records import Env, Message, ToolCall
 from glm5.sandbox import SandboxResult
-from glm5.tasks import bugfix, python_tool
+from glm5.tasks.coding import bugfix
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.judge import Case
 from glm5.tasks.contract import CALLS_S
+from glm5.tasks.tools import python_tool
 from glm5.tasks.tools.python_tool import PythonToolFamily
 
 
