@@ -145,6 +145,11 @@ def fails(glm5: Glm5, arguments: list[str], code: int, words: list[str]) -> None
     assert [word for word in words if word not in done.stderr] == [], done.stderr
 
 
+def test_old_names_of_options_warn(glm5: Glm5) -> None:
+    done = glm5("adapt", "nowhere", "--data", "none", "--out", "none", "--no-twin")
+    assert done.returncode == 1 and done.stderr.startswith("warning: --twin is now --baseline")
+
+
 def test_json_is_the_only_thing_on_stdout(glm5: Glm5) -> None:
     done = glm5("size", "nano", "--json")
     assert done.returncode == 0 and not done.stderr

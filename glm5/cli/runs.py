@@ -86,12 +86,15 @@ def adapt(
     optimizer: Annotated[str, typer.Option(help="Of the warm-up: adamw or muon.")] = "adamw",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of forward and backward.")] = "float32",
     recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, more time.")] = False,
-    twin: Annotated[bool, typer.Option(help="Train a dense twin on the same tokens to compare with.")] = True,
+    baseline: Annotated[bool, typer.Option(help="Also train a dense baseline on the same tokens.")] = True,
+    twin: Annotated[bool | None, typer.Option(hidden=True)] = None,
     seed: int = 0,
 ) -> None:
     """Turn a dense MLA checkpoint into a sparse one, and report its gap to a dense baseline (resumes)."""
     if optimizer not in ("adamw", "muon") or dtype not in ("float32", "bfloat16"):
         raise UsageError("--optimizer is adamw or muon, --dtype float32 or bfloat16.")
+    if twin is not None:
+        typer.echo("warning: --twin is now --baseline; the old name goes with the next release.", err=True)
     from glm5.launch.adapt import Options, run
 
     options = Options(
@@ -106,7 +109,7 @@ def adapt(
         optimizer=optimizer,
         dtype=dtype,
         recompute=recompute,
-        twin=twin,
+        baseline=baseline if twin is None else twin,
         seed=seed,
     )
     run(model, data, out, options, echo=typer.echo)
@@ -178,7 +181,7 @@ def reproduce(
         str, typer.Argument(help="muon-split, mtp, dsa, reasoning-rl, distillation, lag, topk, icepop or dsa-bonus.")
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every arm; default 3.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every variant; default 3.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time budget, from which the steps follow.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; default 2.")] = None,

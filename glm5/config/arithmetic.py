@@ -165,7 +165,7 @@ def cache_bytes(config: GLM5Config, context: int) -> int:
     return total
 
 
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "glm9b, window": dict(attention_pattern="searched", efficient_attention="swa"),
     "glm9b, GDN": dict(attention_pattern="searched", efficient_attention="gdn"),
     "glm9b, SimpleGDN": dict(attention_pattern="searched", efficient_attention="simple_gdn"),
@@ -191,7 +191,7 @@ def markdown() -> str:
     for name in PRESETS:
         lines.append(_row(f"`{name}`", GLM5Config.preset(name)))
         if name == "glm9b":
-            lines += [_row(f"`{arm}`", GLM5Config.preset(name, **changes)) for arm, changes in ARMS.items()]
+            lines += [_row(f"`{variant}`", GLM5Config.preset(name, **changes)) for variant, changes in VARIANTS.items()]
     return "\n".join(lines) + "\n"
 
 

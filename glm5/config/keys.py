@@ -28,7 +28,7 @@ MLA_KEYS = frozenset(
     + ("index_skip_topk_offset", "index_topk_pattern", "rope_interleave", "indexer_rope_interleave", "latent_norm_eps")
     + ("indexer_adapted",)
 )
-ARM_KEYS = frozenset(
+VARIANT_KEYS = frozenset(
     "attention_type attention_pattern efficient_attention sliding_window gdn_conv_kernel simple_gdn_alpha "
     "simple_gdn_beta".split()
 )

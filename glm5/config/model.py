@@ -28,7 +28,6 @@ from pydantic import (
 
 from glm5.config.keys import (
     ARCHITECTURES,
-    ARM_KEYS,
     BOOKKEEPING_KEYS,
     GQA_KEYS,
     GQA_SIZES,
@@ -39,6 +38,7 @@ from glm5.config.keys import (
     MODEL_TYPE,
     MOE_SIZES,
     MOST_LAYERS,
+    VARIANT_KEYS,
     Layers,
     Size,
     SizeOrNone,
@@ -142,7 +142,7 @@ class GLM5Config(BaseModel):
             self._check_gqa()
         else:
             self._check_mla()
-        self._check_arm()
+        self._check_variant()
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             raise ValueError("first_k_dense_replace must lie between 0 and num_hidden_layers")
         if self.num_nextn_predict_layers not in (0, 1):
@@ -192,7 +192,7 @@ class GLM5Config(BaseModel):
         if self.use_dsa and not self.computes_topk(0):
             raise ValueError('layer 0 cannot be "shared": no layer before it computes top-k indices')
 
-    def _check_arm(self) -> None:
+    def _check_variant(self) -> None:
         if bool(self.attention_pattern) != bool(self.efficient_attention):
             raise ValueError("attention_pattern and efficient_attention need each other: set both or neither")
         if not self.attention_pattern:
@@ -308,7 +308,7 @@ class GLM5Config(BaseModel):
             raise ConfigError(f'{where}: model_type "{kind}" is not {types}; this is another model.')
         gqa = kind == GQA_TYPE or (kind == HYBRID_TYPE and raw.get("attention_type") == "gqa")
         fields = cls.model_fields.keys() - (MLA_KEYS if gqa else GQA_KEYS)
-        fields -= ARM_KEYS if kind != HYBRID_TYPE else set()
+        fields -= VARIANT_KEYS if kind != HYBRID_TYPE else set()
         values = {key: value for key, value in raw.items() if key in fields}
         unknown = [key for key in raw if key not in fields and key not in BOOKKEEPING_KEYS]
         unknown = [key for key in unknown if key not in ("rope_parameters", "qk_head_dim", "strict_config")]
@@ -354,7 +354,7 @@ class GLM5Config(BaseModel):
         """The `config.json` that other tools read: Hugging Face names, redundant keys kept consistent."""
         gqa = self.attention_type == "gqa"
         foreign = MLA_KEYS if gqa else GQA_KEYS | {"use_dsa", "indexer_adapted", "indexer_types", "latent_norm_eps"}
-        values = self.model_dump(exclude={"rope_theta", *ARM_KEYS, *foreign})
+        values = self.model_dump(exclude={"rope_theta", *VARIANT_KEYS, *foreign})
         values["rope_parameters"] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         values["eos_token_id"] = list(self.eos_token_id) or None
         if gqa:
@@ -376,7 +376,7 @@ class GLM5Config(BaseModel):
             values["head_dim"] = self.qk_rope_head_dim
         values["attention_dropout"] = 0.0
         if self.attention_pattern:
-            values |= self.model_dump(include=set(ARM_KEYS))
+            values |= self.model_dump(include=set(VARIANT_KEYS))
         return values
 
 

@@ -258,11 +258,11 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """An independent copy."""
-        twin = object.__new__(GrammarState)
-        twin.__dict__.update(self.__dict__)
-        twin._matcher = None if self._matcher is None else self._matcher.deep_copy()
-        twin._past = list(self._past)
-        return twin
+        clone = object.__new__(GrammarState)
+        clone.__dict__.update(self.__dict__)
+        clone._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        clone._past = list(self._past)
+        return clone
 
     @property
     def _markers(self) -> tuple[str, ...]:

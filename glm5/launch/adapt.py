@@ -3,7 +3,7 @@ result comes (§2.1.1).
 
 The run folder is next to the new checkpoint: a folder per stage, `metrics.jsonl`, `adaptation.json`, `report.html`.
 Calling again resumes an interrupted run and ends with the same numbers. Rows continue over the stages: the sparse stage
-starts after the last row of the warm-up, and the dense baseline ("twin") sees the rows of the sparse stage.
+starts after the last row of the warm-up, and the dense baseline sees the rows of the sparse stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from glm5.chat import Tokenizer
 from glm5.config.model import GLM5Config
@@ -28,7 +28,7 @@ from glm5.data.packing import Batch
 from glm5.data.shards import Shard, open_shard
 from glm5.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from glm5.files import atomic_write, publish_dir, recover_dir
-from glm5.launch.adapt_record import SPARSE, TWIN, WARMUP, Settings, mean, record_of
+from glm5.launch.adapt_record import BASELINE, SPARSE, WARMUP, Settings, mean, record_of
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import MetricsWriter, PipelineProgress
@@ -40,7 +40,7 @@ from glm5.train.loop import StageIO
 
 DONE, MODEL, RECORD, SETTINGS = "stage.json", "model", "adaptation.json", "settings.json"
 POINTS = 8
-"""How often held-out text is scored within the sparse stage and its twin."""
+"""How often held-out text is scored within the sparse stage and its baseline."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Options(Frozen):
     steps: int = Field(100, ge=1)
     """Steps of the warm-up."""
     sparse_steps: int | None = Field(None, ge=1)
-    """Steps of the sparse stage and of its twin; None: the steps of the warm-up."""
+    """Steps of the sparse stage and of its baseline; None: the steps of the warm-up."""
     index_topk: int | None = Field(None, ge=1)
     index_heads: int | None = Field(None, ge=1)
     """None: from the model's configuration."""
@@ -85,7 +85,7 @@ class Options(Frozen):
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: bool = False
-    twin: bool = True
+    baseline: bool = Field(True, validation_alias=AliasChoices("baseline", "twin"))
     """Also train a dense baseline on the rows of the sparse stage."""
 
 
@@ -111,7 +111,7 @@ def run(
     seed = derive_seed(settings.seed, "adaptation")
     loader = StreamLoader(train, rows=warmup.rows, row_length=warmup.row_length, seed=seed)
     text = dsa_adapt.held_out_rows(held_out, settings.held_out_length, settings.held_out_tokens)
-    names = [WARMUP, SPARSE, *([TWIN] if settings.twin else [])]
+    names = [WARMUP, SPARSE, *([BASELINE] if settings.baseline else [])]
     with MetricsWriter(folder / "metrics.jsonl") as metrics, PipelineProgress(names) as progress:
         shared = _Run(settings, folder, tokenizer, loader, text, metrics, progress)
         entries = _stages(shared, lambda: GLM5ForCausalLM.from_pretrained(model_dir, **overrides))
@@ -147,7 +147,7 @@ def _settings(model: str, data: str, o: Options, config: GLM5Config, echo: Calla
         model=model,
         data=data,
         seed=o.seed,
-        twin=o.twin,
+        baseline=o.baseline,
         index_topk=o.index_topk or topk,
         index_heads=o.index_heads or config.index_n_heads,
         index_dim=o.index_dim or config.index_head_dim,
@@ -217,25 +217,25 @@ def _stages(run: _Run, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict[st
     def warm(model: GLM5ForCausalLM, io: StageIO) -> dict[str, float]:
         return dsa_adapt.run_stage(model, s.warmup, run.loader.batch, io)
 
-    def behind(step: int) -> Batch:
+    def after_warmup(step: int) -> Batch:
         return run.loader.batch(s.warmup.optim.steps + step)
 
     def scored(model: GLM5ForCausalLM, step: int) -> Mapping[str, float]:
         return {"held_out_loss": mean(_losses(model, run)["beyond"])}
 
     def sparse(model: GLM5ForCausalLM, io: StageIO) -> dict[str, float]:
-        return dsa_adapt.run_stage(model, s.sparse, behind, io, scored)
+        return dsa_adapt.run_stage(model, s.sparse, after_warmup, io, scored)
 
-    def twin(model: GLM5ForCausalLM, io: StageIO) -> dict[str, float]:
-        return dsa_adapt.run_twin(model, s.sparse, behind, io, scored)
+    def baseline(model: GLM5ForCausalLM, io: StageIO) -> dict[str, float]:
+        return dsa_adapt.run_baseline(model, s.sparse, after_warmup, io, scored)
 
     def warmed() -> GLM5ForCausalLM:
         return GLM5ForCausalLM.from_pretrained(run.folder / f"00-{WARMUP}" / MODEL)
 
     entries = {WARMUP: _one(run, 0, WARMUP, s.warmup.kind, s.warmup.optim.steps, fresh, warm, lambda: dense[0])}
     entries[SPARSE] = _one(run, 1, SPARSE, s.sparse.kind, s.sparse.optim.steps, warmed, sparse)
-    if s.twin:
-        entries[TWIN] = _one(run, 2, TWIN, "midtrain", s.sparse.optim.steps, load, twin)
+    if s.baseline:
+        entries[BASELINE] = _one(run, 2, BASELINE, "midtrain", s.sparse.optim.steps, load, baseline)
     return entries
 
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import AliasChoices, Field
+
 from glm5.config.recipe import DsaStage
 from glm5.config.schema import Frozen
 from glm5.obs.metrics import read_metrics
 from glm5.stats import paired_difference
 from glm5.train.dsa_adapt import HeldOut
 
-WARMUP, SPARSE, TWIN = "dsa-warmup", "dsa-sparse", "dense-twin"
+WARMUP, SPARSE, BASELINE = "dsa-warmup", "dsa-sparse", "dense-baseline"
 
 
 class Settings(Frozen):
@@ -21,7 +23,7 @@ class Settings(Frozen):
     model: str
     data: str
     seed: int
-    twin: bool
+    baseline: bool = Field(validation_alias=AliasChoices("baseline", "twin"))
     index_topk: int
     index_heads: int
     index_dim: int
@@ -42,8 +44,8 @@ def record_of(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any
     curve = {
         name: {r["step"]: r["held_out_loss"] for r in found if "held_out_loss" in r} for name, found in rows.items()
     }
-    start = {SPARSE: mean(warm["losses"]["beyond"]), TWIN: mean(warm["before"]["beyond"])}
-    points = {name: {0: start[name], **curve[name]} for name in (SPARSE, TWIN) if name in entries}
+    start = {SPARSE: mean(warm["losses"]["beyond"]), BASELINE: mean(warm["before"]["beyond"])}
+    points = {name: {0: start[name], **curve[name]} for name in (SPARSE, BASELINE) if name in entries}
     return {
         "topk": s.index_topk,
         "recall": _by_layer(mass),
@@ -56,9 +58,9 @@ def record_of(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any
         },
         "kl": kl,
         "held_out_kl": {"after_warmup": warm["mass"]["indexer_kl"], "after_sparse": mass["indexer_kl"]},
-        "twin": {
+        "baseline": {
             "tokens": [step * step_tokens for step in points[SPARSE]],
-            "dense": [points[TWIN].get(step) for step in points[SPARSE]] if TWIN in points else [],
+            "dense": [points[BASELINE].get(step) for step in points[SPARSE]] if BASELINE in points else [],
             "sparse": list(points[SPARSE].values()),
         },
         "held_out": _held_out(s, text, entries),
@@ -69,7 +71,7 @@ def record_of(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any
 def _held_out(s: Settings, text: HeldOut, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Sparse against dense over the tokens with more than index_topk tokens before them; also over all tokens."""
     sparse, warm = entries[SPARSE]["losses"], entries[WARMUP]
-    dense = entries[TWIN]["losses"] if TWIN in entries else None
+    dense = entries[BASELINE]["losses"] if BASELINE in entries else None
     length = s.held_out_length
     counts = {"all": length - 1, "beyond": length - 1 - s.index_topk, "far": max(0, length - 1 - 4 * s.index_topk)}
     parts = {name: _gap(sparse[name], dense[name] if dense else None) for name in counts if sparse[name]}

@@ -23,9 +23,12 @@ class AdaptationSection:
 
 def adaptation_section(stage: str, record: Adaptation) -> AdaptationSection | None:
     """None if the record has nothing to show."""
-    mass, twin = record.mass_curve, record.twin
+    mass, baseline = record.mass_curve, record.baseline
     at = f" at k = {record.topk:,}" if record.topk is not None else ""
-    losses = [Series("dense", _points(twin.tokens, twin.dense)), Series("sparse", _points(twin.tokens, twin.sparse))]
+    losses = [
+        Series("dense", _points(baseline.tokens, baseline.dense)),
+        Series("sparse", _points(baseline.tokens, baseline.sparse)),
+    ]
     dense = dict(losses[0].points)
     gap = [(x, value - dense[x]) for x, value in losses[1].points if x in dense]
     masses = [_positive("indexer", mass.k, mass.indexer), _positive("best k", mass.k, mass.oracle)]

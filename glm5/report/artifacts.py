@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 Scalar = str | int | float | bool | None
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ class MassCurve(_Record):
     oracle: list[float | None] = []
 
 
-class Twin(_Record):
+class Baseline(_Record):
     """Loss of the adapted model and of a dense baseline, by the tokens of the training that both had."""
 
     tokens: list[float] = []
@@ -75,7 +75,7 @@ class Adaptation(_Record):
     recall: dict[str, float | None] = {}
     mass_curve: MassCurve = MassCurve()
     kl: list[tuple[float, float | None]] = []
-    twin: Twin = Twin()
+    baseline: Baseline = Field(Baseline(), validation_alias=AliasChoices("baseline", "twin"))
     held_out: HeldOut = HeldOut()
 
 

@@ -33,19 +33,19 @@ def write_card(experiment: Experiment, result: dict[str, Any], folder: Path) -> 
 
 
 def figure_curves(experiment: Experiment, figure: Figure, result: dict[str, Any]) -> list[Curve]:
-    """One line per arm: a training curve with the range over seeds, or metrics by x with their intervals."""
+    """One line per variant: a training curve with the range over seeds, or metrics by x with their intervals."""
     found = []
-    for arm in experiment.arms:
+    for variant in experiment.variants:
         if figure.curve:
-            data = result["curves"].get(figure.curve, {}).get(arm.name)
+            data = result["curves"].get(figure.curve, {}).get(variant.name)
             if data:
-                found.append(Curve(arm.title, data["step"], data["mean"], data["low"], data["high"]))
+                found.append(Curve(variant.title, data["step"], data["mean"], data["low"], data["high"]))
             continue
-        places = _places(result["arms"][arm.name], figure.metric)
+        places = _places(result["variants"][variant.name], figure.metric)
         if places:
-            metrics = [result["arms"][arm.name][f"{figure.metric}@{x}"] for x in places]
+            metrics = [result["variants"][variant.name][f"{figure.metric}@{x}"] for x in places]
             low, high = ([min(m["values"]) for m in metrics], [max(m["values"]) for m in metrics])
-            found.append(Curve(arm.title, [float(x) for x in places], [m["mean"] for m in metrics], low, high))
+            found.append(Curve(variant.title, [float(x) for x in places], [m["mean"] for m in metrics], low, high))
     return found
 
 
@@ -63,7 +63,7 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         "Differences are left minus right, paired by seed, with Student's 95 % interval over seeds. **Bold** questions "
         "decide about the claim.",
         _questions(experiment, result),
-        "## Arms",
+        "## Variants",
         f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets.",
         _table(experiment, result),
         *(f"![{title}]({file})" for file, title in figures),
@@ -118,13 +118,16 @@ def _verdict(entry: dict[str, Any]) -> str:
 
 
 def _table(experiment: Experiment, result: dict[str, Any]) -> str:
-    rows = ["| | " + " | ".join(arm.title for arm in experiment.arms) + " |", "|---|" + "--:|" * len(experiment.arms)]
+    rows = [
+        "| | " + " | ".join(variant.title for variant in experiment.variants) + " |",
+        "|---|" + "--:|" * len(experiment.variants),
+    ]
     for metric, label in experiment.labels.items():
-        cells = [_cell(result["arms"][arm.name].get(metric)) for arm in experiment.arms]
+        cells = [_cell(result["variants"][variant.name].get(metric)) for variant in experiment.variants]
         if any(cells):
             rows.append(f"| {label} | " + " | ".join(cell or "-" for cell in cells) + " |")
-    tokens = " | ".join(f"{result['tokens'][arm.name]:,}" for arm in experiment.arms)
-    seconds = [result["seconds"]["runs"][arm.name] for arm in experiment.arms]
+    tokens = " | ".join(f"{result['tokens'][variant.name]:,}" for variant in experiment.variants)
+    seconds = [result["seconds"]["runs"][variant.name] for variant in experiment.variants]
     rows.append(f"| tokens trained in this run | {tokens} |")
     rows.append("| seconds per run | " + " | ".join(f"{sum(s) / len(s):,.0f}" for s in seconds) + " |")
     return "\n".join(rows)
@@ -141,14 +144,14 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
     sizes, corpus = result["config"], result["corpus"]
     software, machine = result["software"], result["machine"]
     model = ", ".join(f"{key} {value}" for key, value in sizes["model"].items())
-    arms = "; ".join(
-        f"{arm.title}" + (f" (continues {experiment.arm(arm.after).title})" if arm.after else "")
-        for arm in experiment.arms
+    variants = "; ".join(
+        f"{variant.title}" + (f" (continues {experiment.variant(variant.after).title})" if variant.after else "")
+        for variant in experiment.variants
     )
     return "\n".join(
         [
-            f"- Arms: {arms}. Seeds {', '.join(map(str, result['seeds']))}; arms with one seed start from the same "
-            "random numbers and see the same batches in the same order.",
+            f"- Variants: {variants}. Seeds {', '.join(map(str, result['seeds']))}; variants with one seed start from "
+            "the same random numbers and see the same batches in the same order.",
             f"- Model: preset nano with {model}.",
             f"- Training: {(experiment.training or _on_text)(sizes)} All numbers are under `config` in result.json.",
             f"- Text: Python's standard library, {corpus['train_tokens']:,} tokens for training and "
@@ -164,13 +167,13 @@ def _on_text(sizes: Sizes) -> str:
     return (
         f"{sizes['steps']:,} steps of {sizes['rows']} rows of {sizes['row_length']} tokens, Muon, peak rate "
         f"{sizes['lr']:g} to {sizes['final_lr']:g}, forward and backward in {sizes['dtype']}, Newton-Schulz in float32"
-        f"{_arm_steps(sizes)}."
+        f"{_variant_steps(sizes)}."
     )
 
 
-def _arm_steps(sizes: dict[str, Any]) -> str:
-    own = sizes.get("arm_steps")
-    return f"; steps by arm: {', '.join(f'{arm} {steps:,}' for arm, steps in own.items())}" if own else ""
+def _variant_steps(sizes: dict[str, Any]) -> str:
+    own = sizes.get("variant_steps")
+    return f"; steps by variant: {', '.join(f'{variant} {steps:,}' for variant, steps in own.items())}" if own else ""
 
 
 def _scale(result: dict[str, Any]) -> str:
@@ -179,7 +182,7 @@ def _scale(result: dict[str, Any]) -> str:
         what, count = "problems", f"{result['config']['problems']} held-out problems"
     return (
         f"Intervals are over {_number(len(result['seeds']), 'seed')} (initialisation and order of the data), not over "
-        f"{what}: all arms are measured on the same {count}."
+        f"{what}: all variants are measured on the same {count}."
     )
 
 

@@ -28,6 +28,7 @@ from glm5.reproduce.worker import PLAN, read_run
 RESULT = "result.json"
 QUICK_SEEDS, SEEDS, WORKERS = 2, 3, 2
 TRIAL_STEPS, SPARE = 8, 0.9
+_OLD_NAMES = {"arms": "variants", "arm_steps": "variant_steps"}  # in plans of release 0.1
 
 
 def reproduce(
@@ -67,10 +68,12 @@ def reproduce(
     if report.failed:
         why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
         raise Glm5Error(
-            f"{len(report.failed)} of {count * len(experiment.arms)} runs failed: {why}\n"
+            f"{len(report.failed)} of {count * len(experiment.variants)} runs failed: {why}\n"
             f"Their logs are {folder}/runs/*/log.txt; the same command goes on with what is left."
         )
-    whole = [seed for seed in range(count) if all((arm.name, seed) in report.done for arm in experiment.arms)]
+    whole = [
+        seed for seed in range(count) if all((variant.name, seed) in report.done for variant in experiment.variants)
+    ]
     if not whole:
         raise Glm5Error(f"No seed of {name} was finished in {minutes:g} minutes; the same command goes on from there.")
     if report.left:
@@ -87,24 +90,24 @@ def reproduce(
 
 def assemble(experiment: Experiment, folder: Path, plan: dict[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
     """The result object from finished runs."""
-    runs = {arm.name: [_need(folder, arm.name, seed) for seed in seeds] for arm in experiment.arms}
+    runs = {variant.name: [_need(folder, variant.name, seed) for seed in seeds] for variant in experiment.variants}
     values = {
-        arm: {metric: [run["metrics"][metric] for run in found] for metric in found[0]["metrics"]}
-        for arm, found in runs.items()
+        variant: {metric: [run["metrics"][metric] for run in found] for metric in found[0]["metrics"]}
+        for variant, found in runs.items()
     }
     answers = [verdict.answer(question, values) for question in experiment.questions]
-    seconds = {arm: [run["seconds"]["wall"] for run in found] for arm, found in runs.items()}
+    seconds = {variant: [run["seconds"]["wall"] for run in found] for variant, found in runs.items()}
     return {
         "name": experiment.name,
         "quick": plan["quick"],
         "claim": {"section": experiment.section, "text": experiment.claim},
         "verdict": {"claim": verdict.overall(answers), "questions": answers},
-        "arms": verdict.arms(experiment, values),
+        "variants": verdict.variants(experiment, values),
         "curves": verdict.curves(experiment, runs),
-        "details": runs[experiment.arms[0].name][0]["details"],
+        "details": runs[experiment.variants[0].name][0]["details"],
         "config": plan["sizes"],
         "seeds": list(seeds),
-        "tokens": {arm: found[0]["tokens"] for arm, found in runs.items()},
+        "tokens": {variant: found[0]["tokens"] for variant, found in runs.items()},
         "corpus": plan["corpus"],
         "software": {"glm5": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": machine(),
@@ -148,12 +151,13 @@ def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None,
     """Write down the plan, or check that the folder was started with the same one. `fixed=False` takes the folder's
     number of steps."""
     path = folder / PLAN
-    before: dict[str, Any] | None = None
+    before = None
     if path.exists():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-            known = int(before["sizes"]["steps"]) if before else 0
-        except (ValueError, KeyError, TypeError):
+            before["sizes"] = {_OLD_NAMES.get(key, key): value for key, value in before["sizes"].items()}
+            known = int(before["sizes"]["steps"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{path} is damaged; delete {folder} to start again.") from None
         if not fixed:
             steps = known
@@ -172,7 +176,7 @@ def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None,
 
 
 def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int, workers: int, seconds: float) -> int:
-    """How many steps fit, from a trial of a few steps of every arm, side by side as in the real runs."""
+    """How many steps fit, from a trial of a few steps of every variant, side by side as in the real runs."""
     trial = folder / "trial"
     sizes = experiment.sizes(quick, None)
     _say(f"a trial of {TRIAL_STEPS} steps, to see how many fit into {seconds / 60:g} minutes")
@@ -187,9 +191,9 @@ def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int
     if report.failed:
         raise Glm5Error(f"The trial failed: {'; '.join(report.failed.values())}. Its logs are {trial}/runs/*/log.txt.")
     per_step = fixed = 0.0
-    for arm in experiment.arms:
-        took = _need(trial, arm.name, 0)["seconds"]
-        share = stage_steps(sizes, arm.name) / sizes["steps"]
+    for variant in experiment.variants:
+        took = _need(trial, variant.name, 0)["seconds"]
+        share = stage_steps(sizes, variant.name) / sizes["steps"]
         per_step += took["step"] * share
         fixed += took["wall"] - took["training"]
     left = SPARE * (seconds - (time.monotonic() - began)) * max(1, workers) / seeds - fixed
@@ -203,16 +207,16 @@ def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int
     return int(left / per_step)
 
 
-def stage_steps(sizes: Sizes, arm: str) -> int:
-    """Optimizer steps of an arm: its own number if arms differ, otherwise `steps`."""
-    steps: int = sizes.get("arm_steps", {}).get(arm, sizes["steps"])
+def stage_steps(sizes: Sizes, variant: str) -> int:
+    """Optimizer steps of a variant: its own number if variants differ, otherwise `steps`."""
+    steps: int = sizes.get("variant_steps", {}).get(variant, sizes["steps"])
     return steps
 
 
-def _need(folder: Path, arm: str, seed: int) -> dict[str, Any]:
-    found = read_run(folder, arm, seed)
+def _need(folder: Path, variant: str, seed: int) -> dict[str, Any]:
+    found = read_run(folder, variant, seed)
     if found is None:
-        raise Glm5Error(f"{folder} has no result of {arm} with seed {seed}; run the same command again.")
+        raise Glm5Error(f"{folder} has no result of {variant} with seed {seed}; run the same command again.")
     return found
 
 

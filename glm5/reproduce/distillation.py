@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from glm5.reproduce import policy, reasoning
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 from glm5.reproduce.worker import read_run, run_folder
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 
@@ -27,10 +27,10 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 def run(work: Work) -> Outcome:
     """The first stage, the later one, or distillation of both into the later one."""
     s = work.sizes
-    if work.arm == "first":
+    if work.variant == "first":
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
     model = work.model()
-    if work.arm == "later":
+    if work.variant == "later":
         policy.tune(work, model, s["later_steps"], 3e-3, 1e-3, policy.families(s)[1:], "later")
         return policy.outcome(work, policy.keep(work, model), [])
     assert work.start is not None
@@ -40,20 +40,20 @@ def run(work: Work) -> Outcome:
     teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders}
     rows = policy.learn(work, model, stage, "distill", algorithm=Distillation(stage, teachers))
     found = policy.outcome(work, model, rows)
-    before, lost = (_score(work, arm) for arm in ("first", "later"))
+    before, lost = (_score(work, variant) for variant in ("first", "later"))
     now = found.metrics[f"{EARLY}_solved"]
     found.metrics["came_back"] = (now - lost) / (before - lost) if before > lost else 0.0
     return found
 
 
 def _runs(work: Work) -> Path:
-    """The experiment's folder, with the runs of other arms."""
+    """The experiment's folder, with the runs of other variants."""
     return work.folder.parent.parent
 
 
-def _score(work: Work, arm: str) -> float:
-    run = read_run(_runs(work), arm, work.seed)
-    assert run is not None, "arms wait for what they continue"
+def _score(work: Work, variant: str) -> float:
+    run = read_run(_runs(work), variant, work.seed)
+    assert run is not None, "variants wait for what they continue"
     return float(run["metrics"][f"{EARLY}_solved"])
 
 
@@ -62,10 +62,10 @@ EXPERIMENT = Experiment(
     title="On-policy cross-stage distillation",
     section="§3.5, Eq. 2",
     claim="A skill that a later stage cost comes back by on-policy distillation, and what that stage taught stays.",
-    arms=(
-        Arm("first", "first stage"),
-        Arm("later", "later stage", after="first"),
-        Arm("distilled", "distilled", after="later"),
+    variants=(
+        Variant("first", "first stage"),
+        Variant("later", "later stage", after="first"),
+        Variant("distilled", "distilled", after="later"),
     ),
     sizes=sizes,
     run=run,

@@ -9,7 +9,7 @@ from glm5.config.recipe import DsaStage, OptimConfig, PretrainStage
 from glm5.eval.harness import needle_score
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce.measure import block_loss, blocks, kept_attention
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Points, Question, Sizes, Variant, Work
 from glm5.train import dsa_adapt, pretrain
 
 
@@ -24,7 +24,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         "vocab": 320 if quick else 1024,
         "max_bytes": 150_000 if quick else None,
         "steps": base,
-        "arm_steps": {
+        "variant_steps": {
             "base": base,
             "continued": max(2, base * 3 // 7),
             "warmup": max(2, base // 7),
@@ -50,28 +50,28 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Train one arm and measure it as served: the base and the continued model dense, the others sparse."""
-    s, steps = work.sizes, work.sizes["arm_steps"][work.arm]
+    """Train one variant and measure it as served: the base and the continued model dense, the others sparse."""
+    s, steps = work.sizes, work.sizes["variant_steps"][work.variant]
     optim: dict[str, Any] = dict(steps=steps, save_every=s["save_every"], monitor_every=0)
     common: dict[str, Any] = dict(
         rows=s["rows"], row_length=s["row_length"], dtype=s["dtype"], corpus=DataOptions(needle_share=s["needle_share"])
     )
     # Stages of one name draw the same batches: after the base comes the same text, dense or sparse.
-    if work.arm == "base":
+    if work.variant == "base":
         model = GLM5ForCausalLM(work.config(), seed=work.seed)
         rates = dict(lr=s["lr"], final_lr=s["final_lr"], warmup=max(1, steps // 50))
     else:
         model, rates = work.model(), dict(lr=s["final_lr"], schedule="constant")
-    if work.arm == "warmup":
+    if work.variant == "warmup":
         model = dsa_adapt.add_indexer(model, work.seed, s["index_topk"])
         rates = dict(lr=s["warmup_lr"], final_lr=s["warmup_final_lr"], kind="adamw", weight_decay=0.0)
     settings = OptimConfig(**optim, **rates)
-    if work.arm in ("warmup", "adapted"):
-        name, kind = ("warmup", "dsa_warmup") if work.arm == "warmup" else ("joint", "dsa_sparse")
+    if work.variant in ("warmup", "adapted"):
+        name, kind = ("warmup", "dsa_warmup") if work.variant == "warmup" else ("joint", "dsa_sparse")
         stage = DsaStage(name=name, kind=kind, mtp_weight=0.0, mtp_depths=0, bias_rate=1e-2, optim=settings, **common)
         loss = work.train(dsa_adapt.run, model, stage)
     else:
-        name = "base" if work.arm == "base" else "joint"
+        name = "base" if work.variant == "base" else "joint"
         dense = PretrainStage(
             name=name,
             kind="midtrain",
@@ -113,11 +113,11 @@ EXPERIMENT = Experiment(
         "A dense MLA model becomes a sparse one without loss: warming up the indexer alone already comes close but "
         "falls off at long contexts, and joint training of a fraction of the tokens makes up for it."
     ),
-    arms=(
-        Arm("base", "dense base"),
-        Arm("continued", "dense, continued", after="base"),
-        Arm("warmup", "sparse, warm-up only", after="base"),
-        Arm("adapted", "sparse, warm-up and joint training", after="warmup"),
+    variants=(
+        Variant("base", "dense base"),
+        Variant("continued", "dense, continued", after="base"),
+        Variant("warmup", "sparse, warm-up only", after="base"),
+        Variant("adapted", "sparse, warm-up and joint training", after="warmup"),
     ),
     sizes=sizes,
     run=run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm5.reproduce import policy
-from glm5.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Outcome, Question, Sizes, Variant, Work
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -13,10 +13,10 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 def run(work: Work) -> Outcome:
     """Dense or sparse from one base: same mid-training rows, same problems, demonstrations until both can do it."""
-    if work.arm == "base":
+    if work.variant == "base":
         return policy.outcome(work, policy.prepare(work, ("pretrain",)), [])
-    if work.arm in ("dense-start", "sparse-start"):
-        middle: policy.Part = "dense" if work.arm == "dense-start" else "sparse"
+    if work.variant in ("dense-start", "sparse-start"):
+        middle: policy.Part = "dense" if work.variant == "dense-start" else "sparse"
         return policy.outcome(work, policy.prepare(work, (middle, "sft")), [])
     model = work.model()
     return policy.outcome(work, model, policy.learn(work, model, policy.stage_of(work.sizes, "reasoning")))
@@ -30,19 +30,19 @@ EXPERIMENT = Experiment(
         "Digests of the paper, not the paper itself, say that models with sparse attention gain more in Reasoning RL "
         "than dense ones, by one or two points."
     ),
-    arms=(
-        Arm("base", "dense base"),
-        Arm("dense-start", "dense, fine-tuned", after="base"),
-        Arm("sparse-start", "sparse, fine-tuned", after="base"),
-        Arm("dense", "dense, after RL", after="dense-start"),
-        Arm("sparse", "sparse, after RL", after="sparse-start"),
+    variants=(
+        Variant("base", "dense base"),
+        Variant("dense-start", "dense, fine-tuned", after="base"),
+        Variant("sparse-start", "sparse, fine-tuned", after="base"),
+        Variant("dense", "dense, after RL", after="dense-start"),
+        Variant("sparse", "sparse, after RL", after="sparse-start"),
     ),
     sizes=sizes,
     run=run,
     training=policy.training,
     questions=(
         Question(
-            "The sparse model gains more in RL than its dense twin",
+            "The sparse model gains more in RL than its dense baseline",
             "sampled",
             "sparse",
             "dense",

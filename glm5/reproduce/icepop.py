@@ -6,12 +6,12 @@ import torch
 
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce import policy
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 from glm5.rl.drivers.logical import LogicalDriver
 
 BLOCK = 32
 """Rows of a weight that share one scale."""
-ARMS = {"pop": ("icepop", False), "pop-kl": ("icepop", True), "plain": ("grpo", False), "plain-kl": ("grpo", True)}
+VARIANTS = {"pop": ("icepop", False), "pop-kl": ("icepop", True), "plain": ("grpo", False), "plain-kl": ("grpo", True)}
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -39,10 +39,10 @@ def rounded(model: GLM5ForCausalLM) -> GLM5ForCausalLM:
 
 
 def run(work: Work) -> Outcome:
-    """The start, or one arm that continues it."""
-    if work.arm == "start":
+    """The start, or one variant that continues it."""
+    if work.variant == "start":
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
-    loss, penalised = ARMS[work.arm]
+    loss, penalised = VARIANTS[work.variant]
     stage = policy.stage_of(work.sizes, "reasoning", loss=loss, kl_weight=work.sizes["kl_weight"] if penalised else 0.0)
     model = work.model()
     return policy.outcome(work, model, policy.learn(work, model, stage, driver=MismatchedDriver))
@@ -56,12 +56,12 @@ EXPERIMENT = Experiment(
         "Leaving out tokens whose probabilities differ too much between engine and learner makes learning stable "
         "where the engine computes otherwise than the learner; a KL term is not needed and slows improvement down."
     ),
-    arms=(
-        Arm("start", "start"),
-        Arm("pop", "pop, no KL (Eq. 1)", after="start"),
-        Arm("pop-kl", "pop and KL", after="start"),
-        Arm("plain", "no pop, no KL", after="start"),
-        Arm("plain-kl", "no pop, KL", after="start"),
+    variants=(
+        Variant("start", "start"),
+        Variant("pop", "pop, no KL (Eq. 1)", after="start"),
+        Variant("pop-kl", "pop and KL", after="start"),
+        Variant("plain", "no pop, no KL", after="start"),
+        Variant("plain-kl", "no pop, KL", after="start"),
     ),
     sizes=sizes,
     run=run,

@@ -7,7 +7,7 @@ from typing import Any
 from glm5.engine.engine import CHUNK
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce import policy
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work, curve
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Points, Question, Sizes, Variant, Work, curve
 
 LOSSES = {"double-sided": "double_sided", "ppo": "ppo", "none": "policy_gradient"}
 
@@ -18,8 +18,8 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """An arm is a loss; it trains once per lag, each time from the start."""
-    if work.arm == "start":
+    """A variant is a loss; it trains once per lag, each time from the start."""
+    if work.variant == "start":
         start = policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
         start.metrics["sampled_last"] = start.metrics["sampled"]
         return start
@@ -46,7 +46,7 @@ def _learn(work: Work, model: GLM5ForCausalLM, lag: int) -> list[dict[str, Any]]
     stage = policy.stage_of(
         s,
         "agentic",
-        loss=LOSSES[work.arm],
+        loss=LOSSES[work.variant],
         max_staleness=lag,
         concurrency=(lag + 1) * s["prompts"] * s["group"],
         # During an update the engine runs ahead to its limit: every batch is `lag` updates old.
@@ -70,11 +70,11 @@ EXPERIMENT = Experiment(
         "With rollouts from weights that are several updates old, direct double-sided importance sampling keeps "
         "learning stable, although it knows no old policy but the rollout's own probabilities."
     ),
-    arms=(
-        Arm("start", "start"),
-        Arm("double-sided", "double-sided masking", after="start"),
-        Arm("ppo", "PPO's clip", after="start"),
-        Arm("none", "plain policy gradient", after="start"),
+    variants=(
+        Variant("start", "start"),
+        Variant("double-sided", "double-sided masking", after="start"),
+        Variant("ppo", "PPO's clip", after="start"),
+        Variant("none", "plain policy gradient", after="start"),
     ),
     sizes=sizes,
     run=run,
@@ -122,7 +122,7 @@ EXPERIMENT = Experiment(
     },
     limits=(
         "The paper compares nothing here; it says that the method works. Its rollouts have 1,000 times the tokens.",
-        "The optimizer keeps its state over pushes of weights, in all arms; the paper resets it. Batches are small "
+        "The optimizer keeps its state over pushes of weights, in all variants; the paper resets it. Batches are small "
         "here, and a reset after each would leave the noise of one batch in every update.",
     ),
 )

@@ -6,7 +6,7 @@ from glm5.config.recipe import OptimConfig, PretrainStage
 from glm5.eval.text import bits_per_byte
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce.measure import DRAFTS, acceptance, pinned_prompts, text_numbers
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 from glm5.train import pretrain
 
 DEPTHS = {"one-depth": 1, "three-depths": 3}
@@ -63,7 +63,7 @@ def run(work: Work) -> Outcome:
         row_length=s["row_length"],
         dtype=s["dtype"],
         mtp_weight=s["mtp_weight"],
-        mtp_depths=DEPTHS[work.arm],
+        mtp_depths=DEPTHS[work.variant],
         bias_rate=1e-2,
         optim=optim,
     )
@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
         "Training three MTP depths that share one layer's parameters, instead of one depth that is then used several "
         "times, raises the number of tokens accepted per verification (2.76 against DeepSeek-V3.2's 2.55)."
     ),
-    arms=(Arm("one-depth", "one depth, reused"), Arm("three-depths", "three shared depths")),
+    variants=(Variant("one-depth", "one depth, reused"), Variant("three-depths", "three shared depths")),
     sizes=sizes,
     run=run,
     questions=(
@@ -140,7 +140,7 @@ EXPERIMENT = Experiment(
     },
     limits=(
         "The paper compares two large models that differ in more than this, on prompts that are not public; here the "
-        "two arms differ in the number of trained depths alone.",
+        "two variants differ in the number of trained depths alone.",
         "Small models at temperature 0 soon repeat themselves, and loops are easy to draft; the row on repeated "
         "4-grams says how much, and losses by depth do not depend on it.",
         "Equal steps are not equal work: three depths cost more time per step.",

@@ -18,7 +18,7 @@ from glm5.model.layers import declare_split
 from glm5.model.mla import MLA
 from glm5.optim.muon import newton_schulz
 from glm5.reproduce.measure import held_out_batches, text_numbers
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Points, Question, Sizes, Work, thinned
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Points, Question, Sizes, Variant, Work, thinned
 from glm5.train import pretrain
 from glm5.train.losses import language_loss
 
@@ -27,7 +27,7 @@ SPLIT = ("mla-split", "mla256-split")
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """The head shapes of the paper's arms, divided by 8: 128 + 64 | 128 becomes 16 + 8 | 16 (queries and keys |
+    """The head shapes of the paper's variants, divided by 8: 128 + 64 | 128 becomes 16 + 8 | 16 (queries and keys |
     values), and MLA-256's 192 + 64 | 256 becomes 24 + 8 | 32 with a third fewer heads."""
     heads = 6 if quick else 12
     fewer = heads * 2 // 3
@@ -55,7 +55,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         "held_out_rows": 4 if quick else 128,
         "text_bytes": 2_000 if quick else 120_000,
         "model": common | dict(use_dsa=False, num_nextn_predict_layers=0),
-        "arms": {
+        "variants": {
             "gqa": dict(attention_type="gqa", num_attention_heads=heads, num_key_value_heads=heads // 3, head_dim=16)
             | _NO_LATENTS,
             "mla": dict(
@@ -71,10 +71,12 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Pre-train one arm and measure held-out loss and attention logits."""
+    """Pre-train one variant and measure held-out loss and attention logits."""
     s = work.sizes
-    model = GLM5ForCausalLM(work.config(**s["arms"][work.arm if work.arm != "mla-split" else "mla"]), seed=work.seed)
-    if work.arm not in SPLIT:
+    model = GLM5ForCausalLM(
+        work.config(**s["variants"][work.variant if work.variant != "mla-split" else "mla"]), seed=work.seed
+    )
+    if work.variant not in SPLIT:
         whole_matrices(model)
     optim = OptimConfig(
         steps=s["steps"],
@@ -177,11 +179,11 @@ EXPERIMENT = Experiment(
         "up-projections on its own closes the gap and keeps the attention logits in check without clipping, and wider "
         "but fewer heads (MLA-256) then cost nothing."
     ),
-    arms=(
-        Arm("gqa", "GQA"),
-        Arm("mla", "MLA"),
-        Arm("mla-split", "MLA + Muon Split"),
-        Arm("mla256-split", "MLA-256 + Muon Split"),
+    variants=(
+        Variant("gqa", "GQA"),
+        Variant("mla", "MLA"),
+        Variant("mla-split", "MLA + Muon Split"),
+        Variant("mla256-split", "MLA-256 + Muon Split"),
     ),
     sizes=sizes,
     run=run,
@@ -221,8 +223,8 @@ EXPERIMENT = Experiment(
     limits=(
         "The paper compares benchmark scores of far larger models after far more tokens; this is loss on Python source "
         "text at a scale of one million parameters, a small part of which is attention.",
-        "The GQA arm has no QK norm; whether the paper's had one is not said. The size and the tokens of the paper's "
-        "ablation are not disclosed either.",
+        "The GQA variant has no QK norm; whether the paper's had one is not said. The size and the tokens of the "
+        "paper's ablation are not disclosed either.",
         "Without Muon Split, kv_b_proj is orthogonalised as the one matrix that it is on disk; the paper names its key "
         "and value parts separately.",
     ),

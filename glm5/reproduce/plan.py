@@ -1,4 +1,4 @@
-"""Parts of an experiment: arms, questions with the paper's answer, figures; and the work of one run."""
+"""Parts of an experiment: variants, questions with the paper's answer, figures; and the work of one run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One variant of training. `after` names the arm that it continues: the model of the same seed."""
+class Variant:
+    """One variant of training. `after` names the variant that it continues: the model of the same seed."""
 
     name: str
     title: str
@@ -34,7 +34,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Question:
-    """A statement about `left - right` of a metric, the two arms paired by seed.
+    """A statement about `left - right` of a metric, the two variants paired by seed.
 
     `left_base` and `right_base` are subtracted first, to compare two gaps. "equal" means within `margin` times the mean
     of `right`. `chance` names a metric that `right` must exceed; otherwise the question has no answer. The verdict on
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot with one band per arm: a curve over training steps, or the metrics `{metric}@{x}` over their x."""
+    """A plot with one band per variant: a curve over training steps, or the metrics `{metric}@{x}` over their x."""
 
     file: str
     title: str
@@ -78,10 +78,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """One run: an arm, a seed, its own folder, the corpus, and the checkpoint that it continues, if any."""
+    """One run: a variant, a seed, its own folder, the corpus, and the checkpoint that it continues, if any."""
 
     sizes: Sizes
-    arm: str
+    variant: str
     seed: int
     folder: Path
     corpus: Path
@@ -95,7 +95,7 @@ class Work:
         return open_shard(self.corpus / "data", split, self.tokenizer, verify=False)
 
     def config(self, **changes: Any) -> GLM5Config:
-        """The experiment's model with this arm's changes."""
+        """The experiment's model with this variant's changes."""
         tokenizer = self.tokenizer
         values = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_token_id, **self.sizes["model"]}
         return GLM5Config.preset("nano", **values | changes)
@@ -103,7 +103,7 @@ class Work:
     def model(self) -> GLM5ForCausalLM:
         """The model that this run continues."""
         if self.start is None:
-            raise ValueError(f"{self.arm} continues no other arm")
+            raise ValueError(f"{self.variant} continues no other variant")
         return GLM5ForCausalLM.from_pretrained(self.start)
 
     def train(self, runner: Callable[..., Any], model: GLM5ForCausalLM, stage: GradientStage) -> Points:
@@ -137,7 +137,7 @@ class Experiment:
     title: str
     section: str
     claim: str
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     sizes: Callable[[bool, int | None], Sizes]
     run: Callable[[Work], Outcome]
     questions: tuple[Question, ...]
@@ -147,8 +147,8 @@ class Experiment:
     training: Callable[[Sizes], str] | None = None
     """How it was trained, for the card, if not by next-token training on text."""
 
-    def arm(self, name: str) -> Arm:
-        return next(arm for arm in self.arms if arm.name == name)
+    def variant(self, name: str) -> Variant:
+        return next(variant for variant in self.variants if variant.name == name)
 
 
 def curve(rows: Sequence[Mapping[str, Any]], name: str) -> Points:

@@ -1,7 +1,7 @@
 """Shared by the reinforcement-learning experiments: a policy that can solve half of a task, updates, held-out scores.
 
 The task is arithmetic with written-out working, unless an experiment names others. A start is pre-trained on text and
-fine-tuned on demonstrations; all arms of one seed continue the same start on the same problems.
+fine-tuned on demonstrations; all variants of one seed continue the same start on the same problems.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
 
 
 def keep(work: Work, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-    """Save the model as the run's, for arms that continue it."""
+    """Save the model as the run's, for variants that continue it."""
     model.requires_grad_(True).eval()
     model.save_pretrained(work.folder / "model")
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm5.reproduce import policy
-from glm5.reproduce.plan import Arm, Experiment, Figure, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 
 DOMAINS = ("arithmetic", "python_tool")
 ENGINES = {"rl": {"rollouts": "exact"}, "rl-bf16": {"rollouts": "fast", "rollout_dtype": "bfloat16"}}
@@ -29,8 +29,8 @@ def two_domains(quick: bool, steps: int | None) -> Sizes:
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
-    """`continued_steps` of fine-tuning take as long as the policy updates. The arm with a bf16 engine is short; it only
-    measures the mismatch."""
+    """`continued_steps` of fine-tuning take as long as the policy updates. The variant with a bf16 engine is short;
+    it only measures the mismatch."""
     return two_domains(quick, steps or (2 if quick else 60)) | {
         "continued_steps": 2 if quick else 2000,
         "bf16_steps": 2 if quick else 16,
@@ -39,16 +39,16 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """The start, or one arm that continues it."""
-    if work.arm == "start":
+    """The start, or one variant that continues it."""
+    if work.variant == "start":
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sft")), [])
     model = work.model()
-    if work.arm == "continued":
+    if work.variant == "continued":
         policy.tune(work, model, work.sizes["continued_steps"], 1e-3, 1e-4)
         model.requires_grad_(True).eval()
         return policy.outcome(work, model, [])
-    s = work.sizes if work.arm == "rl" else work.sizes | {"steps": work.sizes["bf16_steps"]}
-    rows = policy.learn(work, model, policy.stage_of(s, "reasoning", **ENGINES[work.arm]))
+    s = work.sizes if work.variant == "rl" else work.sizes | {"steps": work.sizes["bf16_steps"]}
+    rows = policy.learn(work, model, policy.stage_of(s, "reasoning", **ENGINES[work.variant]))
     found = policy.outcome(work, model, rows)
     found.metrics["mismatch_max"] = max(row["mismatch_max"] for row in rows)
     found.metrics["mismatch_mean"] = sum(row["mismatch_mean"] * row["tokens"] for row in rows) / found.tokens
@@ -61,11 +61,11 @@ EXPERIMENT = Experiment(
     title="Reasoning RL on arithmetic and tool-integrated reasoning",
     section="§3.2",
     claim="Reinforcement learning on verifiable problems of several domains together raises all of them.",
-    arms=(
-        Arm("start", "fine-tuned start"),
-        Arm("rl", "Reasoning RL, exact engine", after="start"),
-        Arm("rl-bf16", "the same, fast bf16 engine, a quarter as long", after="start"),
-        Arm("continued", "fine-tuning goes on", after="start"),
+    variants=(
+        Variant("start", "fine-tuned start"),
+        Variant("rl", "Reasoning RL, exact engine", after="start"),
+        Variant("rl-bf16", "the same, fast bf16 engine, a quarter as long", after="start"),
+        Variant("continued", "fine-tuning goes on", after="start"),
     ),
     sizes=sizes,
     run=run,

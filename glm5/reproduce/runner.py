@@ -21,7 +21,7 @@ LOG = "log.txt"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Key = tuple[str, int]
-"""Arm and seed."""
+"""Variant and seed."""
 Say = Callable[[str], None]
 
 
@@ -45,7 +45,7 @@ def run_all(
 
     Ctrl-C ends the workers. The next call resumes from their saved state and never repeats finished runs.
     """
-    keys = [(arm.name, seed) for seed in seeds for arm in experiment.arms]
+    keys = [(variant.name, seed) for seed in seeds for variant in experiment.variants]
     report = Report(done=[key for key in keys if read_run(folder, *key) is not None])
     waiting = [key for key in keys if key not in report.done]
     if report.done and waiting:
@@ -81,7 +81,7 @@ def run_all(
 
 
 def _after(experiment: Experiment, key: Key) -> Key | None:
-    before = experiment.arm(key[0]).after
+    before = experiment.variant(key[0]).after
     return (before, key[1]) if before else None
 
 

@@ -6,7 +6,7 @@ import torch
 
 from glm5.ops.indexer import OtherRule, selecting
 from glm5.reproduce import policy
-from glm5.reproduce.plan import Arm, Experiment, Outcome, Question, Sizes, Work
+from glm5.reproduce.plan import Experiment, Outcome, Question, Sizes, Variant, Work
 from glm5.seeds import derive_seed
 
 
@@ -18,10 +18,10 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 
 def run(work: Work) -> Outcome:
-    """Both arms select by FP8 scores, as a fast indexer does; they differ only in the order of equal scores."""
-    if work.arm == "start":
+    """Both variants select by FP8 scores, as a fast indexer does; they differ only in the order of equal scores."""
+    if work.variant == "start":
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sparse", "sft")), [])
-    generator = torch.Generator().manual_seed(derive_seed(work.seed, "ties")) if work.arm == "random" else None
+    generator = torch.Generator().manual_seed(derive_seed(work.seed, "ties")) if work.variant == "random" else None
     model = work.model()
     with selecting(OtherRule(generator)):
         rows = policy.learn(work, model, policy.stage_of(work.sizes, "reasoning", rollouts="exact"))
@@ -36,10 +36,10 @@ EXPERIMENT = Experiment(
         "An indexer whose top-k is not deterministic harms reinforcement learning: within a few updates the score "
         "falls and with it the entropy."
     ),
-    arms=(
-        Arm("start", "start"),
-        Arm("deterministic", "ties by position", after="start"),
-        Arm("random", "ties by chance", after="start"),
+    variants=(
+        Variant("start", "start"),
+        Variant("deterministic", "ties by position", after="start"),
+        Variant("random", "ties by chance", after="start"),
     ),
     sizes=sizes,
     run=run,

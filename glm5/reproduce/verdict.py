@@ -12,7 +12,7 @@ from glm5.stats import Interval, mean_interval, paired_difference
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "not supported", "undecided"
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]
-"""arm -> metric -> one value per seed, all in the same order."""
+"""variant -> metric -> one value per seed, all in the same order."""
 
 
 def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
@@ -36,8 +36,8 @@ def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
 def answer(question: Question, values: Values) -> dict[str, Any]:
     """The paired difference of a question with its 95 % interval over seeds, and the verdict."""
 
-    def of(arm: str, base: str | None) -> list[float]:
-        own = list(values[arm][question.metric])
+    def of(variant: str, base: str | None) -> list[float]:
+        own = list(values[variant][question.metric])
         return own if base is None else [a - b for a, b in zip(own, values[base][question.metric], strict=True)]
 
     left, right = of(question.left, question.left_base), of(question.right, question.right_base)
@@ -80,24 +80,25 @@ def plain(interval: Interval) -> dict[str, float | None]:
     return {"mean": interval.value} | {name: end if math.isfinite(end) else None for name, end in ends.items()}
 
 
-def arms(experiment: Experiment, values: Values) -> dict[str, dict[str, dict[str, Any]]]:
-    """{arm: {metric: {mean, low, high, values}}} with 95 % intervals over seeds."""
+def variants(experiment: Experiment, values: Values) -> dict[str, dict[str, dict[str, Any]]]:
+    """{variant: {metric: {mean, low, high, values}}} with 95 % intervals over seeds."""
     return {
-        arm.name: {
-            metric: plain(mean_interval(found)) | {"values": list(found)} for metric, found in values[arm.name].items()
+        variant.name: {
+            metric: plain(mean_interval(found)) | {"values": list(found)}
+            for metric, found in values[variant.name].items()
         }
-        for arm in experiment.arms
+        for variant in experiment.variants
     }
 
 
 def curves(experiment: Experiment, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """{curve: {arm: {step: [...], mean, low, high}}}; low and high are the lowest and the highest seed."""
+    """{curve: {variant: {step: [...], mean, low, high}}}; low and high are the lowest and the highest seed."""
     found: dict[str, dict[str, Any]] = {}
-    for arm in experiment.arms:
-        for name in sorted({name for run in runs[arm.name] for name in run["curves"]}):
-            seeds: list[Points] = [run["curves"][name] for run in runs[arm.name] if name in run["curves"]]
+    for variant in experiment.variants:
+        for name in sorted({name for run in runs[variant.name] for name in run["curves"]}):
+            seeds: list[Points] = [run["curves"][name] for run in runs[variant.name] if name in run["curves"]]
             columns = [[points[i][1] for points in seeds] for i in range(min(map(len, seeds)))]
-            found.setdefault(name, {})[arm.name] = {
+            found.setdefault(name, {})[variant.name] = {
                 "step": [point[0] for point, _ in zip(seeds[0], columns)],
                 "mean": [sum(column) / len(column) for column in columns],
                 "low": [min(column) for column in columns],

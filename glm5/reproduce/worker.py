@@ -1,4 +1,4 @@
-"""One run in its own process: `python -m glm5.reproduce.worker FOLDER ARM SEED`."""
+"""One run in its own process: `python -m glm5.reproduce.worker FOLDER VARIANT SEED`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PLAN = "plan.json"
 RESULT = "run.json"
 
 
-def run_folder(folder: Path, arm: str, seed: int) -> Path:
+def run_folder(folder: Path, variant: str, seed: int) -> Path:
     """Folder of a run's state, metrics and, after it is done, result."""
-    return folder / "runs" / f"{arm}-{seed}"
+    return folder / "runs" / f"{variant}-{seed}"
 
 
-def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any] | None:
+def read_run(folder: Path, variant: str, seed: int) -> dict[str, Any] | None:
     """The result of a finished run."""
-    path = run_folder(folder, arm, seed) / RESULT
+    path = run_folder(folder, variant, seed) / RESULT
     if not path.exists():
         return None
     try:
@@ -38,24 +38,24 @@ def read_run(folder: Path, arm: str, seed: int) -> dict[str, Any] | None:
     return found
 
 
-def run_one(folder: Path, arm: str, seed: int) -> None:
+def run_one(folder: Path, variant: str, seed: int) -> None:
     """Do a run of the plan in `folder`, unless it is done. Waits if another process is doing it."""
     from glm5.reproduce.experiments import EXPERIMENTS
     from glm5.reproduce.plan import Work
 
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    experiment, own = EXPERIMENTS[plan["name"]], run_folder(folder, arm, seed)
+    experiment, own = EXPERIMENTS[plan["name"]], run_folder(folder, variant, seed)
     own.mkdir(parents=True, exist_ok=True)
     with _lock(own / "lock"):
         if (own / RESULT).exists():
             return
-        after = experiment.arm(arm).after
+        after = experiment.variant(variant).after
         start = run_folder(folder, after, seed) / "model" if after else None
         began, processor = time.perf_counter(), time.process_time()
-        outcome = experiment.run(Work(plan["sizes"], arm, seed, own, folder / "corpus", start))
+        outcome = experiment.run(Work(plan["sizes"], variant, seed, own, folder / "corpus", start))
         seconds = {"wall": time.perf_counter() - began, "processor": time.process_time() - processor}
         seconds |= _training_seconds(own)
-        result = {"arm": arm, "seed": seed, **asdict(outcome), "seconds": seconds}
+        result = {"variant": variant, "seed": seed, **asdict(outcome), "seconds": seconds}
         atomic_write(own / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
@@ -91,9 +91,9 @@ def main(arguments: list[str]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    folder, arm, seed = arguments
+    folder, variant, seed = arguments
     try:
-        run_one(Path(folder), arm, int(seed))
+        run_one(Path(folder), variant, int(seed))
     except Glm5Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

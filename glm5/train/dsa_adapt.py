@@ -99,7 +99,7 @@ def run_stage(
     )
 
 
-def run_twin(
+def run_baseline(
     model: GLM5ForCausalLM,
     stage: DsaStage,
     batch_at: Callable[[int], Batch],

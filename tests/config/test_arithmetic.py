@@ -157,7 +157,7 @@ GQA: dict[str, Any] = dict(
     num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=3, head_dim=8, first_k_dense_replace=2,
     n_routed_experts=5, num_experts_per_tok=2, rope_theta=1e4, max_position_embeddings=64, num_nextn_predict_layers=1,
 )  # fmt: skip
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "biases and norms": dict(attention_bias=True, use_qk_norm=True),
     "all dense": dict(first_k_dense_replace=4, num_nextn_predict_layers=0, moe_intermediate_size=0)
@@ -184,18 +184,18 @@ def count_built(config: GLM5Config) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_counts_of_every_arm(name: str) -> None:
-    config = GLM5Config.build(GQA | ARMS[name], "test")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_counts_of_every_variant(name: str) -> None:
+    config = GLM5Config.build(GQA | VARIANTS[name], "test")
     report = size_report(config, 1024)
     assert count_built(config).items() <= report.items()
 
 
 def test_a_window_over_mla_adds_no_parameter() -> None:
     dense = GLM5Config.preset("nano", use_dsa=False, index_topk=None)
-    arm = dense.replace(attention_pattern="interleave", efficient_attention="swa", sliding_window=100)
-    assert count_built(arm).items() <= size_report(arm, 0).items()
-    assert size_report(arm, 0)["total_params"] == size_report(dense, 0)["total_params"]
+    variant = dense.replace(attention_pattern="interleave", efficient_attention="swa", sliding_window=100)
+    assert count_built(variant).items() <= size_report(variant, 0).items()
+    assert size_report(variant, 0)["total_params"] == size_report(dense, 0)["total_params"]
 
 
 @pytest.mark.parametrize("name", ["glm4.5", "glm4.7-flash", "glm9b", "small", "base"])
@@ -204,7 +204,7 @@ def test_counts_of_large_presets(name: str) -> None:
     assert count_built(config).items() <= size_report(config, 0).items()
 
 
-def test_what_arms_keep_and_compute_by_hand() -> None:
+def test_what_variants_keep_and_compute_by_hand() -> None:
     swa = GLM5Config.build(GQA | dict(attention_pattern="FSSF", efficient_attention="swa", sliding_window=100), "test")
     pair = 6 * 2 * 8  # heads, scores and values, head_dim
     assert attention_flops(swa, 1000) == 2 * pair * (2 * 1000 + 2 * 100)

@@ -21,8 +21,8 @@ from glm5.engine.kv_pool import PAGE
 from glm5.engine.request import Request
 from glm5.errors import EngineBroken, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
-from tests.engine.test_arms import make
 from tests.engine.test_scheduler import at_rest, ids, outcome
+from tests.engine.test_variants import make
 
 PARAMS = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True, top_logprobs=1)
 
@@ -114,9 +114,9 @@ def test_a_poisoned_request_fails_alone(
     assert outcome(again) == outcome(expected[1])
 
 
-@pytest.mark.parametrize("arm", ["gqa", "gdn"])
-def test_layers_with_a_state_do_not_see_a_token_twice(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(arm)
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
+def test_layers_with_a_state_do_not_see_a_token_twice(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(variant)
     greedy = replace(PARAMS, temperature=0.0)
     prompts = [ids(i, 9 + 30 * i) for i in range(5)]
     expected = Engine(model).generate(prompts, greedy)

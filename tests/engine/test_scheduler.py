@@ -87,15 +87,15 @@ def test_requests_run_in_the_order_in_which_they_came(small: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("arm", ["mla", "gqa", "gdn"])
-def test_a_preempted_request_loses_and_repeats_nothing(small: Any, arm: str, prefix_cache: bool) -> None:
-    if arm == "mla":
+@pytest.mark.parametrize("variant", ["mla", "gqa", "gdn"])
+def test_a_preempted_request_loses_and_repeats_nothing(small: Any, variant: str, prefix_cache: bool) -> None:
+    if variant == "mla":
         model = small()
     else:
-        from tests.engine.test_arms import make
+        from tests.engine.test_variants import make
 
-        model = make(arm)
-    params = replace(PARAMS, max_tokens=70, top_logprobs=2, temperature=0.0 if arm != "mla" else 1.0)
+        model = make(variant)
+    params = replace(PARAMS, max_tokens=70, top_logprobs=2, temperature=0.0 if variant != "mla" else 1.0)
     prompts = [ids(i, 40 + i) for i in range(5)]
     free = Engine(model, max_length=200)
     expected = [free.submit(prompt, params)[0] for prompt in prompts]
@@ -106,7 +106,7 @@ def test_a_preempted_request_loses_and_repeats_nothing(small: Any, arm: str, pre
     run(tight)
     assert tight.stats()["preemptions"] > 0
     for one, other in zip(requests, expected, strict=True):
-        if arm == "mla":
+        if variant == "mla":
             assert outcome(one) == outcome(other)
         else:
             assert one.completion.token_ids == other.completion.token_ids

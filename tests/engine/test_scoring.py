@@ -13,8 +13,8 @@ from glm5.engine.kv_pool import PAGE
 from glm5.engine.scoring import score_row
 from glm5.errors import EngineError
 from glm5.records import SamplingParams
-from tests.engine.test_arms import make
 from tests.engine.test_scheduler import at_rest, ids, run
+from tests.engine.test_variants import make
 
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, seed=1)
 
@@ -38,9 +38,9 @@ def test_scores_have_the_bits_of_one_packed_forward(small: Any, options: dict[st
     at_rest(engine)
 
 
-@pytest.mark.parametrize("arm", ["gqa", "gdn"])
-def test_scores_of_other_layers_agree_to_rounding(arm: str) -> None:
-    model = make(arm)
+@pytest.mark.parametrize("variant", ["gqa", "gdn"])
+def test_scores_of_other_layers_agree_to_rounding(variant: str) -> None:
+    model = make(variant)
     (found,) = Engine(model, chunk=64).score([ids(1, 200)])
     assert found == pytest.approx(score_row(model, ids(1, 200)), abs=1e-4)
 

@@ -29,7 +29,7 @@ QUICK: dict[str, Any] = {
     "save_every": 2,
 }  # fmt: skip
 
-STAGES = ("00-dsa-warmup", "01-dsa-sparse", "02-dense-twin")
+STAGES = ("00-dsa-warmup", "01-dsa-sparse", "02-dense-baseline")
 
 
 def run(model: Path, data: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -83,18 +83,18 @@ def test_the_record(adapted: Adapted) -> None:
     assert record["mean_recall"] == pytest.approx(curve["indexer"][2])
     assert record["mean_recall"] == pytest.approx(sum(record["recall"].values()) / 3)
     assert [step for step, _ in record["kl"]] == list(range(1, 10))
-    twin = record["twin"]
-    assert twin["tokens"] == [step * 64 for step in range(6)] and len(twin["dense"]) == len(twin["sparse"]) == 6
-    assert all(isinstance(value, float) for value in [*twin["dense"], *twin["sparse"]])
+    curve = record["baseline"]
+    assert curve["tokens"] == [step * 64 for step in range(6)] and len(curve["dense"]) == len(curve["sparse"]) == 6
+    assert all(isinstance(value, float) for value in [*curve["dense"], *curve["sparse"]])
     held = record["held_out"]
     assert held["length"] == 32 and held["documents"] == 3 and held["concatenated"] is False
-    assert held["sparse"] == pytest.approx(twin["sparse"][-1]) and held["dense"] == pytest.approx(twin["dense"][-1])
+    assert held["sparse"] == pytest.approx(curve["sparse"][-1]) and held["dense"] == pytest.approx(curve["dense"][-1])
     assert held["gap_percent"] == pytest.approx(100 * (held["sparse"] / held["dense"] - 1))
     assert held["gap_interval"][0] < held["gap_percent"] < held["gap_interval"][1]
     assert [held[part]["tokens"] for part in ("all_positions", "beyond_4_topk")] == [8 * 31, 8 * 15]
     assert held["tokens"] == 8 * 27
     rows = dsa_adapt.held_out_rows(open_shard(adapted.data, "held_out"), 32, 256)
-    for name, path in (("sparse", adapted.out), ("dense", adapted.run / "02-dense-twin" / "model")):
+    for name, path in (("sparse", adapted.out), ("dense", adapted.run / "02-dense-baseline" / "model")):
         losses = dsa_adapt.position_losses(GLM5ForCausalLM.from_pretrained(path), rows)
         parts = {"all_positions": losses, "beyond_4_topk": losses[:, 16:]}
         assert held[name] == pytest.approx(float(losses[:, 4:].mean()), abs=1e-12)
@@ -103,19 +103,19 @@ def test_the_record(adapted: Adapted) -> None:
     assert found.finished and [stage.name for stage in found.results.stages] == [
         "dsa-warmup",
         "dsa-sparse",
-        "dense-twin",
+        "dense-baseline",
     ]
     assert "Sparse attention" in (adapted.run / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_checkpoints(adapted: Adapted) -> None:
-    dense, warm, sparse, twin = (
+    dense, warm, sparse, baseline = (
         weights(path) for path in (adapted.model, *(adapted.run / name / "model" for name in STAGES))
     )
     assert all(torch.equal(tensor, warm[name]) for name, tensor in dense.items())  # bit by bit, router biases too
     assert {name for name in warm if name not in dense} == {name for name in warm if ".indexer." in name}
     assert not any(torch.equal(sparse[name], warm[name]) for name in dense if name.endswith("proj.weight"))
-    assert twin.keys() == dense.keys() and not torch.equal(twin["lm_head.weight"], dense["lm_head.weight"])
+    assert baseline.keys() == dense.keys() and not torch.equal(baseline["lm_head.weight"], dense["lm_head.weight"])
     assert same(weights(adapted.out), sparse) and (adapted.out / "tokenizer.json").exists()
     loaded = GLM5ForCausalLM.from_pretrained(adapted.out)
     assert loaded.config.use_dsa and loaded.config.index_topk == 4
@@ -131,7 +131,7 @@ def test_rows_continue_over_the_stages(adapted: Adapted, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(StreamLoader, "batch", spy)
     run(adapted.model, adapted.data, tmp_path / "again", QUICK)
-    assert asked == [*range(4), *range(4, 9), *range(4, 9)]  # warm-up, sparse, twin
+    assert asked == [*range(4), *range(4, 9), *range(4, 9)]  # warm-up, sparse, baseline
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +149,9 @@ def no_pictures(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
         ("step", "dsa-sparse"),
         pytest.param("begin", "dsa-warmup", marks=pytest.mark.slow),
         pytest.param("publish", "dsa-sparse", marks=pytest.mark.slow),
-        pytest.param("begin", "dense-twin", marks=pytest.mark.slow),
-        ("step", "dense-twin"),
-        pytest.param("publish", "dense-twin", marks=pytest.mark.slow),
+        pytest.param("begin", "dense-baseline", marks=pytest.mark.slow),
+        ("step", "dense-baseline"),
+        pytest.param("publish", "dense-baseline", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_anywhere_it_ends_with_the_same_numbers(
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_tool(adapted: Adapted, tmp_path: Path) -> None:
     assert kept != config
     path.write_text(json.dumps(kept), encoding="utf-8")
     options = QUICK | {
-        "twin": False,
+        "twin": False,  # the old name of `baseline`
         "index_heads": 3,
         "index_dim": 6,
         "optimizer": "muon",

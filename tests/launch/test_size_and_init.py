@@ -23,10 +23,10 @@ def test_size_prints_a_line_per_number(shell: Any) -> None:
 
 
 def test_init_of_a_hybrid(shell: Any, tmp_path: Path) -> None:
-    done = shell.invoke("init", "glm9b", "--out", tmp_path / "arm", sets=SMALL)
+    done = shell.invoke("init", "glm9b", "--out", tmp_path / "variant", sets=SMALL)
     assert done.code == 0, done.err
-    assert GLM5Config.load(tmp_path / "arm").attention_pattern == "SFSF"
-    assert GLM5ForCausalLM.from_pretrained(tmp_path / "arm").census["generated"] == 0
+    assert GLM5Config.load(tmp_path / "variant").attention_pattern == "SFSF"
+    assert GLM5ForCausalLM.from_pretrained(tmp_path / "variant").census["generated"] == 0
     wrong = shell.invoke("init", "glm9b", "--out", tmp_path / "no", sets=[*SMALL, "attention_pattern=FS"])
     assert wrong.code == 1 and "for each of 4 layers" in wrong.err and not (tmp_path / "no").exists()
 

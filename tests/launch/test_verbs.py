@@ -125,7 +125,7 @@ def test_adapt_makes_a_dense_model_sparse(
     fresh = after.state_dict().keys() - before.state_dict().keys()
     assert fresh and all(".indexer." in name for name in fresh)
     kinds = [row["stage"] for row in read_metrics(tmp_path / "sparse-adapt" / "metrics.jsonl")]
-    assert kinds == ["dsa-warmup", "dsa-sparse", "dense-twin"]
+    assert kinds == ["dsa-warmup", "dsa-sparse", "dense-baseline"]
 
 
 def test_size_counts_what_a_checkpoint_holds(shell: Any, tiny: Any) -> None:

@@ -1,4 +1,4 @@
-"""Transformers' `glm4_moe` as the independent reference for the GQA arm: logits, gradients, files, both directions."""
+"""Transformers' `glm4_moe` as the reference for the GQA variant: logits, gradients, files, both directions."""
 
 from __future__ import annotations
 

@@ -109,7 +109,11 @@ def adaptation() -> dict[str, Any]:
             "oracle": [1 - 0.8 * math.exp(-size / 60) for size in k],
         },
         "kl": [[step, 0.1 + math.exp(-step / 30)] for step in range(1, 201)],
-        "twin": {"tokens": tokens, "dense": dense, "sparse": [d + 0.1 * math.exp(-i / 5) for i, d in enumerate(dense)]},
+        "baseline": {
+            "tokens": tokens,
+            "dense": dense,
+            "sparse": [d + 0.1 * math.exp(-i / 5) for i, d in enumerate(dense)],
+        },
         "held_out": {"length": 2048, "dense": 2.6012, "sparse": 2.6118, "gap_percent": 0.41},
     }
 
@@ -347,7 +351,7 @@ def test_hostile_text_in_artifacts_does_nothing(run: Path, page_of: PageOf) -> N
     table = [{"rule": HOSTILE, "name": HOSTILE, "block": [HOSTILE, {"a": HOSTILE}], "lr": 1e308, "update_rms": -1e-300}]
     (run / "00-pretrain" / "update_table.json").write_text(json.dumps(table))
     record = {"recall": {HOSTILE: 0.5, "L1": 1e308}, "mass_curve": {"k": [0, -1, 8], "indexer": [1, None, 0.5]},
-              "twin": {"tokens": [1, 1e300], "dense": [1], "sparse": [2, 3]}, "kl": [[1, None]]}  # fmt: skip
+              "baseline": {"tokens": [1, 1e300], "dense": [1], "sparse": [2, 3]}, "kl": [[1, None]]}  # fmt: skip
     (run / "02-sparse" / "adaptation.json").write_text(json.dumps(record))
     (run / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     (run / "recipe.toml").write_text(f"# {HOSTILE}")
@@ -412,14 +416,17 @@ def test_updates_are_summed_by_rule(run: Path) -> None:
     assert len(many.rows.rows) == 400 and many.left_out == 170
 
 
-def test_the_gap_to_the_twin_is_the_difference_at_the_same_tokens(drawn: dict[str, dict[str, Any]]) -> None:
+def test_the_gap_to_the_baseline_is_the_difference_at_the_same_tokens(drawn: dict[str, dict[str, Any]]) -> None:
     import glm5.report.adaptation as module
 
     module_curves, module.curves = module.curves, training.curves
     try:
-        record = adaptation() | {"twin": {"tokens": [2, 1, 3, 4], "dense": [1.0, 2.0, None], "sparse": [1.5, 2.25, 9]}}
+        points = {"tokens": [2, 1, 3, 4], "dense": [1.0, 2.0, None], "sparse": [1.5, 2.25, 9]}
+        record = adaptation() | {"baseline": points}
         record["mass_curve"] = {"k": [0, -1, 8, 16], "indexer": [0.1, 0.2, 0.5, None]}
         section = adaptation_section("s", Adaptation.model_validate(record))
+        old = {key: value for key, value in record.items() if key != "baseline"} | {"twin": points}
+        assert Adaptation.model_validate(old).baseline == Adaptation.model_validate(record).baseline
     finally:
         module.curves = module_curves
     assert section is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -106,28 +107,28 @@ def test_the_claim_rests_on_the_main_questions() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_questions_name_arms_that_exist(name: str) -> None:
+def test_questions_name_variants_that_exist(name: str) -> None:
     experiment = EXPERIMENTS[name]
-    arms = [arm.name for arm in experiment.arms]
+    variants = [variant.name for variant in experiment.variants]
     assert any(question.main for question in experiment.questions)
     for question in experiment.questions:
         named = {question.left, question.right, question.left_base, question.right_base} - {None}
-        assert named <= set(arms) and question.metric in experiment.labels
+        assert named <= set(variants) and question.metric in experiment.labels
         assert (question.margin > 0) == (question.expect == "equal")
-    for place, arm in enumerate(experiment.arms):
-        assert arm.after is None or arm.after in arms[:place]
+    for place, variant in enumerate(experiment.variants):
+        assert variant.after is None or variant.after in variants[:place]
 
 
 # --------------------------------------------------------------------------------------------------- what is measured
 
 
 def test_head_shapes_are_the_papers() -> None:
-    arms = muon_split.sizes(False, None)["arms"]
-    small, wide = arms["mla"], arms["mla256-split"]
+    variants = muon_split.sizes(False, None)["variants"]
+    small, wide = variants["mla"], variants["mla256-split"]
     assert wide["num_attention_heads"] * 3 == small["num_attention_heads"] * 2
 
-    def width(arm: dict[str, int]) -> int:
-        return arm["qk_nope_head_dim"] + arm["qk_rope_head_dim"]
+    def width(variant: dict[str, int]) -> int:
+        return variant["qk_nope_head_dim"] + variant["qk_rope_head_dim"]
 
     assert width(wide) * 3 == width(small) * 4
     # §2.1: 96 heads of 128 + 64 | 128 against 64 heads of 192 + 64 | 256, an eighth of each.
@@ -246,10 +247,10 @@ def test_quick(name: str, finished: Any) -> None:
     experiment = EXPERIMENTS[name]
     assert result == json.loads((folder / "result.json").read_text(encoding="utf-8"))
     assert result["quick"] is True and result["seeds"] == [0, 1]
-    assert list(result["arms"]) == [arm.name for arm in experiment.arms]
-    for arm, metrics in result["arms"].items():
+    assert list(result["variants"]) == [variant.name for variant in experiment.variants]
+    for variant, metrics in result["variants"].items():
         for metric, found in metrics.items():
-            runs = [worker.read_run(folder, arm, seed) for seed in (0, 1)]
+            runs = [worker.read_run(folder, variant, seed) for seed in (0, 1)]
             assert found["values"] == [run["metrics"][metric] for run in runs if run]
             assert found["low"] <= found["mean"] <= found["high"] and math.isfinite(found["mean"])
     assert {q["metric"] for q in result["verdict"]["questions"]} <= set(experiment.labels)
@@ -265,13 +266,13 @@ def test_quick(name: str, finished: Any) -> None:
     assert "nothing else" in summary(result)
 
 
-def test_arms_of_a_seed_see_the_same_text(finished: Any) -> None:
+def test_variants_of_a_seed_see_the_same_text(finished: Any) -> None:
     _, result = finished("dsa")
     # At the length of the kept keys sparse attention is dense: what warm-up did to the indexer cannot be seen.
-    base, warm = (result["arms"][arm]["loss@1"]["values"] for arm in ("base", "warmup"))
+    base, warm = (result["variants"][variant]["loss@1"]["values"] for variant in ("base", "warmup"))
     assert warm == pytest.approx(base, abs=1e-5)
-    assert result["arms"]["warmup"]["loss@8"]["values"] != result["arms"]["base"]["loss@8"]["values"]
-    kept = result["arms"]["adapted"]
+    assert result["variants"]["warmup"]["loss@8"]["values"] != result["variants"]["base"]["loss@8"]["values"]
+    kept = result["variants"]["adapted"]
     assert kept["kept_mass"]["mean"] <= kept["kept_mass_oracle"]["mean"]
 
 
@@ -280,7 +281,7 @@ def test_the_first_step_is_the_same_for_all_that_mtp_does_not_touch(finished: An
     curves = result["curves"]["loss"]
     assert curves["one-depth"]["mean"][0] == curves["three-depths"]["mean"][0]
     assert curves["one-depth"]["mean"][-1] != curves["three-depths"]["mean"][-1]
-    assert 1 <= result["arms"]["one-depth"]["accept_length"]["mean"] <= 4
+    assert 1 <= result["variants"]["one-depth"]["accept_length"]["mean"] <= 4
     assert len(result["details"]["prompts"]) == result["config"]["prompts"]
 
 
@@ -291,13 +292,13 @@ def test_finished_runs_are_not_repeated(finished: Any, monkeypatch: pytest.Monke
     done: list[tuple[str, int]] = []
 
     def counting(work: Work) -> Outcome:
-        done.append((work.arm, work.seed))
+        done.append((work.variant, work.seed))
         return name.run(work)
 
     monkeypatch.setitem(EXPERIMENTS, "mtp", replace(name, run=counting))
     again = reproduce("mtp", quick=True, runs=folder.parent)
     assert done == [("three-depths", 1)]
-    assert again["arms"] == result["arms"] and again["curves"] == result["curves"]
+    assert again["variants"] == result["variants"] and again["curves"] == result["curves"]
     worker.run_one(folder, "one-depth", 0)  # as a second worker would, which waited for the first
     assert len(done) == 1
     monkeypatch.setattr(runner, "run_one", lambda *key: done.append(key))
@@ -335,9 +336,9 @@ def test_an_interrupted_run_goes_on_from_its_state(
     steps.append(-1000)
     again = reproduce("muon-split", quick=True, seeds=1, runs=tmp_path)
     assert steps[:6] == [0, 1, 1, 1, -1000, 2], "two of three steps were saved"
-    for arm, metrics in again["arms"].items():
+    for variant, metrics in again["variants"].items():
         assert {k: v["values"][0] for k, v in metrics.items()} == {
-            k: v["values"][0] for k, v in result["arms"][arm].items()
+            k: v["values"][0] for k, v in result["variants"][variant].items()
         }
 
 
@@ -353,6 +354,16 @@ def test_another_plan_is_refused(finished: Any) -> None:
     folder, _ = finished("mtp")
     with pytest.raises(ConfigError, match=r"another plan \(steps differ"):
         reproduce("mtp", quick=True, steps=9, runs=folder.parent)
+
+
+def test_a_plan_with_the_old_names_of_its_sizes_goes_on(tmp_path: Path) -> None:
+    claim = functools.partial(command._claim, EXPERIMENTS["dsa"], tmp_path, True, None, False)
+    plan = claim()
+    sizes = {{"variant_steps": "arm_steps"}.get(key, key): value for key, value in plan["sizes"].items()}
+    assert sizes != plan["sizes"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"sizes": sizes}), encoding="utf-8")
+    (tmp_path / "runs" / "base-0" / "model").mkdir(parents=True)
+    assert claim() == plan
 
 
 @pytest.mark.parametrize(
@@ -372,8 +383,8 @@ def test_usage_errors(arguments: dict[str, Any], words: str, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------- scheduling
 
 
-def fake(arms: Any, run: Callable[[Work], Outcome]) -> Experiment:
-    return replace(EXPERIMENTS["dsa"], arms=arms, run=run, questions=(), figures=(), labels={})
+def fake(variants: Any, run: Callable[[Work], Outcome]) -> Experiment:
+    return replace(EXPERIMENTS["dsa"], variants=variants, run=run, questions=(), figures=(), labels={})
 
 
 def plan_of(folder: Path, name: str) -> None:
@@ -381,24 +392,24 @@ def plan_of(folder: Path, name: str) -> None:
     (folder / worker.PLAN).write_text(json.dumps({"name": name, "quick": True, "sizes": {}}), encoding="utf-8")
 
 
-def test_arms_wait_for_what_they_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_wait_for_what_they_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
 
     def run(work: Work) -> Outcome:
-        order.append((work.arm, work.seed))
-        after = {"continued": "base", "warmup": "base", "adapted": "warmup"}.get(work.arm)
+        order.append((work.variant, work.seed))
+        after = {"continued": "base", "warmup": "base", "adapted": "warmup"}.get(work.variant)
         assert work.start == (tmp_path / "runs" / f"{after}-{work.seed}" / "model" if after else None)
         (work.folder / "metrics.jsonl").touch()
         return Outcome({"loss": 1.0}, 1)
 
-    experiment = fake(EXPERIMENTS["dsa"].arms[::-1], run)
+    experiment = fake(EXPERIMENTS["dsa"].variants[::-1], run)
     monkeypatch.setitem(EXPERIMENTS, "dsa", experiment)
     plan_of(tmp_path, "dsa")
     report = runner.run_all(experiment, tmp_path, [0, 1], 0, lambda text: None)
-    arms = ["base", "continued", "warmup", "adapted"]
-    assert sorted(report.done) == sorted((arm, seed) for arm in arms for seed in (0, 1)) and not report.left
+    variants = ["base", "continued", "warmup", "adapted"]
+    assert sorted(report.done) == sorted((variant, seed) for variant in variants for seed in (0, 1)) and not report.left
     for seed in (0, 1):
-        mine = [arm for arm, s in order if s == seed]
+        mine = [variant for variant, s in order if s == seed]
         assert mine.index("base") < mine.index("warmup") < mine.index("adapted")
 
 
@@ -410,7 +421,7 @@ def test_nothing_begins_after_the_deadline(tmp_path: Path) -> None:
 
 
 def test_steps_that_fit_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two arms of 0.1 s per step and 2 s of measuring each: 3 seeds on 2 workers in 60 s leave
+    """Two variants of 0.1 s per step and 2 s of measuring each: 3 seeds on 2 workers in 60 s leave
     (0.9 * 60 * 2 / 3 - 4) / 0.2 = 160 steps, less the little that the trial took."""
 
     def run(work: Work) -> Outcome:
@@ -420,7 +431,7 @@ def test_steps_that_fit_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(command, "build_corpus", lambda folder, vocab, size: {})
     monkeypatch.setattr(command, "run_all", lambda *arguments: runner.Report())
     took = {"seconds": {"wall": 10.0, "training": 8.0, "step": 0.1}}
-    monkeypatch.setattr(command, "_need", lambda folder, arm, seed: took)
+    monkeypatch.setattr(command, "_need", lambda folder, variant, seed: took)
     found = command._fitting_steps(experiment, tmp_path, True, 3, 2, 60.0)
     assert 150 <= found <= 160
     with pytest.raises(UsageError, match="too few"):

@@ -185,7 +185,7 @@ def test_the_backbone_does_not_feel_the_indexer_loss(
     assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0] if ".indexer." in name)
 
 
-def test_the_dense_twin_takes_the_step_of_a_sparse_stage_that_drops_nothing(
+def test_the_dense_baseline_takes_the_step_of_a_sparse_stage_that_drops_nothing(
     small: Any, tokenizer: Any, shard: Any, stage_io: Any
 ) -> None:
     """With index_topk over the whole row both attend to all keys, and so both backbones take the same steps."""
@@ -194,8 +194,8 @@ def test_the_dense_twin_takes_the_step_of_a_sparse_stage_that_drops_nothing(
     config = stage("dsa_sparse", 2)
     batch_at = batches(shard, tokenizer, config, 0)
     sparse = dsa_adapt.run_stage(adapted, config, batch_at, stage_io("sparse"))
-    twin = dsa_adapt.run_twin(model, config, batch_at, stage_io("twin"))
-    assert twin["loss"] == pytest.approx(sparse["loss"], abs=1e-5) and "indexer_kl" not in twin
+    baseline = dsa_adapt.run_baseline(model, config, batch_at, stage_io("baseline"))
+    assert baseline["loss"] == pytest.approx(sparse["loss"], abs=1e-5) and "indexer_kl" not in baseline
     ours = adapted.state_dict()
     for name, tensor in model.state_dict().items():
         assert (ours[name] - tensor).abs().mean() < 1e-5, name  # AdamW may flip the sign of a gradient near zero

@@ -1,4 +1,4 @@
-"""The bf16 twin: it computes, the fp32 owner learns, and nothing is kept twice."""
+"""The bf16 copy: it computes, the fp32 owner learns, and nothing is kept twice."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_micro_batches_add_up_in_fp32(small: Any, stage_io: Any) -> None:
 
 def test_weights_and_router_biases_follow(small: Any) -> None:
     owner = small(seed=1)
-    twin = LowPrecisionCopy(owner, torch.bfloat16)
+    copy = LowPrecisionCopy(owner, torch.bfloat16)
     with torch.no_grad():
         for tensor in owner.state_dict().values():
             tensor += 0.37
-    twin.follow()
+    copy.follow()
     mine = owner.state_dict()
-    for name, tensor in twin.model.state_dict().items():
+    for name, tensor in copy.model.state_dict().items():
         bias = name.endswith("e_score_correction_bias")
         assert tensor.dtype == (torch.float32 if bias else torch.bfloat16), name
         assert torch.equal(tensor, mine[name].to(tensor.dtype)), name

@@ -84,7 +84,7 @@ def naive_balance(stats: list[Any], documents: torch.Tensor, experts: int) -> to
     return torch.stack(terms).sum() / rows / len(stats)
 
 
-@pytest.mark.parametrize("kind", ["pretrain", "dsa_sparse", "twin"])
+@pytest.mark.parametrize("kind", ["pretrain", "dsa_sparse", "baseline"])
 def test_the_balance_loss_reaches_the_gradient(
     small: Any, tokenizer: Any, shard: Any, stage_io: Any, kind: str
 ) -> None:
@@ -100,7 +100,7 @@ def test_the_balance_loss_reaches_the_gradient(
             pretrain.run(model, stage, shard, tokenizer, stage_io(str(weight)), seed=0)  # type: ignore[arg-type]
         else:
             stage = DsaStage(kind="dsa_sparse", balance_weight=weight, **options)
-            of = dsa_adapt.run_stage if kind == "dsa_sparse" else dsa_adapt.run_twin
+            of = dsa_adapt.run_stage if kind == "dsa_sparse" else dsa_adapt.run_baseline
             of(model, stage, pretrain.batches(shard, tokenizer, stage, 0), stage_io(str(weight)))
         found.append({name: p.grad for name, p in model.named_parameters()})
     model = small(dtype=torch.float64, vocab_size=tokenizer.vocab_size, **dense)

@@ -1,5 +1,5 @@
-"""The attention arms of §2.1 and §2.1.2: GQA, sliding window, Gated DeltaNet, SimpleGDN. All forms of each agree, files
-keep them apart, and converting a full-attention model keeps its weights."""
+"""The attention variants of §2.1 and §2.1.2: GQA, sliding window, Gated DeltaNet, SimpleGDN. All forms of each agree,
+files keep them apart, and converting a full-attention model keeps its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tokens = Callable[..., Tensor]
 LENGTH = 70
 WINDOW = 9
 
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": dict(attention_bias=True, use_qk_norm=True),
     "swa": dict(attention_pattern="SFS", efficient_attention="swa", sliding_window=WINDOW),
     "gdn": dict(attention_pattern="SFS", efficient_attention="gdn", attention_bias=True),
@@ -40,11 +40,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=ARMS)
-def arm(request: pytest.FixtureRequest, build: Build, build_grouped: Build) -> GLM5ForCausalLM:
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, build: Build, build_grouped: Build) -> GLM5ForCausalLM:
     """In float64, where forms that differ in nothing but rounding agree to many digits."""
     make = build if request.param == "swa of MLA" else build_grouped
-    return make(3, **ARMS[request.param]).cast(torch.float64)
+    return make(3, **VARIANTS[request.param]).cast(torch.float64)
 
 
 @torch.no_grad()
@@ -62,84 +62,86 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if found.dtype == torch.float32 else 1e-10)
 
 
-def test_plain_forward_is_the_packed_one(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_plain_forward_is_the_packed_one(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     ids = tokens(2, LENGTH)
-    expected, _ = alone(arm, ids)
+    expected, _ = alone(variant, ids)
     assert expected.std() > 0.3
     with torch.no_grad():
-        close(arm(ids).logits, expected)
-        half = arm.clone().cast(torch.bfloat16)(ids).logits
+        close(variant(ids).logits, expected)
+        half = variant.clone().cast(torch.bfloat16)(ids).logits
     assert half.dtype == torch.bfloat16 and (half - expected).abs().mean() < 0.1
 
 
-def test_packed_documents_equal_documents_alone(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_packed_documents_equal_documents_alone(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     ids = tokens(2, LENGTH)
     documents = torch.zeros_like(ids)
     documents[0, 23:] = 1
     documents[0, 66:] = -1
     documents[1, 1:] = 1
     documents[1, 41:] = 2
-    whole = run(arm, ids, packed_context(documents))
+    whole = run(variant, ids, packed_context(documents))
     for row in range(2):
         for document in range(int(documents[row].max()) + 1):
             span = (documents[row] == document).nonzero().flatten()
             part = slice(int(span[0]), int(span[-1]) + 1)
-            for packed, single in zip(whole, alone(arm, ids[row : row + 1, part])):
+            for packed, single in zip(whole, alone(variant, ids[row : row + 1, part])):
                 close(packed[row, part], single[0])
 
 
 @pytest.mark.parametrize(
     "steps", [[LENGTH], [1, 40, 29], [64, 6], [17] + [1] * 53], ids=["at once", "1 40 29", "64 6", "17 1 1 …"]
 )
-def test_cache_equals_training_form(arm: GLM5ForCausalLM, tokens: Tokens, steps: list[int]) -> None:
+def test_cache_equals_training_form(variant: GLM5ForCausalLM, tokens: Tokens, steps: list[int]) -> None:
     ids = tokens(3, LENGTH, seed=2)
-    cache = LatentCache(arm.config, rows=5, capacity=LENGTH, dtype=arm.dtype)
+    cache = LatentCache(variant.config, rows=5, capacity=LENGTH, dtype=variant.dtype)
     for left_behind in (cache.latents, cache.recurrent.memory, cache.recurrent.inputs):
         left_behind.fill_(1e3)
     rows = torch.tensor([3, 0, 4])
     found, start = [], 0
     for step in steps:
-        found.append(run(arm, ids[:, start : start + step], cache_context(cache, rows, torch.full((3,), start), step)))
+        found.append(
+            run(variant, ids[:, start : start + step], cache_context(cache, rows, torch.full((3,), start), step))
+        )
         start += step
-    for parts, expected in zip(zip(*found), alone(arm, ids)):
+    for parts, expected in zip(zip(*found), alone(variant, ids)):
         close(torch.cat(parts, dim=1), expected)
 
 
-def test_rows_of_unequal_length_share_a_prefill(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_rows_of_unequal_length_share_a_prefill(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     """Rows are padded at their end, chunk by chunk; decoding then goes on from each row's own last token."""
     ids, real = tokens(3, LENGTH, seed=3), torch.tensor([50, 33, 3])
-    expected, _ = alone(arm, ids)
-    cache, rows = LatentCache(arm.config, rows=3, capacity=2 * LENGTH, dtype=arm.dtype), torch.tensor([2, 0, 1])
+    expected, _ = alone(variant, ids)
+    cache, rows = LatentCache(variant.config, rows=3, capacity=2 * LENGTH, dtype=variant.dtype), torch.tensor([2, 0, 1])
     start = torch.zeros(3, dtype=torch.long)
     for chunk in (30, 1, 19):
         lengths = (real - start).clamp(0, chunk)
         live = lengths > 0
         at = start[live].unsqueeze(1) + torch.arange(chunk)
         padded = torch.where(torch.arange(chunk) < lengths[live].unsqueeze(1), ids[live].gather(1, at), 7)
-        run(arm, padded, cache_context(cache, rows[live], start[live], chunk, lengths[live]))
+        run(variant, padded, cache_context(cache, rows[live], start[live], chunk, lengths[live]))
         start = start + lengths
     assert torch.equal(start, real)
     for offset in range(10):
         at = real + offset
-        logits, _ = run(arm, ids.gather(1, at.unsqueeze(1)), cache_context(cache, rows, at, 1))
+        logits, _ = run(variant, ids.gather(1, at.unsqueeze(1)), cache_context(cache, rows, at, 1))
         for row in range(3):
             close(logits[row, 0], expected[row, int(at[row])])
 
 
-def test_left_padding(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_left_padding(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     ids = tokens(1, 40, seed=7)
     padded = torch.cat((tokens(1, 9, seed=8), ids), dim=1)
     mask = torch.ones_like(padded)
     mask[:, :9] = 0
     with torch.no_grad():
-        close(arm(padded, mask).logits[:, 9:], alone(arm, ids)[0])
+        close(variant(padded, mask).logits[:, 9:], alone(variant, ids)[0])
 
 
-def test_no_token_sees_the_future(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_no_token_sees_the_future(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     ids = tokens(1, 40, seed=9)
     changed = ids.clone()
     changed[:, 25] = (ids[:, 25] + 1) % 83
-    for x, y in zip(alone(arm, ids), alone(arm, changed)):
+    for x, y in zip(alone(variant, ids), alone(variant, changed)):
         close(x[:, :25], y[:, :25])
         assert (x[:, 25:] - y[:, 25:]).abs().amax() > 1e-3
 
@@ -147,9 +149,9 @@ def test_no_token_sees_the_future(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_a_window_is_what_it_says(kind: str, build: Build, build_grouped: Build, tokens: Tokens) -> None:
     """One layer with a window: the token that leaves it changes nothing any more, the last one inside does."""
-    arm = dict(num_hidden_layers=1, first_k_dense_replace=1, attention_pattern="S", efficient_attention="swa")
-    arm |= dict(sliding_window=WINDOW, num_nextn_predict_layers=0)
-    model = build_grouped(1, **arm) if kind == "gqa" else build(1, use_dsa=False, index_topk=None, **arm)
+    variant = dict(num_hidden_layers=1, first_k_dense_replace=1, attention_pattern="S", efficient_attention="swa")
+    variant |= dict(sliding_window=WINDOW, num_nextn_predict_layers=0)
+    model = build_grouped(1, **variant) if kind == "gqa" else build(1, use_dsa=False, index_topk=None, **variant)
     ids = tokens(1, 30)
     changed = ids.clone()
     changed[:, 10] = (ids[:, 10] + 1) % 83
@@ -164,9 +166,9 @@ def test_a_window_over_the_whole_row_is_full_attention(
     kind: str, build: Build, build_grouped: Build, tokens: Tokens
 ) -> None:
     full = build_grouped(2) if kind == "gqa" else build(2, use_dsa=False, index_topk=None)
-    arm = dict(attention_pattern="interleave", efficient_attention="swa", sliding_window=40)
-    wide = full.clone(full.config.replace(**arm))
-    narrow = full.clone(full.config.replace(**arm | {"sliding_window": 4}))
+    variant = dict(attention_pattern="interleave", efficient_attention="swa", sliding_window=40)
+    wide = full.clone(full.config.replace(**variant))
+    narrow = full.clone(full.config.replace(**variant | {"sliding_window": 4}))
     ids = tokens(2, 40)
     with torch.no_grad():
         close(wide(ids).logits, full(ids).logits)
@@ -175,20 +177,20 @@ def test_a_window_over_the_whole_row_is_full_attention(
 
 def test_simple_gdn_reuses_every_weight(build_grouped: Build, tokens: Tokens) -> None:
     full = build_grouped(4, attention_bias=True, use_qk_norm=True)
-    arm = full.clone(full.config.replace(attention_pattern="interleave", efficient_attention="simple_gdn"), seed=99)
-    assert [type(layer.self_attn) for layer in arm.model.layers] == [SimpleGDN, GQA, SimpleGDN]
-    assert arm.state_dict().keys() == full.state_dict().keys()
+    variant = full.clone(full.config.replace(attention_pattern="interleave", efficient_attention="simple_gdn"), seed=99)
+    assert [type(layer.self_attn) for layer in variant.model.layers] == [SimpleGDN, GQA, SimpleGDN]
+    assert variant.state_dict().keys() == full.state_dict().keys()
     for name, tensor in full.state_dict().items():
-        assert torch.equal(arm.state_dict()[name], tensor), name
+        assert torch.equal(variant.state_dict()[name], tensor), name
     ids = tokens(1, 30)
     with torch.no_grad():
-        assert (arm(ids).logits - full(ids).logits).abs().max() > 0.05
+        assert (variant(ids).logits - full(ids).logits).abs().max() > 0.05
 
 
 def test_gdn_keeps_the_projections(build_grouped: Build) -> None:
     full = build_grouped(4, use_qk_norm=True)
-    arm = full.clone(full.config.replace(attention_pattern="SFF", efficient_attention="gdn"))
-    old, new = full.state_dict(), arm.state_dict()
+    variant = full.clone(full.config.replace(attention_pattern="SFF", efficient_attention="gdn"))
+    old, new = full.state_dict(), variant.state_dict()
     layer = "model.layers.0.self_attn."
     gates = ("conv_weight", "A_log", "dt_bias", "a_proj.weight", "b_proj.weight", "g_proj.weight", "o_norm.weight")
     assert {name for name in new if name not in old} == {layer + name for name in gates}
@@ -235,51 +237,51 @@ def test_gates_start_in_their_usual_ranges(grouped: Callable[..., GLM5Config]) -
     assert torch.equal(layer.A_log, again.A_log) and torch.equal(layer.dt_bias, again.dt_bias)
 
 
-def test_every_parameter_learns(arm: GLM5ForCausalLM, tokens: Tokens) -> None:
+def test_every_parameter_learns(variant: GLM5ForCausalLM, tokens: Tokens) -> None:
     """Muon takes every matrix, queries, keys and values of GQA whole; one step moves everything and lowers the loss."""
     ids = tokens(2, 40)
-    optimizer = Muon(muon_groups(arm), lr=5e-3)
-    for name, parameter in arm.named_parameters():
+    optimizer = Muon(muon_groups(variant), lr=5e-3)
+    for name, parameter in variant.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             assert parameter.muon_split == (parameter.shape[0],), name  # type: ignore[attr-defined]
-    before = {name: p.detach().clone() for name, p in arm.named_parameters()}
+    before = {name: p.detach().clone() for name, p in variant.named_parameters()}
     losses = []
     for _ in range(5):
         ctx = packed_context(torch.zeros_like(ids))
-        hidden = arm.model(ids, ctx)
-        hidden = hidden + arm.mtp_hidden(ids, hidden, ctx)
-        logits = ctx.rows(arm.lm_head(hidden))
+        hidden = variant.model(ids, ctx)
+        hidden = hidden + variant.mtp_hidden(ids, hidden, ctx)
+        logits = ctx.rows(variant.lm_head(hidden))
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    for name, parameter in arm.named_parameters():
+    for name, parameter in variant.named_parameters():
         assert not torch.equal(parameter, before[name]), name
     assert losses[-1] < losses[0]
 
 
-def test_files_of_their_own_type(arm: GLM5ForCausalLM, tmp_path: Path, tokens: Tokens) -> None:
-    arm.save_pretrained(tmp_path / "arm")
-    raw = json.loads((tmp_path / "arm" / "config.json").read_text())
-    hybrid = bool(arm.config.attention_pattern)
+def test_files_of_their_own_type(variant: GLM5ForCausalLM, tmp_path: Path, tokens: Tokens) -> None:
+    variant.save_pretrained(tmp_path / "variant")
+    raw = json.loads((tmp_path / "variant" / "config.json").read_text())
+    hybrid = bool(variant.config.attention_pattern)
     assert raw["model_type"] == ("glm5_hybrid" if hybrid else "glm4_moe")
-    again = GLM5ForCausalLM.from_pretrained(tmp_path / "arm", dtype=torch.float64)
-    assert again.config == arm.config
+    again = GLM5ForCausalLM.from_pretrained(tmp_path / "variant", dtype=torch.float64)
+    assert again.config == variant.config
     ids = tokens(1, 20)
     with torch.no_grad():
-        assert torch.equal(again(ids).logits, arm(ids).logits)
-    if arm.config.efficient_attention == "gdn":
+        assert torch.equal(again(ids).logits, variant(ids).logits)
+    if variant.config.efficient_attention == "gdn":
         with pytest.raises(CheckpointError, match=r"missing from the weight files|does not belong"):
-            GLM5ForCausalLM.from_pretrained(tmp_path / "arm", efficient_attention="simple_gdn")
+            GLM5ForCausalLM.from_pretrained(tmp_path / "variant", efficient_attention="simple_gdn")
 
 
-def test_a_full_checkpoint_becomes_an_arm_on_loading(build_grouped: Build, tmp_path: Path) -> None:
+def test_a_full_checkpoint_becomes_an_variant_on_loading(build_grouped: Build, tmp_path: Path) -> None:
     build_grouped(6).save_pretrained(tmp_path / "full")
-    arm = GLM5ForCausalLM.from_pretrained(
+    variant = GLM5ForCausalLM.from_pretrained(
         tmp_path / "full", attention_pattern="interleave", efficient_attention="simple_gdn"
     )
-    assert arm.config.attention_pattern == "SFS" and arm.census["generated"] == 0
+    assert variant.config.attention_pattern == "SFS" and variant.census["generated"] == 0
 
 
 def test_the_cache_holds_keys_values_and_states(build_grouped: Build) -> None:

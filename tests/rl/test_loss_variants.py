@@ -67,7 +67,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
-def test_every_arm_is_the_loss_it_names(average: Any) -> None:
+def test_every_variant_is_the_loss_it_names(average: Any) -> None:
     bounds: dict[str, Any] = dict(clip_low=0.1, clip_high=0.5, average=average)
     one: Any = GeneralRL(general(loss="ppo", **bounds), None)  # type: ignore[arg-type]
     two = DistillStage(kind="distill", name="d", optim=OPTIM, teachers={}, beta=1.3, **LIMITS | {"clip_low": 0.1})
@@ -92,7 +92,7 @@ def test_every_arm_is_the_loss_it_names(average: Any) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"kl_weight": -1.0}, {"kl_estimator": "k1"}, {"average": "batch"}, {"record": "maybe"}]
 )
-def test_unknown_arms_are_refused(make: Any, wrong: dict[str, Any]) -> None:
+def test_unknown_variants_are_refused(make: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         make(**wrong)
 
@@ -120,7 +120,7 @@ def test_any_stage_takes_any_loss_and_an_unknown_one_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [reasoning, agentic])
 @pytest.mark.parametrize("loss", ["ppo", "policy_gradient"])
-def test_arms_train_and_repeat(toy: str, talker: Any, tokenizer: Any, stage_io: Any, make: Any, loss: str) -> None:
+def test_variants_train_and_repeat(toy: str, talker: Any, tokenizer: Any, stage_io: Any, make: Any, loss: str) -> None:
     stage, ends = make(loss=loss, kl_weight=0.02), []
     for folder in ("one", "two"):
         model, io = talker(), stage_io(folder)
@@ -135,7 +135,7 @@ def test_arms_train_and_repeat(toy: str, talker: Any, tokenizer: Any, stage_io: 
     assert all(row["mismatch_max"] == 0 for row in rows)
 
 
-def test_on_policy_the_arms_agree(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
+def test_on_policy_the_variants_agree(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     """With engine and learner in exact agreement, Eq. 1, PPO and the policy gradient have the same gradient."""
     weights = []
     for loss in ("icepop", "ppo", "policy_gradient"):

@@ -1,4 +1,4 @@
-"""The engine with the attention arms of §2.1.2: same tokens as decoding without a cache, and no way back in time."""
+"""The engine with the attention variants of §2.1.2: same tokens as decoding without a cache; no way back in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-ARMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "swa": dict(attention_pattern="SFS", efficient_attention="swa", sliding_window=5),
     "gdn": dict(attention_pattern="SFS", efficient_attention="gdn"),
@@ -28,7 +28,7 @@ def make(name: str, seed: int = 0) -> GLM5ForCausalLM:
         attention_type="gqa", vocab_size=40, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, first_k_dense_replace=1,
         n_routed_experts=4, num_experts_per_tok=2, rope_theta=1e4, max_position_embeddings=512,
-        num_nextn_predict_layers=1, initializer_range=0.2, **ARMS[name],
+        num_nextn_predict_layers=1, initializer_range=0.2, **VARIANTS[name],
     )  # fmt: skip
     return GLM5ForCausalLM(config, seed=seed)
 
@@ -44,7 +44,7 @@ def by_full_forward(model: GLM5ForCausalLM, prompt: list[int], count: int) -> li
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_equals_decoding_without_a_cache(name: str) -> None:
     """Five prompts of unequal length on two rows, so that rows are padded, freed and used again."""
     model = make(name)
@@ -54,7 +54,7 @@ def test_greedy_equals_decoding_without_a_cache(name: str) -> None:
     assert [done.token_ids for done in found] == expected
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_scores_are_those_of_generation(name: str) -> None:
     engine = Engine(make(name))
     done = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True))[0]
@@ -62,7 +62,7 @@ def test_scores_are_those_of_generation(name: str) -> None:
     assert done.logprobs == pytest.approx(scored, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_earlier_tokens_are_used_again_only_where_that_is_possible(name: str) -> None:
     model = make(name)
     engine = Engine(model, max_batch=1)
@@ -73,7 +73,7 @@ def test_earlier_tokens_are_used_again_only_where_that_is_possible(name: str) ->
     assert again.token_ids == by_full_forward(model, longer, GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_new_weights_under_a_running_request_and_a_growing_cache(name: str) -> None:
     old, new = make(name), make(name, seed=1)
     engine = Engine(make(name))

@@ -1,4 +1,4 @@
-"""Configuration of the attention arms: GQA, patterns of full and efficient layers, and what does not go together."""
+"""Configuration of the attention variants: GQA, patterns of full and efficient layers, and refused combinations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_interleaved_layers() -> None:
     assert not config.replace(attention_pattern="FFFFF", efficient_attention="gdn").has_recurrent_layers
 
 
-def test_without_a_pattern_nothing_of_the_arms_is_saved() -> None:
+def test_without_a_pattern_nothing_of_the_variants_is_saved() -> None:
     new = {"attention_type", "attention_pattern", "efficient_attention", "sliding_window", "gdn_conv_kernel"}
     new |= {"simple_gdn_alpha", "simple_gdn_beta", "use_qk_norm", "partial_rotary_factor"}
     for name in ("glm5", "glm4.7-flash", "tiny"):
