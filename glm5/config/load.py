@@ -19,15 +19,12 @@ from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
+from glm5.config.toml_reader import MAX_BYTES, parse_toml
 from glm5.config.toml_writer import toml_value, write_toml
 from glm5.errors import ConfigError, UsageError, nearest
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 Layer = tuple[str, Mapping[str, Any]]  # (origin of the values, for messages; the values)
-
-_MOST_PARTS = 64
-_LONG_KEY = re.compile(rf"""(?:[\w"'-]*+[ \t]*+\.[ \t]*+){{{_MOST_PARTS},}}""")
-_MAX_BYTES = 1 << 20  # recipes are untrusted; a real one has a few kilobytes
 
 
 def load_recipe(path: Path | str, schema: type[Model], overrides: Sequence[str] = ()) -> Model:
@@ -101,9 +98,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if not path.is_file() and path.exists():
             raise ConfigError(f"The recipe {path} cannot be read: it is not a file.")
         with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise ConfigError(f"{path} is too large; a recipe has at most {_MAX_BYTES} bytes.")
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"{path} is too large; a recipe has at most {MAX_BYTES} bytes.")
         text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"There is no recipe {path}. Recipes that come with glm5 lie in recipes/.") from None
@@ -112,16 +109,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: a recipe is UTF-8 text, and this is not.") from None
-    if _LONG_KEY.search(text):  # it would take memory by the square of its parts
-        raise ConfigError(f"{path}: a key has more than {_MOST_PARTS} parts.")
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         found = re.search(r"\s*\(at line (\d+), column \d+\)$", message)
         line = int(found[1]) if found else text.count("\n") + 1
         reason = re.sub(r"\s*\(at [^()]*\)$", "", message)
         raise ConfigError(f"{path}, line {line}: not valid TOML: {reason}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: values are nested too deeply for a recipe.") from None
 

@@ -100,6 +100,9 @@ class _Git:
             where = (self.path / os.fsdecode(self.call("rev-parse", name).rstrip(b"\n"))).resolve()
             if not where.is_relative_to(self.path) or (where / "objects" / "info" / "alternates").exists():
                 raise DataError(f"{self.path}: objects of this repository are elsewhere ({where}); name that folder.")
+            link = next(_links(where), None)
+            if link is not None:
+                raise DataError(f"{self.path}: {link} is a link, so content may be elsewhere; use a plain clone.")
 
     def call(self, *arguments: str) -> bytes:
         """Standard output of a command. Raises DataError, with git's first error line if any, if the command fails."""
@@ -157,6 +160,14 @@ class _Git:
                 yield process.stdin, process.stdout
             finally:
                 process.kill()
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    """Symbolic links among the files of a repository (hooks excepted: they are never run here)."""
+    for place, folders, files in os.walk(folder):
+        yield from (Path(place, name) for name in (*folders, *files) if Path(place, name).is_symlink())
+        if Path(place) == folder and "hooks" in folders:
+            folders.remove("hooks")
 
 
 def _listing(git: _Git, commit: str, report: ReadReport) -> list[_Blob]:

@@ -32,6 +32,9 @@ TEXT_SUFFIXES = (
     ".java",
 )
 _PARQUET_ROWS = 1  # decoded at a time: a dictionary may make many long rows of few bytes, whatever the metadata says
+_MOST_TEXT, _MOST_RATIO = 64 << 20, 256
+"""Bytes that a parquet file's rows may have: so many, and so many times those of the file. A dictionary repeats a long
+text in any number of rows at no cost."""
 _SKIPPED_BYTES = 1 << 20
 _STRINGS = ("string", "large_string")
 _NAMES = (*_STRINGS, *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -221,13 +224,18 @@ def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Ite
     except ImportError:
         raise MissingExtraError("pyarrow", "data") from None
     strings = (pyarrow.StringScalar, pyarrow.LargeStringScalar)
-    number = 0
+    number, left = 0, 0
     try:
+        left = _MOST_TEXT + _MOST_RATIO * path.stat().st_size
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             columns = _columns(path, file.schema_arrow, column)
             for row in _rows(file, columns):
                 number += 1
                 where = f"{path}:row {number}"
+                left -= sum(v.as_buffer().size for v in row.values() if isinstance(v, strings) and v.is_valid)
+                if left < 0:
+                    many = f"more than {_MOST_RATIO} times its size in text by row {number:,}"
+                    raise DataError(f"{path} has {many}; write it as JSONL.")
                 if any(v.as_buffer().size > limit for v in row.values() if isinstance(v, strings) and v.is_valid):
                     report.add_bad(where, f"it has more than {limit:,} bytes")
                     continue

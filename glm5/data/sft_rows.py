@@ -96,9 +96,9 @@ def conversation_rows(
             left_out.lost_targets += lost
             continue
         row = _render(conversation, places, tokenizer, mode, keep)
+        if length is not None and user >= 0 and _begins(row, tokenizer) >= length:
+            ended.add(mode)
         if row.mask.any():
-            if length is not None and user >= 0 and _begins(row, tokenizer) >= length:
-                ended.add(mode)
             rows = _merge(rows, row)
     if counts is not None:
         counts.add(left_out)
@@ -106,8 +106,9 @@ def conversation_rows(
 
 
 def _begins(row: SftRow, tokenizer: Tokenizer) -> int:
-    """Where the last user message before the first target begins."""
-    return int(np.flatnonzero(row.ids[: row.mask.argmax()] == tokenizer.special["<|user|>"])[-1])
+    """Position of the last user message before the first target, or of the last one if there is no target."""
+    first = row.mask.argmax() if row.mask.any() else len(row.ids)
+    return int(np.flatnonzero(row.ids[:first] == tokenizer.special["<|user|>"])[-1])
 
 
 def cut_row(row: SftRow, length: int, tokenizer: Tokenizer) -> SftRow | None:

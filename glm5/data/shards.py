@@ -19,6 +19,7 @@ from glm5.files import publish_dir, verify_manifest
 SPLITS = ("train", "held_out")
 _TYPES = ("uint16", "uint32")
 _ENCODED_DOCUMENTS = 1024
+_ENCODED_CHARACTERS, _PIECE = 1 << 20, 1 << 18
 
 
 class Paths(Sequence[str]):
@@ -133,9 +134,46 @@ def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Ids of each text, followed by the end-of-text token."""
+    """Ids of each text, followed by the end-of-text token.
+
+    The tokenizer takes some 300 bytes of memory per byte of text, so long texts are encoded in pieces.
+    """
     end, dtype = tokenizer.special["<|endoftext|>"], id_dtype(tokenizer)
-    return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
+    found: list[list[np.ndarray]] = [[] for _ in texts]
+    batch: list[tuple[int, str]] = []
+    size = 0
+
+    def encode() -> None:
+        for (number, _), ids in zip(batch, tokenizer.encode_batch([piece for _, piece in batch]), strict=True):
+            found[number].append(np.array(ids, dtype=dtype))
+        batch.clear()
+
+    for number, text in enumerate(texts):
+        for piece in pieces(text):
+            if size + len(piece) > _ENCODED_CHARACTERS:
+                encode()
+                size = 0
+            batch.append((number, piece))
+            size += len(piece)
+    encode()
+    return [np.concatenate([*parts, np.array([end], dtype=dtype)]) for parts in found]
+
+
+def pieces(text: str, longest: int = _PIECE) -> Iterator[str]:
+    """`text` in pieces of at most `longest` characters that have the ids of the whole text.
+
+    It is cut after a single line end, at which the split rules of byte-level tokenizers always cut. A text without any
+    is cut anyway, which may change the ids next to the cut.
+    """
+    start = 0
+    while len(text) - start > longest:
+        end = text.rfind("\n", start + 1, start + longest)
+        while end > 0 and (text[end - 1].isspace() or text[end + 1].isspace()):
+            end = text.rfind("\n", start + 1, end)
+        end = end + 1 if end > 0 else start + longest
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def build_shards(

@@ -22,7 +22,7 @@ from glm5.errors import DataError
 __all__ = ["MAX_RECORD_BYTES", "Document", "ReadReport", "iter_sources", "read_source", "read_sources"]
 
 MAX_RECORD_BYTES = 64 << 20
-"""Bytes of one file, line or row. Tokenising takes about a hundred times as much memory."""
+"""Bytes of one file, line or row."""
 
 _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _NO_MODULES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}

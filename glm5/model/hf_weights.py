@@ -7,6 +7,7 @@ memory on the device. Saving copies one tensor at a time. Names are in `disk_nam
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -245,6 +246,12 @@ def _skeleton(path: Path, config: GLM5Config, stored: Mapping[str, Stored]) -> G
                 f"{path}: config.json has {key} {count}, but no tensor in the weight files is that large; the two do "
                 f"not belong together."
             )
+    experts = config.n_routed_experts * max(0, config.num_hidden_layers - config.first_k_dense_replace)
+    if experts > sum(math.prod(item.shape) for item in stored.values()):  # the routers alone have more numbers
+        raise CheckpointError(
+            f"{path}: config.json demands {experts:,} experts in all layers, more than the weight files have numbers; "
+            "the two do not belong together."
+        )
     try:
         with torch.device("meta"):
             return GLM5ForCausalLM(config)

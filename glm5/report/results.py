@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from glm5.config.toml_reader import parse_toml
 from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
 from glm5.report.artifacts import Artifacts, read_artifacts, read_text, stage_folders
@@ -221,7 +221,7 @@ def _read_json(path: Path) -> object:
 def _parse_recipe(text: str) -> dict[str, Any]:
     """The recipe as data. The report only takes names from it, so an unreadable one counts as empty."""
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except (ValueError, RecursionError):
         return {}
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from glm5.config.load import dump_recipe, load_recipe
 from glm5.config.recipe import AgenticStage
 from glm5.config.schema import Frozen
+from glm5.config.toml_reader import parse_toml
 from glm5.config.toml_writer import write_toml
 from glm5.errors import ConfigError, Glm5Error, UsageError
 
@@ -322,7 +323,14 @@ def test_numbers_without_meaning_are_refused(key: str, value: float) -> None:
 
 def test_long_keys_and_endless_files_cost_nothing(tmp_path: Path) -> None:
     """Python's reader of TOML takes memory by the square of a key's parts."""
-    for text in ("a" + ".a" * 30_000 + " = 1", "x = {" + "'a' . " * 100 + "a = 1}"):
+    for text in (
+        "a" + ".a" * 30_000 + " = 1",
+        "x = {" + "'a' . " * 100 + "a = 1}",
+        '"a b".' * 30_000 + "a = 1",
+        '[["+".' + '"\\u0061".' * 100 + "a]]",
+        'x = {a = """b"""", c' + ".d" * 100 + " = 1}",
+        "x = {a = '''b''''', c" + ".d" * 100 + " = 1}",
+    ):
         path = tmp_path / "long.toml"
         path.write_text(text)
         tracemalloc.start()
@@ -330,6 +338,10 @@ def test_long_keys_and_endless_files_cost_nothing(tmp_path: Path) -> None:
             load_recipe(path, Recipe)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()
+    for text in ("x = '" + "a." * 400_000 + "'", "# " + "a.a" * 300_000, 'x = """' + "\n.a" * 300_000 + '"""'):
+        assert isinstance(parse_toml(text), dict)  # in one pass: neither dots in text nor long words make it slow
+    with pytest.raises(tomllib.TOMLDecodeError):
+        parse_toml('"' * 900_000)
     path.write_text('extends = "/dev/zero"')
     with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is not a file"):
         load_recipe(path, Recipe)

@@ -236,3 +236,12 @@ def test_a_repository_elsewhere_is_not_read(repository: Path, tmp_path: Path) ->
     git(tmp_path, "clone", "-q", "--shared", str(repository), str(shared))
     with pytest.raises(DataError, match="objects of this repository are elsewhere"):
         list(read_source(f"git:{shared}"))
+    for place in ("objects", "packed-refs", "refs/heads"):
+        linked = tmp_path / place.replace("/", "-")
+        git(tmp_path, "clone", "-q", str(repository), str(linked))
+        own, other = linked / ".git" / place, repository / ".git" / place
+        other.exists() or other.touch()
+        shutil.rmtree(own) if own.is_dir() else own.unlink(missing_ok=True)
+        own.symlink_to(other)
+        with pytest.raises(DataError, match="is a link, so content may be elsewhere"):
+            list(read_source(f"git:{linked}"))

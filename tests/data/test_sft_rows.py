@@ -173,6 +173,9 @@ def test_rows_behind_the_row_length_are_counted_and_not_made(
     if len(whole) == 40:  # no row is the beginning of another one
         assert 40 - len(rows) == counts.too_long >= 30
     assert rendered < 300
+    nothing = replace(conversation, marks={i: TurnMarks(content=((0, 99),), reasoning=((0, 99),)) for i in range(80)})
+    rendered = 0
+    assert not conversation_rows(nothing, tok, style, length) and rendered < 300
 
 
 def test_turns_between_tool_results_share_a_row_in_interleaved_thinking() -> None:

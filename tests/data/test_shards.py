@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.shards import build_shards, open_shard
+from glm5.data.shards import build_shards, encode_documents, open_shard, pieces
 from glm5.data.sources import Document
 from glm5.errors import DataError
 from glm5.files import MANIFEST
@@ -38,6 +43,38 @@ def test_round_trip(tmp_path: Path) -> None:
             # The byte-level tokenizer has no merges: a document's tokens are its bytes, special strings included.
             assert TOKENIZER.decode_bytes(ids[:-1]) == document.text.encode()
             assert len(ids) - 1 == shard.num_bytes[index] == len(document.text.encode())
+
+
+MERGED = Tokenizer.train([Path(np.__file__).read_text(encoding="utf-8"), "a\n\n  b\r\n\tc?\n\n\n" * 9], 600)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "bc ", "  ", "\n", "\n\n", "\r\n", "\t", "?!\n", "é", "1\n2", "<|user|>"])),
+    st.integers(3, 40),
+)
+def test_long_texts_are_encoded_in_pieces_to_the_same_ids(parts: list[str], longest: int) -> None:
+    text = "".join(parts)
+    found = list(pieces(text, longest))
+    assert "".join(found) == text and all(len(piece) <= longest for piece in found)
+    for before, after in itertools.pairwise(found):
+        if before.endswith("\n") and not before[-2:-1].isspace() and not after[0].isspace():
+            whole = MERGED.encode_batch([before + after])[0]
+            assert whole == [*MERGED.encode_batch([before])[0], *MERGED.encode_batch([after])[0]]
+        else:  # no line end in it is a border
+            assert not re.search(r"\S\n\S", before)
+
+
+def test_memory_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real = [], Tokenizer.encode_batch
+
+    def encode(self: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        sizes.append(sum(map(len, texts)))
+        return real(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode)
+    texts = ["x = 1\n" * 400_000, "short", "y" * 600_000]
+    found = encode_documents(texts, TOKENIZER)
+    assert max(sizes) <= 1 << 20 and [len(ids) - 1 for ids in found] == [len(text) for text in texts]
 
 
 def test_a_split_may_be_empty(tmp_path: Path) -> None:

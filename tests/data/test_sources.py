@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from glm5.data import readers
 from glm5.data.sources import Document, ReadReport, iter_sources, read_source, read_sources
 from glm5.errors import DataError, MissingExtraError
 
@@ -337,6 +338,18 @@ def test_long_parquet_rows_are_decoded_one_by_one(tmp_path: Path) -> None:
     before = pa.total_allocated_bytes()
     held = [pa.total_allocated_bytes() - before for _ in read_source(source)]
     assert len(held) == 32 and max(held) < 8 << 20
+
+
+def test_a_parquet_file_cannot_hold_any_amount_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary repeats one long text in any number of rows."""
+    monkeypatch.setattr(readers, "_MOST_TEXT", 1 << 20)
+    source = parquet(tmp_path / "x.parquet", {"text": ["a" * (1 << 18)] * 400}, group=400)
+    found = read_source(source)
+    with pytest.raises(DataError, match="more than 256 times its size in text by row"):
+        for _ in range(400):
+            next(found)
+    honest = parquet(tmp_path / "y.parquet", {"text": [f"{i} {'word ' * 40}" for i in range(500)]})
+    assert len(list(read_source(honest))) == 500
 
 
 def test_parquet_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

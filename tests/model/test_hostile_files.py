@@ -86,6 +86,13 @@ def config(**changes: Any) -> Callable[[Path], None]:
     return apply
 
 
+def many_experts(folder: Path) -> None:
+    """As many tensors as layers and one as long as the experts are many, all of them together 4 KB."""
+    config(num_hidden_layers=50, n_routed_experts=1000, indexer_types=None)(folder)
+    header = {f"t{i}": entry([1], [4000 + 4 * i, 4004 + 4 * i]) for i in range(60)}
+    write(folder, header | {"long": entry([1000], [0, 4000])}, b"0" * 4240)
+
+
 def swap(folder: Path, make: Callable[[Path], object], file: str = SINGLE) -> None:
     (folder / file).unlink()
     make(folder / file)
@@ -197,6 +204,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     # configuration
     "billion layers": (config(num_hidden_layers=10**9, indexer_types=None), "num_hidden_layers|1000000000 layers"),
     "billion experts": (config(n_routed_experts=10**9), "n_routed_experts"),
+    "experts and layers of a few numbers": (many_experts, "49,000 experts in all layers"),
     "billion heads": (config(num_attention_heads=10**9, num_key_value_heads=10**9), "num_attention_heads"),
     "hidden size beyond 64 bits": (config(hidden_size=10**30), "hidden_size|no model has the sizes of config.json"),
     "huge vocabulary": (config(vocab_size=10**12), r"vocab_size|config.json demands \[1000000000000, 40\]"),

@@ -413,6 +413,14 @@ def test_variants_wait_for_what_they_continue(tmp_path: Path, monkeypatch: pytes
         assert mine.index("base") < mine.index("warmup") < mine.index("adapted")
 
 
+def test_workers_run_this_copy_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    runner._start(tmp_path, ("base", 0))
+    (environment,) = started
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).parents[2])
+
+
 def test_nothing_begins_after_the_deadline(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["mtp"]
     plan_of(tmp_path, "mtp")
