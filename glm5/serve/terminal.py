@@ -18,9 +18,9 @@ from glm5.errors import CheckpointError, EngineError, Glm5Error, UsageError, nea
 from glm5.records import Message, SamplingParams, ToolCall
 from glm5.serve.app import load_defaults
 from glm5.serve.conversation import Conversation, load_tools
-from glm5.serve.engine_thread import Delta
 from glm5.serve.prompts import Mode, Prompt, render
 from glm5.serve.reply import Reply
+from glm5.serve.samples import Delta
 from glm5.serve.screen import Screen
 
 MAX_TOKENS = 1024

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse, Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.responses_schema import ResponsesRequest
+from glm5.serve.samples import Stream
 from glm5.serve.service import Service, collect, follow, openai_usage
-from glm5.serve.sse import EventResponse, event, unless_gone
+from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
 
 log = get_logger("serve")
 Event = dict[str, Any]

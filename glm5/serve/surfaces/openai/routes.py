@@ -16,16 +16,14 @@ from fastapi.responses import Response
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
-from glm5.serve.limits import check_samples
-from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from glm5.serve.http_io import DONE, EventResponse, event, json_answer, unless_gone
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
-from glm5.serve.schema import OpenAISampling
+from glm5.serve.samples import Stream
 from glm5.serve.service import Service, collect, follow, openai_usage
-from glm5.serve.sse import DONE, EventResponse, event, unless_gone
-from glm5.serve.writing import json_answer
+from glm5.serve.surfaces.openai.sampling import OpenAISampling
+from glm5.serve.surfaces.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = get_logger("serve")
 
@@ -49,7 +47,7 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = await service.read(request, CompletionRequest)
         service.check_model(body.model)
-        check_samples(len(body.prompts()) * body.n, service.limits)
+        service.check_samples(len(body.prompts()) * body.n)
         prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
         form = await asyncio.to_thread(TextForm, service, body, prompts)
         if body.echo and body.logprobs is not None and not await unless_gone(request, form.score()):

@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse, Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.serve.anthropic_schema import CountRequest, MessagesRequest
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
+from glm5.serve.samples import Stream
 from glm5.serve.service import Service, cached_tokens, collect, follow
-from glm5.serve.sse import EventResponse, event, unless_gone
+from glm5.serve.surfaces.anthropic.schema import CountRequest, MessagesRequest
 
 log = get_logger("serve")
 
