@@ -30,10 +30,10 @@ from glm5.serve.openapi import add_document
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.page import page_route
 from glm5.serve.service import Service
-from glm5.serve.surfaces.anthropic.routes import router as anthropic
-from glm5.serve.surfaces.native.routes import router as native
-from glm5.serve.surfaces.openai.responses import router as responses
-from glm5.serve.surfaces.openai.routes import router as openai
+from glm5.serve.surfaces.anthropic.routes import routes as anthropic_routes
+from glm5.serve.surfaces.native.routes import routes as native_routes
+from glm5.serve.surfaces.openai.responses import routes as responses_routes
+from glm5.serve.surfaces.openai.routes import routes as openai_routes
 from glm5.serve.surfaces.schema import Sampling
 
 log = get_logger("serve")
@@ -72,8 +72,8 @@ def create_app(
     # FastAPI's documentation pages load scripts from other sites; its OpenAPI document lacks our bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for surface in (openai, responses, anthropic, native):
-        app.include_router(surface(service))
+    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes):
+        app.include_router(routes)
     app.include_router(page_route(model_name))
     _add_watching(app, service)
     add_document(app)

@@ -50,6 +50,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     created: int
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def numbers(self) -> Mapping[str, Any]:
@@ -178,6 +179,12 @@ class Service:
             Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
             for i, (body, prompt) in enumerate(owners)
         ]
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that answers a request."""
+    service: Service = request.app.state.service
+    return service
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
