@@ -118,7 +118,7 @@ def chat(
     chat_template: ChatTemplate = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists the commands."""
-    from glm5.serve.terminal import run
+    from glm5.terminal.chat import run
 
     run(model, max_tokens, temperature, seed, system, not no_thinking, tools, chat_template)
 
