@@ -28,6 +28,7 @@ LEVELS = {
     "eval": 8,
     "report": 8,
     "rl": 7,
+    "terminal": 7,
     "serve": 6,
     "engine": 5,
     "train": 5,

@@ -118,7 +118,7 @@ def chat(
     chat_template: ChatTemplate = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists the commands."""
-    from glm5.serve.terminal import run
+    from glm5.terminal.chat import run
 
     run(model, max_tokens, temperature, seed, system, not no_thinking, tools, chat_template)
 
@@ -159,10 +159,8 @@ def serve(
     stop_seconds: Annotated[float, typer.Option(min=0, max=86_400, help="Limit: time to finish at the end.")] = 10,
 ) -> None:
     """Serve OpenAI, Anthropic and SGLang requests, and a chat page."""
-    from glm5.serve.access import Access
-    from glm5.serve.keys import find_key
-    from glm5.serve.limits import Limits
-    from glm5.serve.options import EngineOptions
+    from glm5.serve.access import Access, find_key
+    from glm5.serve.options import EngineOptions, Limits
 
     key = find_key("api", api_key, api_key_file)
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import re
+import stat
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -37,8 +40,8 @@ WORKERS_PATH = "/workers"
 """Router only: its engine processes, with actions on one of them below it. Protected like ADMIN_PATHS."""
 UNCOUNTED = (*OPEN_PATHS, "/metrics")
 """Not counted as concurrent requests: these, and ADMIN_PATHS, must work while a server is full."""
-
-
+MAX_KEY_BYTES = 4096
+"""Maximum bytes of a key, and of its file."""
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 """Headers of a proxy, or of a client that poses as one. They are believed only if the proxy is trusted."""
 
@@ -260,3 +263,47 @@ def is_loopback(host: str) -> bool:
     """Whether a host name or address is a loopback one."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
+
+
+def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] | None:
+    """Accepted Host names; None accepts all. Raises UsageError if a server without a key would be open to others."""
+    if not is_loopback(host) and not api_key:
+        raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
+    pages = {name for origin in access.origins if (name := urlsplit(origin).hostname) is not None}
+    return None if api_key else {*LOOPBACK_NAMES, host, *pages}
+
+
+def find_key(name: str, given: str | None, file: Path | None) -> str | None:
+    """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
+    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
+
+    Raises:
+        UsageError: more than one source, a file that others may read, or a value that is not a valid key.
+    """
+    variable = f"GLM5_{name.upper()}_KEY"
+    found = {
+        f"--{name}-key": given,
+        f"--{name}-key-file": None if file is None else _read_key(file),
+        variable: os.environ.pop(variable, None),
+    }
+    there = {source: key for source, key in found.items() if key is not None}
+    if len(there) > 1:
+        raise UsageError(f"Give the {name} key in one way, not by {' and '.join(there)}.")
+    for source, key in there.items():
+        if not key or len(key) > MAX_KEY_BYTES or not (key.isascii() and key.isprintable()) or " " in key:
+            raise UsageError(f"{source} holds no key; it needs visible ASCII characters without spaces.")
+        return key
+    return None
+
+
+def _read_key(file: Path) -> str:
+    """The content of a key file, without the line end. A pipe works too."""
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if stat.S_ISREG(mode) and mode & 0o077:
+                raise UsageError(f"Others may read {file}; run: chmod 600 {file}")
+            raw = opened.read(MAX_KEY_BYTES + 2)
+    except OSError as error:
+        raise UsageError(f"Cannot read the key file {file}: {(error.strerror or str(error)).lower()}.") from None
+    return raw.decode("utf-8", "replace").rstrip("\r\n")

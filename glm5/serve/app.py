@@ -21,19 +21,20 @@ from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
-from glm5.serve import anthropic, native, openai, responses
-from glm5.serve.access import KEY_ALONE, Access, add_guard
-from glm5.serve.connection import Server, ServerConfig, fitted
-from glm5.serve.document import add_document
+from glm5.serve.access import KEY_ALONE, Access, add_guard, hosts_answered
+from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, fitted
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import HANDLED, ApiError, on_error
-from glm5.serve.limits import Limits
-from glm5.serve.listen import address_error, announce, bind, hosts_answered
 from glm5.serve.metrics import CONTENT_TYPE, Metrics
-from glm5.serve.options import EngineOptions
+from glm5.serve.openapi import add_document
+from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.page import page_route
-from glm5.serve.schema import Sampling
 from glm5.serve.service import Service
+from glm5.serve.surfaces.anthropic.routes import routes as anthropic_routes
+from glm5.serve.surfaces.native.routes import routes as native_routes
+from glm5.serve.surfaces.openai.responses import routes as responses_routes
+from glm5.serve.surfaces.openai.routes import routes as openai_routes
+from glm5.serve.surfaces.schema import Sampling
 
 log = get_logger("serve")
 
@@ -71,8 +72,8 @@ def create_app(
     # FastAPI's documentation pages load scripts from other sites; its OpenAPI document lacks our bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for surface in (openai, responses, anthropic, native):
-        app.include_router(surface.router(service))
+    for routes in (openai_routes, responses_routes, anthropic_routes, native_routes):
+        app.include_router(routes)
     app.include_router(page_route(model_name))
     _add_watching(app, service)
     add_document(app)

@@ -1,4 +1,5 @@
-"""Limits of connections: number, time to send a request, time to read an answer. Free of torch, for router and workers.
+"""The listening socket, and limits of its connections: number, time to send a request, time to read an answer. Free of
+torch, for router and workers.
 
 uvicorn bounds neither how long a client takes to send a request or to read an answer, nor the number of connections.
 Clients that send half a header and wait could take every file descriptor and so block the server.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -20,8 +22,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from glm5.errors import UsageError
 from glm5.obs.logs import get_logger
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 
 log = get_logger("serve")
 
@@ -69,6 +72,34 @@ def _free_files() -> int:
     except OSError:
         used = 32
     return WANTED_FILES if soft == resource.RLIM_INFINITY else soft - used
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a connection fails at once until the model is loaded."""
+    # Without the protocol number, asyncio does not set TCP_NODELAY, and answers wait 40 ms for an ACK.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise address_error(error, host, port) from None
+    return listener
+
+
+def address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return UsageError(f"Port {port} on {host} is in use; choose another one with --port.")
+    return UsageError(f"Cannot serve on {host}:{port}: {error}.")
+
+
+def announce(sockets: Iterable[socket.socket]) -> None:
+    """Print the server's address on stdout."""
+    for listener in sockets:
+        host, port = listener.getsockname()[:2]
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the server
+            print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 class ServerConfig(uvicorn.Config):

@@ -21,12 +21,10 @@ from glm5.engine.steps import caught
 from glm5.errors import EngineError, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
-from glm5.serve.compiling import Compiler, check_forms
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
+from glm5.serve.grammar_compiler import Compiler, check_forms
 from glm5.serve.metrics import Metrics
-from glm5.serve.samples import Delta as Delta
-from glm5.serve.samples import Part as Part
-from glm5.serve.samples import Stream as Stream
+from glm5.serve.samples import Delta, Part, Stream
 
 log = get_logger("serve")
 

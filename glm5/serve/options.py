@@ -1,4 +1,5 @@
-"""Engine options of a server. Free of torch, and plain values, so a router can pass them on."""
+"""Options of one server: its limits, and its engine's options. Free of torch, and plain values, so a router can pass
+them on."""
 
 from __future__ import annotations
 
@@ -6,8 +7,39 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Limits of one server.
+
+    Attributes:
+        body_bytes: longest body (413).
+        body_seconds: time for a body to arrive (408).
+        header_seconds: time for the head of a request to arrive (408).
+        send_seconds: how long to wait for a client that does not read its answer; then the connection ends.
+        connections: open connections; beyond it, those without a complete request are dropped. File descriptors may
+            allow fewer (see `connection.fitted`).
+        requests: concurrent requests of any kind except health checks (429).
+        samples: samples waiting and running in the engine at once (429).
+        tokens: longest prompt plus answer; None means the engine's maximum (400).
+        request_seconds: time for one answer, waiting included (504, or an error event in a stream).
+        stop_seconds: time for running answers to finish when the server stops.
+    """
+
+    body_bytes: int = 8 << 20
+    body_seconds: float = 60.0
+    header_seconds: float = 10.0
+    send_seconds: float = 60.0
+    connections: int = 4096
+    requests: int = 512
+    samples: int = 256
+    tokens: int | None = None
+    request_seconds: float = 1800.0
+    stop_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
 class EngineOptions:
-    """Keywords of `Engine.from_pretrained`, which explains them, with a server's defaults: fast rather than exact.
+    """Options of the engine: keywords of `Engine.from_pretrained`, which explains them. The defaults are fast rather
+    than exact.
 
     Attributes:
         exact: make an answer's bits independent of the rest of the batch; slower.

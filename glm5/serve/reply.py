@@ -29,8 +29,8 @@ from glm5.chat.parsers import (
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
 from glm5.engine.stops import VISIBLE_MARKERS, StopStringDetector
 from glm5.records import ToolCall
-from glm5.serve.engine_thread import Delta
 from glm5.serve.prompts import Prompt
+from glm5.serve.samples import Delta
 
 IMPOSSIBLE = -9999.0
 """OpenAI's value for a log-probability of minus infinity, which JSON cannot represent."""

@@ -16,14 +16,15 @@ from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
-from glm5.serve.engine_thread import EngineThread, Part, Stream
+from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, TooLate
-from glm5.serve.limits import Limits, read_body
+from glm5.serve.http_io import read_body, unless_gone
 from glm5.serve.metrics import Metrics
+from glm5.serve.options import Limits
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.schema import Body, Sampling, parse
-from glm5.serve.sse import unless_gone
+from glm5.serve.samples import Part, Stream
+from glm5.serve.surfaces.schema import Body, Sampling, parse
 
 log = get_logger("serve")
 
@@ -49,6 +50,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     created: int
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def numbers(self) -> Mapping[str, Any]:
@@ -72,6 +74,12 @@ class Service:
         if name is not None and name != self.model_name:
             text = f"The model {name!r:.200} does not exist; this server has {self.model_name!r}."
             raise ApiError(404, text, param="model", code="model_not_found")
+
+    def check_samples(self, count: int) -> None:
+        """Before any work on prompts: check that `count` samples can fit into the engine. Raises ApiError 400."""
+        if count > self.limits.samples:
+            text = f"The request asks for {count} samples; this server takes at most {self.limits.samples} at a time."
+            raise ApiError(400, text, code="too_many_samples")
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """The parsed body of a request, within the limits."""
@@ -171,6 +179,12 @@ class Service:
             Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
             for i, (body, prompt) in enumerate(owners)
         ]
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that answers a request."""
+    service: Service = request.app.state.service
+    return service
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:

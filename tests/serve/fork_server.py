@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ("glm5.cli", "glm5.serve.app", "glm5.serve.router.app", "glm5.serve.router.process", "glm5.serve.terminal")
+PRELOAD = ("glm5.cli", "glm5.serve.app", "glm5.serve.router.app", "glm5.serve.router.process")
 real_start = asyncio.create_subprocess_exec
 
 

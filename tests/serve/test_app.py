@@ -23,8 +23,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import CheckpointError, ConfigError, UsageError
 from glm5.records import SamplingParams
 from glm5.serve.app import load_app, load_defaults, run
-from glm5.serve.limits import Limits
-from glm5.serve.options import EngineOptions
+from glm5.serve.options import EngineOptions, Limits
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -102,7 +101,7 @@ def test_run_refuses(checkpoint: Path, model: Any, tmp_path: Path) -> None:
 @contextlib.contextmanager
 def server(forks: Any, checkpoint: Path, options: str = "") -> Iterator[tuple[Any, str]]:
     """A server in a process of its own, and its address."""
-    code = "from glm5.serve.app import run; from glm5.serve.limits import Limits; "
+    code = "from glm5.serve.app import run; from glm5.serve.options import Limits; "
     process = forks(f"{code}run({str(checkpoint)!r}, port=0{options})")
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()

@@ -17,7 +17,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.serve.app import create_app
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 
 openai: Any = None
 anthropic: Any = None

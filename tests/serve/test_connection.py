@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from glm5.serve.connection import SPARE, fitted
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 
 CHAT = "/v1/chat/completions"
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -27,7 +27,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 from glm5.serve import connection
 from glm5.serve.app import run
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 connection.GRACE_SECONDS = 0.5
 run(sys.argv[1], port=0, limits=Limits(header_seconds=1, body_seconds=0.5, send_seconds=0.5, stop_seconds=1))
 """
@@ -230,7 +230,7 @@ def test_full_disks_and_clients_that_do_not_read_do_not_keep_a_server(forks: Any
         port = free.getsockname()[1]
     code = f"""
 from glm5.serve.app import run
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 run({str(checkpoint)!r}, port={port}, limits=Limits(stop_seconds=0.5))
 """
     body = json.dumps({**LONG, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()

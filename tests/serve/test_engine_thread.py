@@ -22,10 +22,10 @@ from glm5.errors import EngineError, MissingExtraError, RequestFailed
 from glm5.records import GrammarSpec, SamplingParams
 from glm5.serve import engine_thread as stream_module
 from glm5.serve.app import create_app
-from glm5.serve.compiling import Compiler
 from glm5.serve.engine_thread import EngineThread, Part
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping, TooLate
-from glm5.serve.limits import Limits
+from glm5.serve.grammar_compiler import Compiler
+from glm5.serve.options import Limits
 
 EngineOf = Callable[..., Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from glm5.serve.limits import Limits
+from glm5.serve.options import Limits
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

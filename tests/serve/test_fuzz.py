@@ -20,8 +20,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.serve.app import create_app
-from glm5.serve.document import document
-from glm5.serve.limits import Limits
+from glm5.serve.openapi import document
+from glm5.serve.options import Limits
 
 DECLARED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 499, 504}
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}

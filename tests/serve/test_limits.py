@@ -16,8 +16,8 @@ from fastapi.testclient import TestClient
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import SamplingParams
 from glm5.serve.app import create_app
-from glm5.serve.limits import Limits
 from glm5.serve.metrics import Histogram, Metrics
+from glm5.serve.options import Limits
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

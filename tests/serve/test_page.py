@@ -82,7 +82,7 @@ def test_numbers_have_the_bounds_of_the_server() -> None:
     """What the page lets through, the server takes, and the other way round."""
     from pydantic import ValidationError
 
-    from glm5.serve.openai_schema import ChatRequest
+    from glm5.serve.surfaces.openai.schema import ChatRequest
 
     def taken(name: str, value: float) -> bool:
         try:

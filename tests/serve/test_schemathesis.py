@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from glm5.serve.document import OPTIONAL
+from glm5.serve.openapi import OPTIONAL
 
 PINNED = ["schemathesis==4.32.5"]
 CASES = 10_000

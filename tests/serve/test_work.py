@@ -12,13 +12,13 @@ from fastapi.testclient import TestClient
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import SamplingParams
-from glm5.serve import writing
-from glm5.serve.anthropic_schema import Turn
-from glm5.serve.anthropic_schema import _messages as messages_of
-from glm5.serve.compiling import Compiler
-from glm5.serve.native import Generation
-from glm5.serve.responses_schema import ResponsesRequest
-from glm5.serve.schema import Sampling
+from glm5.serve import http_io
+from glm5.serve.grammar_compiler import Compiler
+from glm5.serve.surfaces.anthropic.schema import Turn
+from glm5.serve.surfaces.anthropic.schema import _messages as messages_of
+from glm5.serve.surfaces.native.generation import Generation
+from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
+from glm5.serve.surfaces.schema import Sampling
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "hi"}]
@@ -143,14 +143,14 @@ def test_items_and_blocks_are_counted(scripted: Make, path: str, body: dict[str,
     ],
 )
 def test_what_is_written_in_pieces_is_the_same(value: Any) -> None:
-    assert writing.json_answer(value).body == JSONResponse(value).body
-    assert writing.json_answer(value).headers == JSONResponse(value).headers
+    assert http_io.json_answer(value).body == JSONResponse(value).body
+    assert http_io.json_answer(value).headers == JSONResponse(value).headers
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
 def test_iterators_are_written_as_lists(count: int) -> None:
     rows = [{"a": i, "b": [i, None]} for i in range(count)]
-    assert writing.json_answer({"x": iter(rows), "y": iter(range(count))}).body == (
+    assert http_io.json_answer({"x": iter(rows), "y": iter(range(count))}).body == (
         JSONResponse({"x": rows, "y": list(range(count))}).body
     )
 
@@ -169,7 +169,7 @@ def test_long_answers_are_written_beside_the_event_loop(
     scripted: Make, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     """In pieces, too: while the encoder works, no thread runs."""
-    encode, loops, sizes = writing.encode, set(), []
+    encode, loops, sizes = http_io.encode, set(), []
 
     def seen(value: Any) -> str:
         loops.add(asyncio._get_running_loop())
@@ -178,10 +178,10 @@ def test_long_answers_are_written_beside_the_event_loop(
 
     client, _ = scripted("abc")
     want = client.post(path, json=body)
-    monkeypatch.setattr(writing, "encode", seen)
+    monkeypatch.setattr(http_io, "encode", seen)
     answer = client.post(path, json=body)
     assert answer.status_code == want.status_code == 200 and abs(len(answer.content) - len(want.content)) < 100
-    assert loops == {None} and max(sizes) <= writing.PIECE and len(answer.content) > 15_000
+    assert loops == {None} and max(sizes) <= http_io.PIECE and len(answer.content) > 15_000
     assert isinstance(answer.json(), dict)
 
 

@@ -18,13 +18,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from glm5.errors import UsageError
-from glm5.serve.access import ADMIN_PATHS, FLUSH_PATH, KEY_ALONE, WORKERS_PATH, Access, add_guard
-from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, fitted
+from glm5.serve.access import ADMIN_PATHS, FLUSH_PATH, KEY_ALONE, WORKERS_PATH, Access, add_guard, hosts_answered
+from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, address_error, announce, bind, fitted
 from glm5.serve.errors import HANDLED, ApiError, Stopping, on_error
-from glm5.serve.limits import Limits, read_body
-from glm5.serve.listen import address_error, announce, bind, hosts_answered
+from glm5.serve.http_io import read_body
 from glm5.serve.metrics import CONTENT_TYPE
-from glm5.serve.options import EngineOptions
+from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.control import expositions, tell_all
 from glm5.serve.router.metrics import RouterMetrics

@@ -21,8 +21,7 @@ from typing import Any, TextIO
 from glm5 import process
 from glm5.errors import Glm5Error
 from glm5.serve.connection import fitted
-from glm5.serve.limits import Limits
-from glm5.serve.options import EngineOptions
+from glm5.serve.options import EngineOptions, Limits
 
 KEEP_ALIVE_SECONDS = 3600
 """The router decides when an idle connection ends; a server that closes it could race with a new request."""

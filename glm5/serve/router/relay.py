@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glm5.serve.errors import CLIENT_GONE, ApiError, TooLate, speaks_anthropic
-from glm5.serve.limits import Limits
+from glm5.serve.http_io import DONE, GRACE_SECONDS, event, first_of, gone
+from glm5.serve.options import Limits
 from glm5.serve.router.affinity import Affinity
 from glm5.serve.router.metrics import RouterMetrics
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.workers import Worker
-from glm5.serve.sse import DONE, GRACE_SECONDS, event, first_of, gone
 
 ATTEMPTS = 3
 """Maximum attempts, so that a request that crashes engines does not crash all of them."""

@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from glm5.serve.connection import Server, ServerConfig
-from glm5.serve.limits import Limits
-from glm5.serve.options import EngineOptions
+from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.app import ANY_PATHS, SESSION_PATHS, create_router
 from glm5.serve.router.pool import WorkerPool
 from glm5.serve.router.process import WorkerJob

@@ -51,7 +51,7 @@ class Routed:
         code = (
             f"fork_engines(after={real}); "
             "from glm5.serve.router.app import run; from glm5.serve.router.workers import Patience; "
-            "from glm5.serve.options import EngineOptions; from glm5.serve.limits import Limits; "
+            "from glm5.serve.options import EngineOptions, Limits; "
             f"run({str(checkpoint)!r}, port=0, api_key='secret', engines=2, options=EngineOptions(exact=True), "
             f"patience={patience}{options})"
         )

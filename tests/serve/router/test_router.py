@@ -22,10 +22,9 @@ from glm5.cli import app as cli
 from glm5.errors import EngineError, UsageError
 from glm5.serve.access import ADMIN_PATHS, Access
 from glm5.serve.app import create_app
-from glm5.serve.limits import Limits
-from glm5.serve.listen import bind
+from glm5.serve.connection import bind
 from glm5.serve.metrics import Metrics
-from glm5.serve.options import EngineOptions
+from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.affinity import affinity_of
 from glm5.serve.router.app import ANY_PATHS, SESSION_PATHS, create_router, run
 from glm5.serve.router.metrics import merged

@@ -1,4 +1,4 @@
-"""A chat in the terminal; the engine runs in the same process."""
+"""`glm5 chat`: reads questions and commands, and shows answers as they are generated."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from glm5.engine.engine import LOWEST_TEMPERATURE, Engine
 from glm5.errors import CheckpointError, EngineError, Glm5Error, UsageError, nearest
 from glm5.records import Message, SamplingParams, ToolCall
 from glm5.serve.app import load_defaults
-from glm5.serve.conversation import Conversation, load_tools
-from glm5.serve.engine_thread import Delta
 from glm5.serve.prompts import Mode, Prompt, render
 from glm5.serve.reply import Reply
-from glm5.serve.screen import Screen
+from glm5.serve.samples import Delta
+from glm5.terminal.conversation import Conversation, load_tools
+from glm5.terminal.screen import Screen
 
 MAX_TOKENS = 1024
 HELP = """\

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from glm5.serve.document import BODIES
 from glm5.serve.errors import ApiError
+from glm5.serve.openapi import BODIES
 from glm5.serve.service import Service
 
 

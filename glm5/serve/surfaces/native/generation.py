@@ -1,7 +1,4 @@
-"""The native surface, compatible with SGLang: token ids in and out, and the engine control that a trainer needs.
-
-`/generate` reports the log-probability, the id and the weight version of every sampled token, the stop token included.
-"""
+"""POST /generate: samples as plain text and ids, in one piece or as events."""
 
 from __future__ import annotations
 
@@ -10,184 +7,33 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Request
+from fastapi.responses import Response
 
-from glm5 import __version__
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
-from glm5.engine import weights
 from glm5.engine.stops import StopMatcher, StopStringDetector
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.records import Completion, SamplingParams
-from glm5.serve.engine_thread import Delta, Stream
+from glm5.records import Completion
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
-from glm5.serve.limits import check_samples
-from glm5.serve.native_schema import (
-    AbortRequest,
-    GenerateRequest,
-    NativeSampling,
-    NoFields,
-    PauseRequest,
-    UpdateRequest,
-)
-from glm5.serve.prompts import Prompt, encode
+from glm5.serve.http_io import DONE, EventResponse, event, framed, json_answer, json_pieces, unless_gone
+from glm5.serve.prompts import Prompt
 from glm5.serve.reply import finite
-from glm5.serve.schema import Body
+from glm5.serve.samples import Delta, Stream
 from glm5.serve.service import Service
-from glm5.serve.sse import DONE, EventResponse, event, framed, unless_gone
-from glm5.serve.writing import json_answer, json_pieces
+from glm5.serve.surfaces.native.schema import GenerateRequest, NativeSampling
 
 log = get_logger("serve")
 
-HEALTH_SECONDS = 20.0
 REPEATS = 32
 """Cumulative events together may be this many times as long as the last one, ..."""
 FREE = 1 << 14
 """... plus this many tokens: the first 180 tokens or so come one by one."""
 LONG = 1024
 """Longer events, in tokens, are encoded in a thread."""
-
-
-def router(service: Service) -> APIRouter:
-    """The routes, bound to one service."""
-    routes, updating = APIRouter(), asyncio.Lock()
-
-    @routes.post("/generate")
-    async def generate(request: Request) -> Response:
-        body = await service.read(request, GenerateRequest)
-        check_samples(sum(params.samples() for params in body.each()), service.limits)
-        prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
-        return await Generation(service, body, prompts).answer(request)
-
-    @routes.get("/get_model_info")
-    @routes.get("/model_info")
-    async def model_info() -> dict[str, Any]:
-        info = {"model_path": service.model_name, "tokenizer_path": service.model_name, "is_generation": True}
-        return {**info, "max_model_len": service.max_length, "weight_version": str(service.weight_version)}
-
-    @routes.get("/get_server_info")
-    @routes.get("/server_info")
-    async def server_info() -> dict[str, Any]:
-        limits = {name: getattr(service.limits, name) for name in service.limits.__dataclass_fields__}
-        state = {
-            "paused": service.thread.paused,
-            "samples": service.thread.samples,
-            "weight_version": str(service.weight_version),
-        }
-        return {
-            "version": __version__,
-            "model": service.model_name,
-            "max_model_len": service.max_length,
-            "limits": limits,
-            **state,
-        }
-
-    @routes.get("/get_weight_version")
-    async def weight_version() -> dict[str, str]:
-        return {"weight_version": str(service.weight_version)}
-
-    @routes.get("/health_generate")
-    async def health_generate() -> dict[str, str]:
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                ids = service.tokenizer.encode("<|user|>", allow_special=True)
-                stream = await service.thread.submit(ids, SamplingParams(max_tokens=1, temperature=0.0))
-                try:
-                    async for _ in stream:
-                        pass
-                finally:
-                    stream.cancel()
-        except TimeoutError:
-            raise ApiError(503, f"No token came within {HEALTH_SECONDS:g} seconds.", code="slow") from None
-        return {"status": "ok"}
-
-    @routes.post("/update_weights_from_disk")
-    async def update_weights(request: Request) -> Response:
-        body = await service.read(request, UpdateRequest)
-        async with updating:  # in turn: each version has one content, and only one copy is in memory
-            return await _update(service, body)
-
-    @routes.post("/pause_generation")
-    async def pause(request: Request) -> dict[str, Any]:
-        body = await _optional(service, request, PauseRequest)
-        count = service.thread.abort(None) if body.mode == "abort" else service.thread.samples
-        service.thread.pause(True)
-        await service.thread.call(lambda engine: None)  # waits for the current step to end
-        return {
-            "status": "ok",
-            "message": f"Paused; {count} samples were {'ended' if body.mode == 'abort' else 'kept'}.",
-        }
-
-    @routes.post("/continue_generation")
-    async def proceed(request: Request) -> dict[str, Any]:
-        await _optional(service, request, NoFields)
-        service.thread.pause(False)
-        return {"status": "ok", "message": "Goes on."}
-
-    @routes.post("/abort_request")
-    async def abort(request: Request) -> dict[str, Any]:
-        body = await service.read(request, AbortRequest)
-        return {"status": "ok", "aborted": service.thread.abort(None if body.abort_all else body.rid)}
-
-    @routes.get("/flush_cache")
-    @routes.post("/flush_cache")
-    async def flush_cache() -> dict[str, Any]:
-        if service.thread.samples:
-            text = f"The cache is in use by {service.thread.samples} samples; end or abort them first."
-            raise ApiError(400, text, code="busy")
-        await service.thread.call(lambda engine: engine.flush_cache())
-        return {"status": "ok", "message": "The prefix cache is empty."}
-
-    return routes
-
-
-async def _optional(service: Service, request: Request, kind: type[Body]) -> Body:
-    """An optional body; an empty one gives the defaults."""
-    if request.headers.get("content-length") in (None, "0") and "transfer-encoding" not in request.headers:
-        return kind()
-    return await service.read(request, kind)
-
-
-async def _update(service: Service, body: UpdateRequest) -> Response:
-    """Read and check weights while the engine runs, then apply them between two steps."""
-    present = service.weight_version
-    version = present + 1 if body.weight_version is None else int(body.weight_version)
-    if version <= present:
-        text = f"weight_version: {version} is not above {present}, the version that the server has; versions only grow."
-        return _refused(ApiError(409, text, param="weight_version", code="old_version"))
-    try:
-        ours = service.thread.engine.model
-        # A short-lived thread: torch keeps a thread pool per computing thread, and the pools compete for cores.
-        reader = ThreadPoolExecutor(1)
-        staging = partial(weights.stage, ours, Path(body.model_path), tokenizer=service.tokenizer)
-        try:
-            staged = await asyncio.get_running_loop().run_in_executor(reader, staging)
-        finally:
-            reader.shutdown(wait=False)
-        if body.abort_all_requests:
-            service.thread.abort(None)
-        waiting = service.thread.samples
-        await service.thread.call(lambda engine: weights.apply(engine, staged, version))
-    except (Glm5Error, OSError) as error:
-        found = ApiError.of(error) if isinstance(error, Glm5Error) else ApiError(400, str(error))
-        return _refused(ApiError(found.status, str(found), param="model_path", code=found.code))
-    message = f"The weights are now those of version {version}."
-    return JSONResponse(
-        {"success": True, "message": message, "num_paused_requests": waiting if service.thread.paused else 0}
-    )
-
-
-def _refused(error: ApiError) -> Response:
-    """A failed update that changed nothing, in SGLang's format and in ours."""
-    return JSONResponse(
-        {"success": False, "message": str(error), "num_paused_requests": 0, **error.body()}, error.status
-    )
 
 
 class Plain:

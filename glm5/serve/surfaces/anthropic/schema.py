@@ -15,11 +15,10 @@ from pydantic import Field
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import DataError
 from glm5.records import GrammarSpec
-from glm5.serve.dialects import TEXT_ONLY
 from glm5.serve.errors import ApiError
-from glm5.serve.fields import Fields, implemented, no
 from glm5.serve.prompts import Mode, Prompt, limit_thinking, must_call, must_match, render
-from glm5.serve.schema import Count, Effort, Items, Sampling, Stops, TemplateKwargs, Tools
+from glm5.serve.surfaces.fields import TEXT_ONLY, Fields, implemented, no
+from glm5.serve.surfaces.schema import Count, Effort, Items, Sampling, Stops, TemplateKwargs, Tools
 
 HOSTED = frozenset(
     """metadata service_tier cache_control diagnostics inference_geo speed user_profile_id workspace_id betas

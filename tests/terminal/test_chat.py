@@ -30,7 +30,8 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Message, SamplingParams
-from glm5.serve.screen import Screen
+from glm5.terminal.screen import Screen
+from tests.serve.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 TOOL = {
@@ -96,13 +97,13 @@ Chat = Callable[..., tuple[Said, Any]]
 
 
 @pytest.fixture
-def scripted(folder: Path, engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> Chat:
+def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
     """Chat with a model that gives `answers` in turn; the second result is the engine, with the prompts that it saw."""
 
     def chat(answers: list[str], stdin: str, *options: object, version: str = "5.2") -> tuple[Said, Any]:
         tokenizer = Tokenizer.byte_level(version)
 
-        class Script(engine_of):  # type: ignore[misc]
+        class Script(ScriptedEngine):
             def __init__(self) -> None:
                 super().__init__([])
                 self.tokenizer, self.left = tokenizer, iter(answers)
@@ -332,11 +333,13 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
 class Terminal:
     """`glm5 chat` as a process on a pseudo-terminal."""
 
-    def __init__(self, forks: Any, *arguments: object) -> None:
+    def __init__(self, *arguments: object) -> None:
         self.place, inside = pty.openpty()
-        env = {"TERM": "xterm", "COLUMNS": "100"}
-        code = "from glm5.cli import main; main()"
-        self.process = forks(code, "chat", *arguments, env=env, stdin=inside, stdout=inside, stderr=inside)
+        command = [sys.executable, "-m", "glm5", "chat", *map(str, arguments)]
+        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
+        )
         os.close(inside)
         self.text = ""
 
@@ -373,7 +376,7 @@ class Terminal:
             self.type("\x04")
             while select.select([self.place], [], [], 1.0)[0]:
                 if not self.read():
-                    return int(self.process.wait(60))
+                    return self.process.wait(60)
         raise AssertionError(self.text)
 
     def type(self, text: str) -> None:
@@ -381,8 +384,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(forks: Any, endless: Path) -> Iterator[Terminal]:
-    chat = Terminal(forks, endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
+def terminal(endless: Path) -> Iterator[Terminal]:
+    chat = Terminal(endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
     yield chat
     chat.process.kill()
     chat.process.wait(60)

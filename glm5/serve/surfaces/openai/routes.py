@@ -16,83 +16,93 @@ from fastapi.responses import Response
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
-from glm5.serve.limits import check_samples
-from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from glm5.serve.http_io import DONE, EventResponse, event, json_answer, unless_gone
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
-from glm5.serve.schema import OpenAISampling
-from glm5.serve.service import Service, collect, follow, openai_usage
-from glm5.serve.sse import DONE, EventResponse, event, unless_gone
-from glm5.serve.writing import json_answer
+from glm5.serve.samples import Stream
+from glm5.serve.service import Service, collect, follow, openai_usage, service_of
+from glm5.serve.surfaces.openai.sampling import OpenAISampling
+from glm5.serve.surfaces.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = get_logger("serve")
+routes = APIRouter()
 
 
-def router(service: Service) -> APIRouter:
-    """The routes, bound to one service."""
-    routes = APIRouter()
+@routes.post("/v1/chat/completions")
+async def chat(request: Request) -> Response:
+    """A chat completion, whole or as events."""
+    service = service_of(request)
+    body = await service.read(request, ChatRequest)
+    service.check_model(body.model)
+    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    form = ChatForm(service, body, prompt)
+    jobs = [(body, prompt)]
+    stream = await service.begin(request, jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
+    options = {"logprobs": body.logprobs, "parallel_calls": body.parallel_tool_calls}
+    return await _answer(request, body, stream, service.replies(jobs, stream, **options), form)
 
-    @routes.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        body = await service.read(request, ChatRequest)
-        service.check_model(body.model)
+
+@routes.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    """Completions of prompts given as text or as ids, whole or as events."""
+    service = service_of(request)
+    body = await service.read(request, CompletionRequest)
+    service.check_model(body.model)
+    service.check_samples(len(body.prompts()) * body.n)
+    prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
+    form = await asyncio.to_thread(TextForm, service, body, prompts)
+    if body.echo and body.logprobs is not None and not await unless_gone(request, form.score()):
+        return Response(status_code=CLIENT_GONE)
+    if body.max_tokens == 0:
+        return await asyncio.to_thread(_echo, form)
+    jobs = [(body, prompt) for prompt in prompts]
+    names = [form.head["id"]] * len(jobs)
+    stream = await service.begin(request, jobs, names, top_logprobs=body.logprobs)
+    replies = service.replies(jobs, stream, logprobs=body.logprobs is not None)
+    return await _answer(request, body, stream, replies, form)
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The list of models: ours."""
+    service = service_of(request)
+    found = _model(service)
+    # Anthropic's clients find the end of a list by these fields.
+    return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
+
+
+@routes.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """One model; 404 if the name is not ours."""
+    service = service_of(request)
+    service.check_model(name)
+    return _model(service)
+
+
+@routes.post("/tokenize")
+async def tokenize(request: Request) -> dict[str, Any]:
+    """The ids of a text, or of a rendered conversation."""
+    service = service_of(request)
+    body = await service.read(request, TokenizeRequest)
+    service.check_model(body.model)
+    if (body.prompt is None) == (not body.messages):
+        raise ApiError(400, "Give either prompt or messages.", param="prompt")
+    if body.prompt is None:
         prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
-        form = ChatForm(service, body, prompt)
-        jobs = [(body, prompt)]
-        stream = await service.begin(request, jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
-        options = {"logprobs": body.logprobs, "parallel_calls": body.parallel_tool_calls}
-        return await _answer(request, body, stream, service.replies(jobs, stream, **options), form)
+    else:
+        prompt = await service.make(encode, service.tokenizer, body.prompt)
+    return {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": service.max_length}
 
-    @routes.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await service.read(request, CompletionRequest)
-        service.check_model(body.model)
-        check_samples(len(body.prompts()) * body.n, service.limits)
-        prompts = [await service.make(encode, service.tokenizer, one) for one in body.prompts()]
-        form = await asyncio.to_thread(TextForm, service, body, prompts)
-        if body.echo and body.logprobs is not None and not await unless_gone(request, form.score()):
-            return Response(status_code=CLIENT_GONE)
-        if body.max_tokens == 0:
-            return await asyncio.to_thread(_echo, form)
-        jobs = [(body, prompt) for prompt in prompts]
-        names = [form.head["id"]] * len(jobs)
-        stream = await service.begin(request, jobs, names, top_logprobs=body.logprobs)
-        replies = service.replies(jobs, stream, logprobs=body.logprobs is not None)
-        return await _answer(request, body, stream, replies, form)
 
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        found = _model(service)
-        # Anthropic's clients find the end of a list by these fields.
-        return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model(service)
-
-    @routes.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        body = await service.read(request, TokenizeRequest)
-        service.check_model(body.model)
-        if (body.prompt is None) == (not body.messages):
-            raise ApiError(400, "Give either prompt or messages.", param="prompt")
-        if body.prompt is None:
-            prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
-        else:
-            prompt = await service.make(encode, service.tokenizer, body.prompt)
-        return {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": service.max_length}
-
-    @routes.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        body = await service.read(request, DetokenizeRequest)
-        service.check_model(body.model)
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
-        return {"prompt": text}
-
-    return routes
+@routes.post("/detokenize")
+async def detokenize(request: Request) -> dict[str, Any]:
+    """The text of ids."""
+    service = service_of(request)
+    body = await service.read(request, DetokenizeRequest)
+    service.check_model(body.model)
+    text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+    return {"prompt": text}
 
 
 def _model(service: Service) -> dict[str, Any]:

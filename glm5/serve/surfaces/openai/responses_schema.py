@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm5.serve.dialects import COMMON, HOSTED, NO_STORE, SAMPLER_DETAILS, TEXT_ONLY
 from glm5.serve.errors import ApiError
-from glm5.serve.fields import Fields, no
-from glm5.serve.openai_schema import ChatRequest
-from glm5.serve.schema import Count, Effort, Items, Sampling, TemplateKwargs, Tools
+from glm5.serve.surfaces.fields import COMMON, HOSTED, NO_STORE, SAMPLER_DETAILS, TEXT_ONLY, Fields, no
+from glm5.serve.surfaces.openai.schema import ChatRequest
+from glm5.serve.surfaces.schema import Count, Effort, Items, Sampling, TemplateKwargs, Tools
 
 FUNCTIONS_ONLY = "only tools of type function work"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

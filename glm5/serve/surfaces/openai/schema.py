@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import GrammarSpec
-from glm5.serve.dialects import COMMON, HOSTED, PROMPTS, SAMPLER_DETAILS, TEXT_ONLY
 from glm5.serve.errors import ApiError
-from glm5.serve.fields import Fields, implemented, no
 from glm5.serve.prompts import Ending, Mode, Prompt, limit_thinking, must_call, must_match, render
-from glm5.serve.schema import Count, Effort, Ids, OpenAISampling, Prompts, Rows, TemplateKwargs, Texts, Tools
+from glm5.serve.surfaces.fields import COMMON, HOSTED, PROMPTS, SAMPLER_DETAILS, TEXT_ONLY, Fields, implemented, no
+from glm5.serve.surfaces.openai.sampling import OpenAISampling
+from glm5.serve.surfaces.schema import Count, Effort, Ids, Prompts, Rows, TemplateKwargs, Texts, Tools
 
 
 class Thinking(Fields):

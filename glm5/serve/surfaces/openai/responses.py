@@ -13,43 +13,42 @@ from fastapi.responses import JSONResponse, Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.responses_schema import ResponsesRequest
-from glm5.serve.service import Service, collect, follow, openai_usage
-from glm5.serve.sse import EventResponse, event, unless_gone
+from glm5.serve.samples import Stream
+from glm5.serve.service import Service, collect, follow, openai_usage, service_of
+from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
 
 log = get_logger("serve")
 Event = dict[str, Any]
+routes = APIRouter()
 
 
-def router(service: Service) -> APIRouter:
-    """The routes, bound to one service."""
-    routes = APIRouter()
+@routes.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    """A response, whole or as events."""
+    service = service_of(request)
+    body = await service.read(request, ResponsesRequest)
+    service.check_model(body.model)
+    chat = await asyncio.to_thread(body.chat)
+    prompt = await service.make(chat.render, service.tokenizer, count=len(chat.messages))
+    answer = Answer(service, body)
+    jobs = [(chat, prompt)]
+    stream = await service.begin(request, jobs, [answer.id], field_name="input")
+    (reply,) = service.replies(jobs, stream, parallel_calls=body.parallel_tool_calls)
+    if body.stream:
+        return EventResponse(answer.events(stream, reply), stream)
+    if not await unless_gone(request, collect(stream, [reply])):
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse(answer.whole(stream, reply))
 
-    @routes.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        body = await service.read(request, ResponsesRequest)
-        service.check_model(body.model)
-        chat = await asyncio.to_thread(body.chat)
-        prompt = await service.make(chat.render, service.tokenizer, count=len(chat.messages))
-        answer = Answer(service, body)
-        jobs = [(chat, prompt)]
-        stream = await service.begin(request, jobs, [answer.id], field_name="input")
-        (reply,) = service.replies(jobs, stream, parallel_calls=body.parallel_tool_calls)
-        if body.stream:
-            return EventResponse(answer.events(stream, reply), stream)
-        if not await unless_gone(request, collect(stream, [reply])):
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(answer.whole(stream, reply))
 
-    @routes.post("/v1/embeddings")
-    async def embeddings() -> Response:
-        text = "embeddings is not supported; the model generates text and was not trained to embed it."
-        raise ApiError(404, text, code="unsupported")
-
-    return routes
+@routes.post("/v1/embeddings")
+async def embeddings() -> Response:
+    """404 with the reason."""
+    text = "embeddings is not supported; the model generates text and was not trained to embed it."
+    raise ApiError(404, text, code="unsupported")
 
 
 class Answer:

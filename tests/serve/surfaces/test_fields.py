@@ -1,6 +1,6 @@
 """Every field of every object of every request is implemented, accepted without effect, or refused by its full name.
 
-`python tests/serve/test_fields.py` writes the tables into docs/serving.md.
+`python tests/serve/surfaces/test_fields.py` writes the tables into docs/serving.md.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from glm5.serve.anthropic_schema import CountRequest, MessagesRequest
-from glm5.serve.document import BODIES
 from glm5.serve.errors import ApiError
-from glm5.serve.fields import Fields, _of, implemented, no, objects, table
-from glm5.serve.native_schema import AbortRequest, GenerateRequest, NoFields, PauseRequest, UpdateRequest
-from glm5.serve.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from glm5.serve.responses_schema import ResponsesRequest
-from glm5.serve.schema import parse
+from glm5.serve.openapi import BODIES
+from glm5.serve.surfaces.anthropic.schema import CountRequest, MessagesRequest
+from glm5.serve.surfaces.fields import Fields, _of, implemented, no, objects, table
+from glm5.serve.surfaces.native.schema import AbortRequest, GenerateRequest, NoFields, PauseRequest, UpdateRequest
+from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
+from glm5.serve.surfaces.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from glm5.serve.surfaces.schema import parse
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "serving.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "serving.md"
 FREE = {"type": "object", "x-anything": {"zzz": 1}}
 CHAT: dict[str, Any] = {
     "messages": [
@@ -221,7 +221,7 @@ def section(text: str, change: Callable[[str], str]) -> str:
 def test_the_document_shows_the_tables() -> None:
     found: list[str] = []
     section(DOCUMENT.read_text(encoding="utf-8"), lambda old: found.append(old) or old)
-    assert found == [written()], "run: python tests/serve/test_fields.py"
+    assert found == [written()], "run: python tests/serve/surfaces/test_fields.py"
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,18 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_jso
 from pydantic_core import core_schema
 
 from glm5 import __version__
-from glm5.serve.anthropic_schema import CountRequest, MessagesRequest
 from glm5.serve.errors import speaks_anthropic
-from glm5.serve.fields import Fields
-from glm5.serve.native_schema import AbortRequest, GenerateRequest, NoFields, PauseRequest, UpdateRequest
-from glm5.serve.openai_schema import ChatRequest, CompletionRequest, Conversation, DetokenizeRequest, TokenizeRequest
-from glm5.serve.responses_schema import ResponsesRequest
+from glm5.serve.surfaces.anthropic.schema import CountRequest, MessagesRequest
+from glm5.serve.surfaces.fields import Fields
+from glm5.serve.surfaces.native.schema import AbortRequest, GenerateRequest, NoFields, PauseRequest, UpdateRequest
+from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
+from glm5.serve.surfaces.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 BODIES: Mapping[str, type[Fields]] = {
     "/v1/chat/completions": ChatRequest,

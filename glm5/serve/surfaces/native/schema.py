@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, StringConstraints, model_validator
 
 from glm5.records import GrammarSpec
-from glm5.serve.dialects import COMMON, HOSTED, PROMPTS, REPORTS, SAMPLER_DETAILS
-from glm5.serve.fields import Fields, no
 from glm5.serve.prompts import Prompt
-from glm5.serve.schema import MAX_ROWS, Ids, Prompts, Rows, Sampling, Stop, Stops, Texts
+from glm5.serve.surfaces.fields import COMMON, HOSTED, PROMPTS, REPORTS, SAMPLER_DETAILS, Fields, no
+from glm5.serve.surfaces.schema import MAX_ROWS, Ids, Prompts, Rows, Sampling, Stop, Stops, Texts
 
 Rid = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 

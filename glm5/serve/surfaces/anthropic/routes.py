@@ -14,43 +14,43 @@ from fastapi.responses import JSONResponse, Response
 
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.serve.anthropic_schema import CountRequest, MessagesRequest
-from glm5.serve.engine_thread import Stream
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
+from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.service import Service, cached_tokens, collect, follow
-from glm5.serve.sse import EventResponse, event, unless_gone
+from glm5.serve.samples import Stream
+from glm5.serve.service import Service, cached_tokens, collect, follow, service_of
+from glm5.serve.surfaces.anthropic.schema import CountRequest, MessagesRequest
 
 log = get_logger("serve")
+routes = APIRouter()
 
 
-def router(service: Service) -> APIRouter:
-    """The routes, bound to one service."""
-    routes = APIRouter()
+@routes.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """A message of the assistant, whole or as events."""
+    service = service_of(request)
+    body = await service.read(request, MessagesRequest)
+    service.check_model(body.model)
+    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    answer = Answer(service, body)
+    jobs = [(body, prompt)]
+    stream = await service.begin(request, jobs, [answer.id], field_name="messages")
+    (reply,) = service.replies(jobs, stream, parallel_calls=not body.tool_choice.disable_parallel_tool_use)
+    if body.stream:
+        return EventResponse(answer.events(stream, reply), stream)
+    if not await unless_gone(request, collect(stream, [reply])):
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse(answer.whole(stream, reply))
 
-    @routes.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        body = await service.read(request, MessagesRequest)
-        service.check_model(body.model)
-        prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
-        answer = Answer(service, body)
-        jobs = [(body, prompt)]
-        stream = await service.begin(request, jobs, [answer.id], field_name="messages")
-        (reply,) = service.replies(jobs, stream, parallel_calls=not body.tool_choice.disable_parallel_tool_use)
-        if body.stream:
-            return EventResponse(answer.events(stream, reply), stream)
-        if not await unless_gone(request, collect(stream, [reply])):
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(answer.whole(stream, reply))
 
-    @routes.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> dict[str, int]:
-        body = await service.read(request, CountRequest)
-        service.check_model(body.model)
-        prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
-        return {"input_tokens": len(prompt.ids)}
-
-    return routes
+@routes.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> dict[str, int]:
+    """The number of prompt tokens of a request."""
+    service = service_of(request)
+    body = await service.read(request, CountRequest)
+    service.check_model(body.model)
+    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    return {"input_tokens": len(prompt.ids)}
 
 
 class Answer:

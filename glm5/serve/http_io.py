@@ -1,24 +1,83 @@
-"""Server-sent events; requests end in the engine when the client disconnects."""
+"""Bodies of requests in, JSON and server-sent events out. Work for a client that disconnects is cancelled.
+
+The JSON encoder holds the GIL until it is done, so long answers are encoded in pieces.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+import json
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from glm5.serve.writing import encode
+from glm5.serve.errors import ApiError
+from glm5.serve.options import Limits
 
 if TYPE_CHECKING:  # a router runs without torch
-    from glm5.serve.engine_thread import Stream
+    from glm5.serve.samples import Stream
 
+DRAINED = 8
+"""A body of up to this many times the limit is read to its end and dropped: while it writes, a client cannot read the
+error."""
+PIECE = 64
+"""Entries of an iterator that are encoded at once."""
+encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 GRACE_SECONDS = 10.0
 """A client that has not read its answer so many seconds after the deadline is disconnected."""
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body. The limit applies to the bytes read, whatever Content-Length says."""
+    limit, size, raw = limits.body_bytes, 0, bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= limit:
+                    raw += piece
+                elif size > DRAINED * limit:
+                    break
+    except TimeoutError:
+        text = f"The body did not arrive within {limits.body_seconds:g} seconds."
+        raise ApiError(408, text, code="body_timeout") from None
+    if size > limit:
+        raise ApiError(413, f"The body is larger than {limit:,} bytes.", code="body_too_large")
+    return bytes(raw)
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """`value` as JSON. Iterators in it become lists; their entries are created only when they are written."""
+    if isinstance(value, dict):
+        yield "{"
+        for i, (name, one) in enumerate(value.items()):
+            yield f"{',' if i else ''}{encode(name)}:"
+            yield from json_pieces(one)
+        yield "}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for i, one in enumerate(value):
+            yield "," if i else "["
+            yield from json_pieces(one)
+        yield "]"
+    elif isinstance(value, Iterator):
+        before = "["
+        while some := list(islice(value, PIECE)):
+            yield before + encode(some)[1:-1]
+            before = ","
+        yield "]" if before == "," else "[]"
+    else:
+        yield encode(value)
+
+
+def json_answer(value: Any) -> Response:
+    """A response with `value`. Call it in a thread, not in the event loop."""
+    return Response(b"".join(piece.encode() for piece in json_pieces(value)), media_type="application/json")
 
 
 def event(value: Mapping[str, Any], name: str | None = None) -> str:

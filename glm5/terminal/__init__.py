@@ -1,0 +1,1 @@
+"""A chat in the terminal; the engine runs in the same process."""
