@@ -18,6 +18,8 @@ from glm5.chat.template import function_of
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 _ALL = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 _MAX_SCHEMA_DEPTH = 32
+_MAX_SCHEMA_NODES = 10_000
+"""Schemas, or values of an `enum`, that are read for one argument or one `$ref`. A larger one may be of any type."""
 _MAX_VALUE_DEPTH = 128
 """Deeper values stay text: writing them as JSON later could exhaust the stack."""
 
@@ -59,11 +61,15 @@ class ArgumentType:
 
 
 class ToolSchemas:
-    """The argument types of a set of tools (OpenAI function format). Unknown tools and arguments may be of any type."""
+    """The argument types of a set of tools (OpenAI function format). Unknown tools and arguments may be of any type.
+
+    The samples of a request share one, so each part of a schema is read once.
+    """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._parameters: dict[str, Mapping[str, Any]] = {}
         self._known: dict[tuple[str, str], ArgumentType] = {}
+        self._references: dict[str, dict[str, frozenset[str]]] = {}  # types by `$ref`, per tool
         for tool in tools or ():
             function = function_of(tool) if isinstance(tool, Mapping) else {}
             name, parameters = function.get("name"), function.get("parameters")
@@ -80,42 +86,53 @@ class ToolSchemas:
         known = self._known.get((tool or "", key))
         if known is None:
             options = frozenset(o for o in _options(schema, parameters) if isinstance(o, str))
-            known = ArgumentType(_types(schema, parameters, {}) or _ALL, options)
+            walk = _Walk(parameters, self._references.setdefault(tool or "", {}))
+            known = ArgumentType(walk.types(schema) or _ALL, options)
             self._known[tool or "", key] = known
         return known
 
 
-def _types(schema: Any, root: Mapping[str, Any], seen: dict[str, frozenset[str]], depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows; all of them if it does not say. `seen` holds the references of `root` already
-    followed, so the cost of one schema is bounded by its size."""
-    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
-        return _ALL
-    ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
-    if isinstance(ref, str):
-        if ref not in seen:
-            seen[ref] = frozenset()  # a schema that refers to itself adds nothing
-            seen[ref] = _types(_target(root, ref), root, seen, depth + 1)
-        return seen[ref]
-    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
-    spelled = (name.lower() for name in names if isinstance(name, str))
-    found = frozenset(_ALIASES.get(name, name) for name in spelled) & _ALL
-    if not found and isinstance(enum, list | tuple):
-        found = frozenset().union(*map(_json_types, enum))
-    if not found and "const" in schema:
-        found = _json_types(schema["const"])
-    for word in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(word)
-        if not found and isinstance(branches, list | tuple) and branches:
-            sets = [_types(branch, root, seen, depth + 1) for branch in branches]
-            found = _ALL.intersection(*sets) if word == "allOf" else frozenset().union(*sets)
-    return (found or _ALL) | ({"null"} if schema.get("nullable") is True else frozenset())
+class _Walk:
+    """The JSON types that schemas of one tool allow. `seen` holds the references of `root` already followed."""
+
+    def __init__(self, root: Mapping[str, Any], seen: dict[str, frozenset[str]]) -> None:
+        self._root, self._seen = root, seen
+        self._left = _MAX_SCHEMA_NODES
+
+    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """JSON types that a schema allows; all of them if it does not say, or is too large or too deep."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH or self._left < 0:
+            return _ALL
+        ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
+        if isinstance(ref, str):
+            if ref not in self._seen:
+                self._seen[ref] = frozenset()  # a schema that refers to itself adds nothing
+                # A limit of its own: the result must not depend on which argument is read first.
+                self._seen[ref] = _Walk(self._root, self._seen).types(_target(self._root, ref), depth + 1)
+            return self._seen[ref]
+        names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
+        spelled = (name.lower() for name in names[:_MAX_SCHEMA_NODES] if isinstance(name, str))
+        found = frozenset(_ALIASES.get(name, name) for name in spelled) & _ALL
+        if not found and isinstance(enum, list | tuple):
+            found = frozenset().union(*map(_json_types, enum)) if len(enum) <= _MAX_SCHEMA_NODES else _ALL
+        if not found and "const" in schema:
+            found = _json_types(schema["const"])
+        for word in ("anyOf", "oneOf", "allOf"):
+            branches = schema.get(word)
+            if not found and isinstance(branches, list | tuple) and branches:
+                if len(branches) > self._left:
+                    return _ALL
+                sets = [self.types(branch, depth + 1) for branch in branches]
+                found = _ALL.intersection(*sets) if word == "allOf" else frozenset().union(*sets)
+        return (found or _ALL) | ({"null"} if schema.get("nullable") is True else frozenset())
 
 
 def _options(schema: Any, root: Mapping[str, Any]) -> Sequence[Any]:
     if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
         schema = _target(root, schema["$ref"])
     options = schema.get("enum") if isinstance(schema, Mapping) else None
-    return options if isinstance(options, list | tuple) else ()
+    return options if isinstance(options, list | tuple) and len(options) <= _MAX_SCHEMA_NODES else ()
 
 
 def _target(root: Mapping[str, Any], ref: str) -> Any:

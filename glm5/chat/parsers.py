@@ -108,16 +108,16 @@ def _markers(state: _State, calls: bool, tagged: bool) -> tuple[tuple[str, ...],
 class ChatParser:
     """Incremental parser of one assistant turn. Feed text without the stop token, then call `finish` once.
 
-    `tools` (OpenAI function format) gives the types of arguments. `thinking` says whether the generation prompt opened
-    the think block, see `glm5.chat.template.opens_thinking`. `well_formed` becomes False if the text leaves the
-    grammar, and after `finish` also if the think block or a call was not closed; `unterminated` then says which. With
-    `calls=False`, `<tool_call>` is plain text. With `begun`, think tags are plain text: the prompt already contains the
-    start of the answer, or there is no chat. No input raises an error.
+    `tools` (OpenAI function format, or their `ToolSchemas`) gives the types of arguments. `thinking` says whether the
+    generation prompt opened the think block, see `glm5.chat.template.opens_thinking`. `well_formed` becomes False if
+    the text leaves the grammar, and after `finish` also if the think block or a call was not closed; `unterminated`
+    then says which. With `calls=False`, `<tool_call>` is plain text. With `begun`, think tags are plain text: the
+    prompt already contains the start of the answer, or there is no chat. No input raises an error.
     """
 
     def __init__(
         self,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | ToolSchemas | None = None,
         thinking: bool = True,
         *,
         calls: bool = True,
@@ -126,7 +126,7 @@ class ChatParser:
         self.well_formed = True
         self.unterminated: Literal["thinking", "call"] | None = None
         self._calls = calls
-        self._schemas = ToolSchemas(tools)
+        self._schemas = tools if isinstance(tools, ToolSchemas) else ToolSchemas(tools)
         self._state = _State.REASONING if thinking else _State.CONTENT
         self._tagged = thinking or begun  # whether the think block of this turn was opened or closed
         self._blank = True  # whether only white space has come so far

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
+from glm5.chat.split_pattern import SPLIT, check_split
 from glm5.errors import CheckpointError, ConfigError, TooLongError
 
 if TYPE_CHECKING:
@@ -67,18 +68,10 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEFAULT_TEMPLATE_VERSION = "5.2"
 TEMPLATE_FILE = "chat_template.jinja"
-MAX_PATTERN_CHARS = 1000
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
 _REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *SPECIAL_TOKENS[21:31])
-
-# The split of the Llama-3 / cl100k family: contractions, words with one leading mark, up to three digits, punctuation
-# runs, line ends, spaces.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -167,7 +160,7 @@ class Tokenizer:
         bpe = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
         bpe.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
             ]
         )
@@ -280,7 +273,12 @@ class Tokenizer:
 
     def _bpe_ids(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant does not track offsets; we do not need them.
-        batch = self._bpe.encode_batch_fast([_valid_unicode(text) for text in texts], add_special_tokens=False)
+        try:
+            batch = self._bpe.encode_batch_fast([_valid_unicode(text) for text in texts], add_special_tokens=False)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of the library, and no Exception
+                raise
+            raise TooLongError("A run of white space or of one kind of character is too long to be split.") from None
         return [encoding.ids for encoding in batch]
 
     def bounded(self, ids: int) -> Tokenizer:
@@ -336,23 +334,12 @@ def _checked(data: Any) -> dict[str, Any]:
     steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
     for step in steps:
         if step["type"] == "Split":
-            _check_split(step)
+            check_split(step)
         elif step["type"] not in ("ByteLevel", "Digits") or step.get("add_prefix_space"):
             raise ValueError(f"its pre-tokenizer {step['type']} would change text")
     if not steps or steps[-1]["type"] != "ByteLevel":
         raise ValueError("its pre-tokenizer does not end with ByteLevel")
     return data
-
-
-def _check_split(step: dict[str, Any]) -> None:
-    """Raise ValueError for a pattern that may be hostile. A repeated group can take exponential time, and the library
-    then aborts; no pattern in use has one."""
-    pattern = step["pattern"].get("Regex")
-    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", re.sub(r"\\.", "x", str(pattern)))  # without escapes and classes
-    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS or re.search(r"\)[*+{]", bare):
-        raise ValueError("its pattern for splitting text is too complicated")
-    if step["behavior"] != "Isolated":
-        raise ValueError(f"its pre-tokenizer Split with the behaviour {step['behavior']} would lose text")
 
 
 def _read(file: Path) -> str:

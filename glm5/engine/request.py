@@ -42,6 +42,7 @@ class Request:
     entered: int = 0  # pages entered in the page table
     carried: Tensor | None = None
     coming: int = 0  # tokens being drawn
+    agreed: dict[int, int] = field(default_factory=dict)  # see `agrees`
     started: bool = False
     score: bool = False
     done: bool = False
@@ -59,6 +60,15 @@ class Request:
     def target(self) -> int:
         """How many tokens the model must have read before the next one can be drawn or drafted, or all are scored."""
         return self.length - (self.score or self.carried is not None)
+
+    def agrees(self, other: Request, count: int) -> bool:
+        """Whether the first `count` tokens are those of another request. Compares each token once, for a prompt may
+        wait hundreds of steps for another one: `agreed` holds the tokens in common by request number, -1 if fewer."""
+        known = self.agreed.get(other.number, 0)
+        if 0 <= known < count:
+            known = count if self.tokens[known:count] == other.tokens[known:count] else -1
+            self.agreed[other.number] = known
+        return known >= count
 
     def saw(self, count: int) -> None:
         """The model has read the first `count` tokens; their latents are in the pages."""

@@ -144,7 +144,7 @@ class Scheduler:
             end = at + PAGE
             if other.namespace != request.namespace or end > min(len(other.prompt_ids), request.length):
                 continue
-            if other.tokens[at:end] == request.tokens[at:end] and other.tokens[:at] == request.tokens[:at]:
+            if other.tokens[at:end] == request.tokens[at:end] and request.agrees(other, end):
                 return True
         return False
 

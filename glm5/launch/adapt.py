@@ -27,7 +27,7 @@ from glm5.data.loader import StreamLoader
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard, open_shard
 from glm5.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from glm5.files import atomic_write, publish_dir, recover_dir
+from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
 from glm5.launch.adapt_record import BASELINE, SPARSE, WARMUP, Settings, mean, record_of
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
@@ -44,7 +44,7 @@ POINTS = 8
 
 
 @dataclass
-class _Run:
+class _Shared:
     """State shared by the stages."""
 
     settings: Settings
@@ -102,6 +102,21 @@ def run(
     settings = _settings(str(model_dir), str(data_dir), options, config, echo)
     _check(settings, config)
     folder = out.parent / f"{out.name}-adapt"
+    busy = f"Another process is working on {folder}; wait for it, stop it, or choose another --out."
+    with exclusive(folder, busy):
+        return _run(model_dir, data_dir, out, settings, config, overrides, echo)
+
+
+def _run(
+    model_dir: Path,
+    data_dir: Path,
+    out: Path,
+    settings: Settings,
+    config: GLM5Config,
+    overrides: dict[str, Any],
+    echo: Callable[[str], None],
+) -> dict[str, Any]:
+    folder = out.parent / f"{out.name}-adapt"
     _claim(folder, settings)
     tokenizer = Tokenizer.load(model_dir) if (model_dir / "tokenizer.json").exists() else None
     train, held_out = (open_shard(data_dir, split, tokenizer) for split in ("train", "held_out"))
@@ -113,7 +128,7 @@ def run(
     text = dsa_adapt.held_out_rows(held_out, settings.held_out_length, settings.held_out_tokens)
     names = [WARMUP, SPARSE, *([BASELINE] if settings.baseline else [])]
     with MetricsWriter(folder / "metrics.jsonl") as metrics, PipelineProgress(names) as progress:
-        shared = _Run(settings, folder, tokenizer, loader, text, metrics, progress)
+        shared = _Shared(settings, folder, tokenizer, loader, text, metrics, progress)
         entries = _stages(shared, lambda: GLM5ForCausalLM.from_pretrained(model_dir, **overrides))
     record = record_of(settings, text, entries, folder)
     atomic_write(folder / RECORD, json.dumps(record, indent=1) + "\n")
@@ -202,7 +217,7 @@ def _claim(folder: Path, settings: Settings) -> None:
     atomic_write(path, text)
 
 
-def _stages(run: _Run, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict[str, Any]]:
+def _stages(run: _Shared, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict[str, Any]]:
     """Run the unfinished stages; returns the measurements of each stage."""
     s = run.settings
     dense: list[dict[str, Any]] = []
@@ -240,7 +255,7 @@ def _stages(run: _Run, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict[st
 
 
 def _one(
-    run: _Run,
+    run: _Shared,
     number: int,
     name: str,
     kind: str,
@@ -282,7 +297,7 @@ def _finished(folder: Path) -> dict[str, Any]:
     return entry
 
 
-def _losses(model: GLM5ForCausalLM, run: _Run) -> dict[str, Any]:
+def _losses(model: GLM5ForCausalLM, run: _Shared) -> dict[str, Any]:
     """Mean loss in nats of every held-out row: over all of it, over the tokens with more than index_topk tokens before
     them (`beyond`), and over those with more than four times as many (`far`; empty if rows are no longer)."""
     topk = run.settings.index_topk
@@ -298,7 +313,7 @@ def _publish(model: GLM5ForCausalLM, tokenizer: Tokenizer | None, path: Path) ->
             tokenizer.save(folder)
 
 
-def _results(run: _Run, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _results(run: _Shared, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """`results.json`, the input of reports on any run."""
     stages = [{key: entry[key] for key in ("name", "kind", "numbers")} for entry in entries.values()]
     times = {

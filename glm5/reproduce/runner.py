@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import glm5
 from glm5.reproduce.plan import METRICS, Experiment
 from glm5.reproduce.worker import read_run, run_folder, run_one
 
@@ -89,7 +88,7 @@ def _after(experiment: Experiment, key: Key) -> Key | None:
 def _start(folder: Path, key: Key) -> subprocess.Popen[bytes]:
     own = run_folder(folder, *key)
     own.mkdir(parents=True, exist_ok=True)
-    paths = [str(Path(glm5.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     environment |= dict.fromkeys(THREADS, "1")
     command = [sys.executable, "-m", "glm5.reproduce.worker", str(folder), key[0], str(key[1])]

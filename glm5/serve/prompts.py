@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from glm5.chat.arguments import ToolSchemas
 from glm5.chat.messages import check_tools, function_of, normalise
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import DataError
@@ -29,6 +31,11 @@ class Prompt:
     thinking: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     begun: bool = False
+
+    @functools.cached_property
+    def schemas(self) -> ToolSchemas:
+        """The types of the tools' arguments, for all samples of the request."""
+        return ToolSchemas(self.tools)
 
 
 @dataclass(frozen=True)

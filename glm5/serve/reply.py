@@ -78,7 +78,7 @@ class Reply:
         self._silent = self._stop_ids | hidden
         self._ends_thought = {tokenizer.special["</think>"], tokenizer.special["<tool_call>"]}
         self._thinking = prompt.thinking
-        self._parser = ChatParser(prompt.tools, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
+        self._parser = ChatParser(prompt.schemas, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
         self._most_calls = math.inf if parallel_calls else 1
         self._call_ids: dict[int, str] = {}
         self._drafts = drafts

@@ -26,9 +26,11 @@ from glm5.chat import (
     ToolCallEnd,
     ToolCallStart,
     ToolCallUnterminated,
+    arguments,
     merge_events,
 )
 from glm5.chat import parsers as parsers_module
+from glm5.chat.arguments import ToolSchemas
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {
@@ -338,3 +340,35 @@ def test_reading_a_hostile_value_takes_seconds(unit: str) -> None:
         events, _ = parse([f"</think><tool_call>f<arg_key>a</arg_key><arg_value>{head}{value}</arg_value>"], True)
         assert isinstance(events[-1], ToolCallUnterminated) and set(events[-1].arguments) == {"a"}
     assert time.process_time() - began < 6
+
+
+def test_a_schema_is_walked_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools are part of a request, so their schemas may be as large as a body; keys and samples may be many."""
+    walked, real = 0, arguments._json_types
+
+    def counted(value: Any) -> frozenset[str]:
+        nonlocal walked
+        walked += 1
+        return real(value)
+
+    class Branch(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            nonlocal walked
+            walked += key == "$ref"
+            return super().get(key, default)
+
+    monkeypatch.setattr(arguments, "_json_types", counted)
+    many = {"anyOf": [Branch(type="integer")] * 9000}
+    parameters = {
+        "properties": {f"k{i}": {"$ref": "#/$defs/many"} for i in range(50)}
+        | {"large": {"anyOf": [Branch(type="integer")] * 20_000}, "enum": {"enum": [1] * 20_000}},
+        "$defs": {"many": many},
+    }
+    schemas = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    for _ in range(3):
+        parser = ChatParser(schemas, thinking=False)
+        for key in ("large", "enum", *(f"k{i}" for i in range(50))):
+            parser.feed(f"<tool_call>f<arg_key>{key}</arg_key><arg_value>2</arg_value></tool_call>")
+    assert walked < 12_000
+    assert schemas.type_of("f", "k7").types == {"integer"}
+    assert len(schemas.type_of("f", "large").types) == len(schemas.type_of("f", "enum").types) == 7

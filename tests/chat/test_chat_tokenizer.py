@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer
+from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer, split_pattern
 from glm5.chat import tokenizer as tokenizer_module
-from glm5.errors import CheckpointError, ConfigError
+from glm5.chat.split_pattern import check_split
+from glm5.errors import CheckpointError, ConfigError, TooLongError
 
 TEXTS = ["the cat sat on the mat, the end.\n" * 4, "def f(x):\n    return x + 12345\n", "naïve 语言模型 🙂"]
 TRAINED = Tokenizer.train(TEXTS, 340)
@@ -130,6 +131,8 @@ def split_by(pattern: object, behavior: str = "Isolated") -> dict[str, object]:
         (altered(pre_tokenizer=split_by({"Regex": r"[)](?:[x\]]|b)*"})), "too complicated"),
         (altered(pre_tokenizer=split_by({"Regex": "a" * 1001})), "too complicated"),
         (altered(pre_tokenizer=split_by({"String": "a"})), "too complicated"),
+        (altered(pre_tokenizer=split_by({"Regex": r"\s*\s*\s*\s*x|."})), "takes too long for repeated characters"),
+        (altered(pre_tokenizer=split_by({"Regex": "("})), "takes too long for repeated characters"),
         (altered(pre_tokenizer=split_by({"Regex": "a"}, "Removed")), "would lose text"),
         (altered(pre_tokenizer={"type": "Whitespace"}), "Whitespace would change text"),
         (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": []}), "ByteLevel"),
@@ -221,3 +224,17 @@ def test_damaged_files_give_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 1000)
     with pytest.raises(CheckpointError, match="1,000"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_run_that_the_library_cannot_split_is_too_long() -> None:
+    """The library gives up with a panic, which is no Exception and would end a server or a run."""
+    with pytest.raises(TooLongError, match="too long to be split"):
+        Tokenizer.byte_level().encode(" " * 12_000_000)
+
+
+def test_patterns_of_other_models_are_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    check_split({"pattern": {"Regex": gpt2}, "behavior": "Isolated"})
+    monkeypatch.setattr(split_pattern, "CPU_SECONDS", 2)
+    with pytest.raises(ValueError, match="takes too long"):  # quadratic
+        check_split({"pattern": {"Regex": r"\s*x|.| "}, "behavior": "Isolated"})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import PAGE
+from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.errors import EngineError
 from glm5.records import SamplingParams
@@ -343,3 +344,25 @@ def test_pause_resume_abort_all_and_numbers(small: Any) -> None:
     assert [r.completion.finish_reason for r in requests] == ["abort"] * 3
     assert [len(r.completion.token_ids) for r in requests] == [2, 2, 0]
     at_rest(engine)
+
+
+def test_waiting_for_a_neighbour_compares_each_token_once() -> None:
+    """128 samples of a long prompt wait for the first one over hundreds of steps."""
+    compared = 0
+
+    class Tokens(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal compared
+            compared += len(range(len(self))[at]) if isinstance(at, slice) else 0
+            return super().__getitem__(at)
+
+    def request(number: int, tokens: list[int]) -> Request:
+        made = Request([1], PARAMS, 0, frozenset(), SamplerState(PARAMS, 0, vocab_size=40), number=number)
+        made.tokens = Tokens(tokens)
+        return made
+
+    prompt = ids(0, 20_000)
+    first, second, other = request(0, prompt), request(1, prompt), request(2, [39 - prompt[0], *prompt[1:]])
+    for count in range(PAGE, 20_000, PAGE):
+        assert second.agrees(first, count) and not other.agrees(first, count)
+    assert second.agrees(first, PAGE) and compared <= 2 * 20_000 + 2 * PAGE

@@ -15,7 +15,8 @@ import torch
 from glm5.data.loader import StreamLoader
 from glm5.data.shards import build_shards, open_shard
 from glm5.data.sources import Document
-from glm5.errors import ConfigError, DataError
+from glm5.errors import CheckpointError, ConfigError, DataError
+from glm5.files import exclusive
 from glm5.launch import adapt
 from glm5.launch.adapt import Options
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -186,6 +187,14 @@ def test_a_finished_run_is_not_run_again(adapted: Adapted, tmp_path: Path, inter
     with interrupt_at(loop.Trainer, "step"):
         assert run(adapted.model, adapted.data, tmp_path / "sparse", QUICK) == adapted.record
     assert same(weights(tmp_path / "sparse"), weights(adapted.out))
+
+
+def test_a_run_belongs_to_one_process(adapted: Adapted) -> None:
+    with (
+        exclusive(adapted.run, "taken"),
+        pytest.raises(CheckpointError, match=r"Another process is working on .*sparse-adapt; wait"),
+    ):
+        run(adapted.model, adapted.data, adapted.out, QUICK)
 
 
 def test_other_settings_need_another_folder(adapted: Adapted) -> None:

@@ -162,17 +162,20 @@ class Events:
     """Splits a stream of server-sent events at event boundaries."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._held: list[bytes] = []  # pieces of an event that is not complete; joined once, whatever its length
         self._last = b""
 
     def feed(self, piece: bytes) -> bytes:
         """All complete events that have not been returned before."""
-        self._rest += piece
-        end = self._rest.rfind(b"\n\n")
-        if end < 0:
+        before = self._held[-1][-1:] if self._held else b""
+        end = (before + piece).rfind(b"\n\n") + 2 - len(before)
+        if end < 2 - len(before):  # not found
+            if piece:
+                self._held.append(piece)
             return b""
-        whole, self._rest = self._rest[: end + 2], self._rest[end + 2 :]
-        self._last = whole[:end].rpartition(b"\n\n")[2]
+        whole = b"".join([*self._held, piece[:end]])
+        self._held = [piece[end:]] if piece[end:] else []
+        self._last = whole[:-2].rpartition(b"\n\n")[2]
         return whole
 
     @property

@@ -234,6 +234,23 @@ def test_events_leave_whole() -> None:
         assert b"".join(out) == text
 
 
+def test_a_long_event_is_searched_and_joined_once() -> None:
+    """What is held is not touched until its end comes: the work does not grow with the square of the length."""
+    events, searched = Events(), 0
+
+    class Piece(bytes):
+        def __radd__(self, other: bytes) -> bytes:
+            nonlocal searched
+            searched += len(other) + len(self)
+            return bytes(other) + bytes(self)
+
+    pieces = [Piece(b"a" * 100) for _ in range(200)]
+    assert [events.feed(piece) for piece in pieces] == [b""] * 200
+    assert searched <= 200 * 102 and len(events._held) == 200
+    assert events.feed(b"\n") == b"" and events.feed(b"\ndata: [DONE]\n\nx") == b"a" * 20_000 + b"\n\ndata: [DONE]\n\n"
+    assert events.complete and events.feed(b"y\n\n") == b"xy\n\n" and not events.complete
+
+
 def test_requests_wait_for_a_worker_and_not_for_ever() -> None:
     played = Played(says("fine"))
     played.client.post("/workers/0/drain")
