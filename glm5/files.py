@@ -97,6 +97,8 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
                 f"Another process is writing {path}; wait for it, or choose another folder."
             ) from None
         held = _lock(aside)
+        if not aside.exists():  # it looked abandoned to another process in the moment before it was locked
+            raise CheckpointError(f"Another process is writing {path}; wait for it, or choose another folder.")
         try:
             yield aside
             write_manifest(aside)

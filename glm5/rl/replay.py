@@ -29,9 +29,9 @@ from glm5.errors import DataError
 from glm5.records import Outcome, Trajectory, Turn
 
 FILE = "rollouts.jsonl"
-MAX_TOKENS = 1 << 24
-"""Tokens that the contexts and outputs of one trajectory may have together when a file is read: a short line can share
-a long beginning among any number of turns."""
+MAX_TOKENS, TOKENS_PER_BYTE = 1 << 15, 32
+"""Tokens that the contexts and outputs of one trajectory may have together when a file is read: so many, and so many
+per byte of its line. A short line can share a long beginning among any number of turns; a hundred turns need some 8."""
 
 
 def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str = "", step: int = 1) -> None:
@@ -77,7 +77,7 @@ def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Traje
         expected = {batch[-1][0], batch[-1][0] + 1} if batch else {0}
         if index != len(batch) or slot not in expected:
             raise DataError(f"{where}: trajectory {index} (group {slot}) does not follow; lines are missing or moved.")
-        batch.append((slot, _trajectory(row, where)))
+        batch.append((slot, _trajectory(row, where, len(raw))))
         if len(batch) == own[2]:
             groups: list[list[Trajectory]] = [[] for _ in range(slot + 1)]
             for place, trajectory in batch:
@@ -190,12 +190,13 @@ def _incomplete(where: str, batch: Sequence[object], key: tuple[str, int, int] |
     return DataError(f'{where}: the batch of step {step} of "{stage}" ends after {len(batch)} of {count} trajectories.')
 
 
-def _trajectory(row: Mapping[str, Any], where: str) -> Trajectory:
+def _trajectory(row: Mapping[str, Any], where: str, size: int) -> Trajectory:
+    """The trajectory of a line of `size` bytes."""
     outcome, detail = _text(row, "outcome", where), _typed(row, "detail", dict, where)
     if outcome not in list(Outcome):
         raise DataError(f'{where}: "{outcome}" is no outcome ({", ".join(Outcome)}).')
     turns: list[Turn] = []
-    left = MAX_TOKENS
+    left = MAX_TOKENS + TOKENS_PER_BYTE * size
     for item in _typed(row, "turns", list, where):
         if not isinstance(item, dict):
             raise DataError(f"{where}: a turn is not an object.")
@@ -221,7 +222,7 @@ def _turn(item: Mapping[str, Any], last: Turn | None, where: str, left: int) -> 
         raise DataError(f"{where}: a turn shares {shared} tokens with the {len(before)} before it.")
     given, output = _ids(item, "given", where), _ids(item, "output", where)
     if shared + len(given) + len(output) > left:
-        raise DataError(f"{where}: the turns of the trajectory have more than {MAX_TOKENS:,} tokens together.")
+        raise DataError(f"{where}: the turns have far more tokens together than the line; they share too much.")
     logprobs = tuple(_number(value, "logprobs", where) for value in _typed(item, "logprobs", list, where))
     versions = _ids(item, "versions", where)
     if not len(output) == len(logprobs) == len(versions):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,17 @@ def test_turns_that_share_a_long_beginning_have_a_bound(tmp_path: Path, monkeypa
     """The sample has ten tokens, of which the second turn shares four with the first."""
     file = tmp_path / replay.FILE
     replay.write([[trajectory()]], file)
+    monkeypatch.setattr(replay, "TOKENS_PER_BYTE", 0)
     monkeypatch.setattr(replay, "MAX_TOKENS", 10)
     assert len(replay.read(file)[0]) == 1
     monkeypatch.setattr(replay, "MAX_TOKENS", 9)
-    with pytest.raises(DataError, match="line 1: the turns of the trajectory have more than 9 tokens together"):
+    with pytest.raises(DataError, match="line 1: the turns have far more tokens together than the line"):
         replay.read(file)
+    monkeypatch.undo()
+    turns = [Turn(tuple(range(3000 + 20 * i)), (1,) * 20, (-1.0,) * 20, (0,) * 20, "stop") for i in range(100)]
+    honest = replace(trajectory(), turns=turns)
+    replay.write([[honest]], tmp_path / "honest.jsonl")
+    assert replay.read(tmp_path / "honest.jsonl") == [[honest]]
 
 
 # ----------------------------------------------------------------------------------------------------- records
