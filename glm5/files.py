@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,18 @@ from pathlib import Path
 from glm5.errors import CheckpointError, Glm5Error
 
 MANIFEST = "manifest.json"
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes. Raises OSError, also for a larger one and for a pipe or a device, which
+    could be endless or never answer: a folder from elsewhere may hold or link to one."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a file")
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        raw = file.read(limit + 1)
+    if len(raw) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes")
+    return raw
 
 
 def sha256_file(path: Path) -> str:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, Glm5Error
 from glm5.files import (
     MANIFEST,
     atomic_write,
@@ -330,3 +330,32 @@ def test_two_writers_of_one_folder_lose_nothing(tmp_path: Path) -> None:
     assert version_of(path) == 2 and verify_manifest(path)
     publish(path, 4)
     assert version_of(path) == 4 and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a large file"])
+def test_side_files_of_a_checkpoint_are_files(kind: str, name: str, tmp_path: Path) -> None:
+    """A pipe would never answer, and a device never end: a server that updates its weights would be stuck."""
+    from glm5.chat import Tokenizer
+    from glm5.config.model import GLM5Config
+    from glm5.serve.app import load_defaults
+
+    Tokenizer.byte_level().save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GLM5Config.preset("nano").to_dict()), encoding="utf-8")
+    file = tmp_path / name
+    file.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 40)
+    with pytest.raises(Glm5Error, match=r"it is not a file|it has more than [0-9,]+ bytes"):
+        GLM5Config.load(tmp_path)
+        if name == "chat_template.jinja":
+            (tmp_path / "tokenizer_config.json").unlink()
+        Tokenizer.load(tmp_path)
+        load_defaults(tmp_path)

@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from glm5.chat.split_pattern import SPLIT, check_split
 from glm5.errors import CheckpointError, ConfigError, TooLongError
+from glm5.files import read_small
 
 if TYPE_CHECKING:
     from glm5.chat.formats import ChatFormat
@@ -344,10 +345,7 @@ def _checked(data: Any) -> dict[str, Any]:
 
 def _read(file: Path) -> str:
     try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{file} has {size:,} bytes; a tokenizer file may have at most {MAX_FILE_BYTES:,}.")
-        return file.read_bytes().decode()
+        return read_small(file, MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {file}: {_reason(error)}; a checkpoint needs this file.") from error
 

@@ -22,6 +22,7 @@ import pydantic
 from glm5.config.toml_reader import MAX_BYTES, parse_toml
 from glm5.config.toml_writer import toml_value, write_toml
 from glm5.errors import ConfigError, UsageError, nearest
+from glm5.files import read_small
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 Layer = tuple[str, Mapping[str, Any]]  # (origin of the values, for messages; the values)
@@ -95,12 +96,7 @@ def _read_layers(path: Path) -> list[Layer]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        if not path.is_file() and path.exists():
-            raise ConfigError(f"The recipe {path} cannot be read: it is not a file.")
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise ConfigError(f"{path} is too large; a recipe has at most {MAX_BYTES} bytes.")
+        raw = read_small(path, MAX_BYTES)
         text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"There is no recipe {path}. Recipes that come with glm5 lie in recipes/.") from None

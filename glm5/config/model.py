@@ -45,6 +45,7 @@ from glm5.config.keys import (
 )
 from glm5.config.presets import PRESETS, SEARCHED_PATTERN
 from glm5.errors import ConfigError, nearest
+from glm5.files import read_small
 
 
 class GLM5Config(BaseModel):
@@ -337,9 +338,7 @@ class GLM5Config(BaseModel):
         """Read `directory/config.json`."""
         path = Path(directory) / "config.json"
         try:
-            if path.stat().st_size > 4 << 20:
-                raise ConfigError(f"{path} is larger than 4 MiB; this is not a model configuration.")
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = json.loads(read_small(path, _MAX_FILE_BYTES).decode("utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{path} does not exist; name a checkpoint directory that holds config.json.") from None
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -380,6 +379,7 @@ class GLM5Config(BaseModel):
         return values
 
 
+_MAX_FILE_BYTES = 4 << 20
 _PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _NULLABLE = ("index_topk", "pad_token_id", "index_topk_pattern")
 

@@ -19,6 +19,7 @@ from fastapi.responses import PlainTextResponse, Response
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, Glm5Error
+from glm5.files import read_small
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.serve.access import KEY_ALONE, Access, add_guard, hosts_answered
@@ -100,18 +101,21 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         return PlainTextResponse(service.metrics.text(await service.numbers()), media_type=CONTENT_TYPE)
 
 
+_MAX_DEFAULTS_BYTES = 1 << 20
+
+
 def load_defaults(directory: Path) -> SamplingParams:
     """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError if a value is not valid."""
     path = directory / "generation_config.json"
     if not path.exists():
         return SamplingParams()
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_small(path, _MAX_DEFAULTS_BYTES))
         found: dict[str, Any] = {key: raw[key] for key in ("temperature", "top_p", "top_k") if raw.get(key) is not None}
         if raw.get("do_sample") is False:
             found["temperature"] = 0.0
         checked = Sampling.model_validate(found)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be used: {str(error).splitlines()[0]}. Repair or delete it.") from None
     return SamplingParams(**checked.model_dump(include=set(found)))
 

@@ -244,7 +244,7 @@ CONFIG_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda p: (p / "config.json").write_text("{"), "is not valid JSON"),
     "config is a list": (lambda p: (p / "config.json").write_text("[]"), "must hold one JSON object"),
     "config is nested deeply": (lambda p: (p / "config.json").write_text("[" * 100_000), "is not valid JSON"),
-    "config is huge": (lambda p: (p / "config.json").write_text(" " * (5 << 20)), "larger than 4 MiB"),
+    "config is huge": (lambda p: (p / "config.json").write_text(" " * (5 << 20)), "has more than 4,194,304 bytes"),
     "foreign architecture": (lambda p: change_config(p, model_type="llama"), 'model_type "llama" is not glm_moe_dsa'),
     "unknown key": (
         lambda p: change_config(p, moe_intermediate_siez=5),
