@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
+from glm5.config.by_kind import ByKind
 from glm5.config.toml_writer import toml_value, write_toml
 from glm5.errors import ConfigError, UsageError, nearest
 
@@ -321,8 +322,10 @@ def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str]
     holders: list[type[pydantic.BaseModel]] = []
     at_union = False
     for part in loc:
-        members = [member for candidate in candidates for member in _members(candidate)]
-        if len(members) > 1 and not at_union:
+        by_kind = [meta for candidate in candidates for meta in _by_kind(candidate)]
+        members = [m for meta in by_kind for m in meta.schemas_of(data)]
+        members = members or [m for candidate in candidates for m in _members(candidate)]
+        if len(members) > 1 and not at_union and not by_kind:
             narrowed = [m for m in members if _is_tag(m, part)]
             candidates, at_union = narrowed or members, True
             continue
@@ -332,6 +335,10 @@ def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str]
         data = _child(data, part)
         candidates = [child for member in members for child in _child_types(member, part)]
     return path, holders
+
+
+def _by_kind(annotation: Any) -> list[ByKind]:
+    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, ByKind)]
 
 
 def _members(annotation: Any) -> Iterator[Any]:

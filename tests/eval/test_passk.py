@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig
 from glm5.errors import ConfigError, GradingError
 from glm5.eval import harness
 from glm5.eval.harness import evaluate, play_skill
