@@ -45,5 +45,7 @@ class EvalConfig(Frozen):
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
         if self.samples and max(self.ks, default=1) > self.samples:
-            raise ValueError(f"pass@{max(self.ks)} needs at least as many samples a problem, not {self.samples}")
+            raise ValueError(
+                f"pass@{max(self.ks)} needs at least {max(self.ks)} `samples` per problem, not {self.samples}"
+            )
         return self

@@ -64,7 +64,7 @@ def dump_recipe(model: pydantic.BaseModel) -> str:
     if write_toml(_plain(again)) != text:
         raise ConfigError(
             f"{type(model).__name__} cannot be saved: some values change when they are read back. A field that "
-            "is None needs None as its default, for TOML has no null."
+            "is None needs None as its default, because TOML has no null."
         )
     return text
 
@@ -85,7 +85,9 @@ def _read_layers(path: Path) -> list[Layer]:
         resolved = path.resolve()
         if resolved in chain:
             names = " > ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
-            raise ConfigError(f"{chain[-1]}: `extends` runs in a circle ({names}). Remove one of them.")
+            raise ConfigError(
+                f"{chain[-1]}: the recipes extend each other in a circle ({names}); remove one `extends`."
+            )
         chain.append(resolved)
         data = _read_toml(path)
         base = data.pop("extends", None)
@@ -107,12 +109,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} is too large; a recipe has at most {_MAX_BYTES} bytes.")
         text = raw.decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"There is no recipe {path}. Recipes that come with glm5 lie in recipes/.") from None
+        raise ConfigError(f"The recipe {path} does not exist. The recipes of glm5 are in recipes/.") from None
     except OSError as error:
         raise ConfigError(f"The recipe {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: a recipe is UTF-8 text, and this is not.") from None
+        raise ConfigError(f"{path}, line {line}: not valid UTF-8.") from None
     if _LONG_KEY.search(text):  # it would take memory by the square of its parts
         raise ConfigError(f"{path}: a key has more than {_MOST_PARTS} parts.")
     try:
@@ -154,7 +156,7 @@ def _by_name(tables: list[dict[str, Any]], where: str, at: str) -> dict[str, dic
     for table in tables:
         if table["name"] in found:
             raise ConfigError(
-                f'{where}: {at} holds two tables named "{table["name"]}"; names must differ to be merged.'
+                f'{where}: {at} contains two tables named "{table["name"]}"; names must differ to be merged.'
             )
         found[table["name"]] = table
     return found
@@ -219,7 +221,7 @@ def _parse_value(text: str) -> Any:
 def _list_index(items: list[Any], part: str, where: str, at: str) -> int:
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if names.count(part) > 1:
-        raise UsageError(f'{where}: {at} holds {names.count(part)} tables named "{part}"; use an index.')
+        raise UsageError(f'{where}: {at} contains {names.count(part)} tables named "{part}"; use an index.')
     if part in names:
         return names.index(part)
     if part.isdecimal() and int(part) < len(items):

@@ -56,7 +56,9 @@ class Stage(Frozen):
     @classmethod
     def _is_a_folder_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(f"{name!r} also names a folder, so it is made of letters, digits, dots, - and _")
+            raise ValueError(
+                f"a stage name is also a folder name, so {name!r} may have only letters, digits, dots, - and _"
+            )
         return name
 
 
@@ -153,11 +155,13 @@ class SftStage(GradientStage):
     def _shares_name_all(self) -> Self:
         if isinstance(self.data, dict):
             if bad := [name for name, share in self.data.items() if share <= 0]:
-                raise ValueError(f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}, not above 0")
+                raise ValueError(
+                    f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}; it must be above 0"
+                )
             if bool(self.families) != ("families" in self.data):
                 raise ValueError(
-                    f"{self.name}: `data` is a table of shares, so the demonstrations of `families` need one too, "
-                    "under the name families, and only where there are any"
+                    f"{self.name}: `data` is a table of shares; add the key `families`, the share of the "
+                    "demonstrations, if and only if the stage has `families`"
                 )
         return self
 
@@ -400,16 +404,18 @@ def _check_families(stage: Stage) -> None:
     if isinstance(stage, PolicyStage) and not families:
         raise ValueError(f"{stage.name} has no families, so there is nothing to roll out; list at least one")
     if families and not any(family.weight for family in families):
-        raise ValueError(f"{stage.name}: all weights of families are 0, so nothing is drawn; give one a weight")
+        raise ValueError(f"{stage.name}: all weights of families are 0, so no problem can be drawn; set one above 0")
     learned = isinstance(stage, GeneralStage) and stage.reward_model.kind == "learned"
     if learned and all(family.name != "general" for family in families):
         raise ValueError(f'{stage.name} needs the family "general", which its reward model is trained on')
     for family in families:
         if family.difficulty is not None and not isinstance(stage, PolicyStage):
-            raise ValueError(f"{stage.name} has no rollouts, so {family.name} can have no difficulty there; remove it")
+            raise ValueError(
+                f"{stage.name} has no rollouts to measure difficulty; remove `difficulty` from {family.name}"
+            )
         if family.teacher is not None and not isinstance(stage, DistillStage):
             raise ValueError(
-                f'{stage.name} is not of kind "distill", so {family.name} can have no teacher there; remove it'
+                f'only stages of kind "distill" have teachers; remove `teacher` from {family.name} in {stage.name}'
             )
 
 

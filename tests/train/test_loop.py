@@ -136,7 +136,7 @@ def test_a_non_finite_step_is_skipped_and_counted(
     assert rows[2]["grad_norm"] is None and rows[3]["grad_norm"] > 0
     name = "loss" if bad == "loss" else "lm_head.weight"
     assert [row.get(f"non_finite/{name}") for row in rows] == [None, None, 1, None, 1, None]
-    assert f"stage: step 3 is skipped, for something is not finite: the {bad}" in caplog.text
+    assert f"stage: step 3 is skipped because of a non-finite value: the {bad}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])

@@ -149,7 +149,7 @@ def test_the_report_of_a_step(
     assert [row.get(f"non_finite/{culprit}") for row in rows] == [None, None, 1, None]
     sort = "output" if where == "forward" else "gradient"
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"stage: step 3 is skipped, for something is not finite: the {sort} of {culprit}."
+        f"stage: step 3 is skipped because of a non-finite value: the {sort} of {culprit}."
     ]
     assert bad_weight(model) is None
 

@@ -118,8 +118,8 @@ class Distillation(Algorithm):
             own = [row for row in rows if row.teacher == name]
             if name not in self.teachers:
                 raise ConfigError(
-                    f'{self.stage.name}: a prompt of the domain "{own[0].domain}" is tagged with the teacher "{name}", '
-                    f"but there is none of this name (there is: {', '.join(self.teachers) or 'none'})."
+                    f'{self.stage.name}: a prompt of the domain "{own[0].domain}" has the teacher "{name}", which this '
+                    f"stage does not have; its teachers are: {', '.join(self.teachers) or 'none'}."
                 )
             for row, scores in zip(own, self.teachers[name].score(own, self.stage.temperature), strict=True):
                 values = iter(scores)
