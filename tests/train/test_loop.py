@@ -48,7 +48,7 @@ def optim(steps: int = 7, save_every: int = 2, kind: str = "muon", **options: An
 
 
 def config(micro_rows: int | None = None, dtype: str = "float32", **options: Any) -> GradientStage:
-    return GradientStage(name="stage", optim=optim(**options), micro_rows=micro_rows, dtype=dtype)  # type: ignore[arg-type]
+    return GradientStage(kind="pretrain", name="stage", optim=optim(**options), micro_rows=micro_rows, dtype=dtype)  # type: ignore[arg-type]
 
 
 def numbers_of(path: Path) -> list[dict[str, Any]]:
