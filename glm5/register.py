@@ -11,7 +11,7 @@ Recipes, checkpoints and datasets contain only names: they cannot make this pack
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ class Register(MutableMapping[str, type[T]]):
     def __init__(self, group: str, kind: str, base: type, entries: Mapping[str, type[T]]) -> None:
         self._group, self._kind, self._base = group, kind, base
         self._entries: dict[str, type[T]] = {}
+        self._unique: set[str] = set()  # names that are known to be no other package's
         for name, entry in entries.items():
             self.add(name, entry)
 
@@ -35,27 +36,49 @@ class Register(MutableMapping[str, type[T]]):
             raise ConfigError(f'there is already a {self._kind} named "{name}"; choose another name.')
         self[name] = entry
 
+    def make(self, name: str, call: Callable[[type[T]], T], options: Mapping[str, Any]) -> T:
+        """`call(class of this name)`. Raises ConfigError if the class refuses the recipe's `options`."""
+        entry = self[name]
+        try:
+            return call(entry)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            given = ", ".join(options) or "none"
+            raise ConfigError(f'{self._kind} "{name}": {error}; options given: {given}.') from error
+
     def __setitem__(self, name: str, entry: type[T]) -> None:
         if not (isinstance(entry, type) and issubclass(entry, self._base)):
             raise ConfigError(f'the {self._kind} "{name}" must be a subclass of glm5\'s {self._base.__qualname__}.')
+        if missing := sorted(getattr(entry, "__abstractmethods__", ())):
+            raise ConfigError(f'the {self._kind} "{name}" ({_path(entry)}) must define {", ".join(missing)}.')
         self._entries[name] = entry
+        self._unique.discard(name)
 
     def __getitem__(self, name: str) -> type[T]:
-        """The class of this name; imports an entry point only now. Raises ConfigError if there is none."""
-        if name not in self._entries:
-            found = list(entry_points(group=self._group, name=name))
-            if not found:
-                known = sorted(self)
-                raise ConfigError(
-                    f'unknown {self._kind} "{name}"{nearest(name, known)}; choose one of {", ".join(known)}.'
-                )
-            try:
-                entry = found[0].load()
-            except Exception as error:
-                text = f'the {self._kind} "{name}" ({found[0].value}) cannot be imported: {error}.'
-                raise ConfigError(text) from error
-            self[name] = entry
+        """The class of this name; imports an entry point only now. Raises ConfigError if there is none, or several."""
+        if name not in self._unique:
+            self._find(name)
+            self._unique.add(name)
         return self._entries[name]
+
+    def _find(self, name: str) -> None:
+        own = [_path(self._entries[name])] if name in self._entries else []
+        found = {point.value: point for point in entry_points(group=self._group, name=name)}
+        paths = list(dict.fromkeys([*own, *found]))
+        if not paths:
+            known = sorted(self)
+            raise ConfigError(f'unknown {self._kind} "{name}"{nearest(name, known)}; choose one of {", ".join(known)}.')
+        if len(paths) > 1:
+            text = f'there is more than one {self._kind} named "{name}" ({", ".join(paths)})'
+            raise ConfigError(f"{text}; rename or uninstall the others.")
+        if own:
+            return
+        try:
+            entry = found[paths[0]].load()
+        except Exception as error:
+            raise ConfigError(f'the {self._kind} "{name}" ({paths[0]}) cannot be imported: {error}.') from error
+        self[name] = entry
 
     def get(self, name: str, default: Any = None) -> Any:
         """The class of this name, or `default` if there is none."""
@@ -73,3 +96,8 @@ class Register(MutableMapping[str, type[T]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _path(entry: type) -> str:
+    """A class as an entry point names it."""
+    return f"{entry.__module__}:{entry.__qualname__}"

@@ -44,11 +44,11 @@ LEVELS = {
     "ops": 3,
     "config": 2,
     "records": 2,
-    "register": 2,
     "seeds": 2,
     "stats": 2,
     "obs": 2,
     "files": 1,
+    "register": 1,
     "errors": 0,
     "process": 0,
 }

@@ -196,7 +196,8 @@ def evaluate(
 ) -> None:
     """Score a skill on held-out problems, with its 95 % interval."""
     from glm5.chat import Tokenizer
-    from glm5.config.recipe import EvalConfig, FamilyConfig
+    from glm5.config.evaluation import EvalConfig
+    from glm5.config.families import FamilyConfig
     from glm5.eval.harness import play_skill, score
     from glm5.model.glm5 import GLM5ForCausalLM
     from glm5.records import Outcome

@@ -42,7 +42,6 @@ class DataOptions(Frozen):
         total = self.needle_share + self.recall_share + self.interleave_share + self.negatives_share
         if total > 1 + 1e-9:
             raise ValueError(
-                f"needle_share + recall_share + interleave_share + negatives_share is {total:g}; shares of rows add up "
-                "to at most 1"
+                f"needle_share + recall_share + interleave_share + negatives_share is {total:g}; it must be at most 1"
             )
         return self

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
+from glm5.config.by_kind import ByKind
 from glm5.config.toml_reader import MAX_BYTES, parse_toml
 from glm5.config.toml_writer import toml_value, write_toml
 from glm5.errors import ConfigError, UsageError, nearest
@@ -61,7 +62,7 @@ def dump_recipe(model: pydantic.BaseModel) -> str:
     if write_toml(_plain(again)) != text:
         raise ConfigError(
             f"{type(model).__name__} cannot be saved: some values change when they are read back. A field that "
-            "is None needs None as its default, for TOML has no null."
+            "is None needs None as its default, because TOML has no null."
         )
     return text
 
@@ -82,7 +83,9 @@ def _read_layers(path: Path) -> list[Layer]:
         resolved = path.resolve()
         if resolved in chain:
             names = " > ".join(str(p) for p in [*chain[chain.index(resolved) :], resolved])
-            raise ConfigError(f"{chain[-1]}: `extends` runs in a circle ({names}). Remove one of them.")
+            raise ConfigError(
+                f"{chain[-1]}: the recipes extend each other in a circle ({names}); remove one `extends`."
+            )
         chain.append(resolved)
         data = _read_toml(path)
         base = data.pop("extends", None)
@@ -99,12 +102,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raw = read_small(path, MAX_BYTES)
         text = raw.decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"There is no recipe {path}. Recipes that come with glm5 lie in recipes/.") from None
+        raise ConfigError(f"The recipe {path} does not exist. The recipes of glm5 are in recipes/.") from None
     except OSError as error:
         raise ConfigError(f"The recipe {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: a recipe is UTF-8 text, and this is not.") from None
+        raise ConfigError(f"{path}, line {line}: not valid UTF-8.") from None
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -146,7 +149,7 @@ def _by_name(tables: list[dict[str, Any]], where: str, at: str) -> dict[str, dic
     for table in tables:
         if table["name"] in found:
             raise ConfigError(
-                f'{where}: {at} holds two tables named "{table["name"]}"; names must differ to be merged.'
+                f'{where}: {at} contains two tables named "{table["name"]}"; names must differ to be merged.'
             )
         found[table["name"]] = table
     return found
@@ -211,7 +214,7 @@ def _parse_value(text: str) -> Any:
 def _list_index(items: list[Any], part: str, where: str, at: str) -> int:
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if names.count(part) > 1:
-        raise UsageError(f'{where}: {at} holds {names.count(part)} tables named "{part}"; use an index.')
+        raise UsageError(f'{where}: {at} contains {names.count(part)} tables named "{part}"; use an index.')
     if part in names:
         return names.index(part)
     if part.isdecimal() and int(part) < len(items):
@@ -314,8 +317,10 @@ def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str]
     holders: list[type[pydantic.BaseModel]] = []
     at_union = False
     for part in loc:
-        members = [member for candidate in candidates for member in _members(candidate)]
-        if len(members) > 1 and not at_union:
+        by_kind = [meta for candidate in candidates for meta in _by_kind(candidate)]
+        members = [m for meta in by_kind for m in meta.schemas_of(data)]
+        members = members or [m for candidate in candidates for m in _members(candidate)]
+        if len(members) > 1 and not at_union and not by_kind:
             narrowed = [m for m in members if _is_tag(m, part)]
             candidates, at_union = narrowed or members, True
             continue
@@ -325,6 +330,10 @@ def _locate(loc: Sequence[int | str], data: Any, schema: Any) -> tuple[list[str]
         data = _child(data, part)
         candidates = [child for member in members for child in _child_types(member, part)]
     return path, holders
+
+
+def _by_kind(annotation: Any) -> list[ByKind]:
+    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, ByKind)]
 
 
 def _members(annotation: Any) -> Iterator[Any]:

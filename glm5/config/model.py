@@ -145,7 +145,7 @@ class GLM5Config(BaseModel):
             self._check_mla()
         self._check_variant()
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
-            raise ValueError("first_k_dense_replace must lie between 0 and num_hidden_layers")
+            raise ValueError("first_k_dense_replace must be between 0 and num_hidden_layers")
         if self.num_nextn_predict_layers not in (0, 1):
             raise ValueError("num_nextn_predict_layers must be 0 or 1: GLM-5 shares one MTP layer over all depths")
         if self.first_k_dense_replace < self.num_hidden_layers or self.num_nextn_predict_layers:
@@ -164,7 +164,7 @@ class GLM5Config(BaseModel):
     def _forbid(self, names: Iterable[str]) -> None:
         for name in sorted(names):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} has no meaning where attention_type is "{self.attention_type}"')
+                raise ValueError(f'{name} is not allowed if attention_type is "{self.attention_type}"')
 
     def _check_gqa(self) -> None:
         if self.use_dsa:
@@ -180,9 +180,9 @@ class GLM5Config(BaseModel):
         self._require(MLA_SIZES)
         self._forbid(GQA_KEYS)
         if self.attention_bias:
-            raise ValueError('attention_bias: Input should be False where attention_type is "mla" (got True)')
+            raise ValueError('attention_bias: Input should be False if attention_type is "mla" (got True)')
         if self.use_dsa and self.index_topk is None:
-            raise ValueError("index_topk must be a number where use_dsa is true")
+            raise ValueError("index_topk must be a number if use_dsa is true")
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
             raise ValueError("qk_rope_head_dim must be even and at most index_head_dim")
         if self.indexer_types and len(self.indexer_types) != self.num_hidden_layers:
@@ -306,7 +306,7 @@ class GLM5Config(BaseModel):
         kind = raw.get("model_type", MODEL_TYPE)
         if kind not in (MODEL_TYPE, GQA_TYPE, HYBRID_TYPE):
             types = f"{MODEL_TYPE}, {GQA_TYPE} or {HYBRID_TYPE}"
-            raise ConfigError(f'{where}: model_type "{kind}" is not {types}; this is another model.')
+            raise ConfigError(f'{where}: model_type "{kind}" is not {types}; the checkpoint has another architecture.')
         gqa = kind == GQA_TYPE or (kind == HYBRID_TYPE and raw.get("attention_type") == "gqa")
         fields = cls.model_fields.keys() - (MLA_KEYS if gqa else GQA_KEYS)
         fields -= VARIANT_KEYS if kind != HYBRID_TYPE else set()
@@ -340,13 +340,15 @@ class GLM5Config(BaseModel):
         try:
             raw = json.loads(read_small(path, _MAX_FILE_BYTES).decode("utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist; name a checkpoint directory that holds config.json.") from None
+            raise ConfigError(
+                f"{path} does not exist; give a checkpoint directory that contains config.json."
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON ({error}).") from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
         if not isinstance(raw, dict):
-            raise ConfigError(f"{path} must hold one JSON object.")
+            raise ConfigError(f"{path} must contain one JSON object.")
         return cls.from_dict(raw, str(path), strict=strict, **overrides)
 
     def to_dict(self) -> dict[str, Any]:
@@ -399,12 +401,12 @@ def _rope(raw: Mapping[str, Any], where: str, gqa: bool) -> dict[str, Any]:
     kinds = {nested.get(key) or "default" for key in ("rope_type", "type")}  # older files say "type"
     if kinds != {"default"} or scaled or raw.get("rope_scaling"):
         raise ConfigError(
-            f"{where}: only plain RoPE (rope_type default) exists for this architecture"
-            + (f", so {scaled[0]} has no meaning." if scaled else ".")
+            f"{where}: only plain RoPE (rope_type default) is supported for this architecture"
+            + (f", so remove {scaled[0]}." if scaled else ".")
         )
     theta = nested.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
-        raise ConfigError(f"{where}: rope_theta is missing; no default is safe, so set it in rope_parameters.")
+        raise ConfigError(f"{where}: rope_theta is missing and has no default; set it in rope_parameters.")
     if not gqa:
         return {"rope_theta": theta}
     # An absent factor means 0.5 in these files: reading it as 1 would rotate the wrong half of every head.

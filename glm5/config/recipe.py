@@ -8,13 +8,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from glm5.config.by_kind import ByKind
 from glm5.config.data import DataOptions
+from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
 from glm5.config.parallel import Layout
 from glm5.config.schedule import MOST_DEPTHS, BatchRamp, ByTokens
 from glm5.config.schema import Frozen
 from glm5.config.stages import expand
 from glm5.errors import nearest
+from glm5.register import Register
 
 
 class OptimConfig(Frozen):
@@ -43,8 +46,9 @@ class OptimConfig(Frozen):
 
 
 class Stage(Frozen):
-    """Common to all stages. `expected_seconds` only weights the ETA."""
+    """Common to all stages. `kind` is a name in the register `STAGES`. `expected_seconds` only weights the ETA."""
 
+    kind: str
     name: str
     expected_seconds: float = Field(10.0, ge=0)
 
@@ -52,7 +56,9 @@ class Stage(Frozen):
     @classmethod
     def _is_a_folder_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(f"{name!r} also names a folder, so it is made of letters, digits, dots, - and _")
+            raise ValueError(
+                f"a stage name is also a folder name, so {name!r} may have only letters, digits, dots, - and _"
+            )
         return name
 
 
@@ -149,11 +155,13 @@ class SftStage(GradientStage):
     def _shares_name_all(self) -> Self:
         if isinstance(self.data, dict):
             if bad := [name for name, share in self.data.items() if share <= 0]:
-                raise ValueError(f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}, not above 0")
+                raise ValueError(
+                    f"{self.name}: the share of {bad[0]} in `data` is {self.data[bad[0]]}; it must be above 0"
+                )
             if bool(self.families) != ("families" in self.data):
                 raise ValueError(
-                    f"{self.name}: `data` is a table of shares, so the demonstrations of `families` need one too, "
-                    "under the name families, and only where there are any"
+                    f"{self.name}: `data` is a table of shares; add the key `families`, the share of the "
+                    "demonstrations, if and only if the stage has `families`"
                 )
         return self
 
@@ -161,6 +169,10 @@ class SftStage(GradientStage):
 class PolicyStage(Stage):
     """Common to all reinforcement-learning stages. `prompts` x `group` rollouts make one optimizer step."""
 
+    algorithm: str
+    """A name in the register of algorithms (`glm5/rl/algos/registered.py`), or one that other code adds."""
+    algorithm_options: dict[str, Any] = {}
+    """Options of an algorithm that has no keys of its own here."""
     optim: OptimConfig
     families: list[FamilyConfig]
     prompts: int = Field(8, ge=1)
@@ -237,6 +249,7 @@ class ReasoningStage(RewardStage):
     """Reasoning RL: group-normalised advantages, the IcePop loss (Eq. 1), on-policy (§3.2)."""
 
     kind: Literal["reasoning"]
+    algorithm: str = "reasoning"
     loss: str = "icepop"
 
 
@@ -245,6 +258,7 @@ class AgenticStage(RewardStage):
     learner take turns in one process, and a logical clock decides which rollouts see which weights."""
 
     kind: Literal["agentic"]
+    algorithm: str = "agentic"
     loss: str = "double_sided"
     average: Literal["sequence", "token"] = "token"
     max_staleness: int = Field(4, ge=0)
@@ -256,17 +270,32 @@ class AgenticStage(RewardStage):
 
 
 class RewardModelConfig(Frozen):
-    """The outcome reward model of General RL: a scalar head on a copy of the policy, trained on preference pairs."""
+    """The outcome reward model of General RL."""
 
-    optim: OptimConfig
+    kind: str = "learned"
+    """A name in the register of reward models (`glm5/rl/reward_models/registered.py`): "learned" (a scalar head on a
+    copy of the policy, trained on preference pairs), or one that other code adds."""
+    options: dict[str, Any] = {}
+    """Options of a reward model that has no keys of its own here."""
+    optim: OptimConfig | None = None
+    """Training of a reward model that is trained; "learned" needs it."""
     pairs: int = Field(32, ge=1)
+    """Preference pairs per step of its training."""
     held_out_pairs: int = Field(200, ge=1)
+    """Preference pairs that measure its accuracy."""
+
+    @model_validator(mode="after")
+    def _learned_is_trained(self) -> Self:
+        if self.kind == "learned" and self.optim is None:
+            raise ValueError('a reward model of kind "learned" needs `optim`, the steps and rates of its training')
+        return self
 
 
 class GeneralStage(RewardStage):
-    """General RL: exact rules gate a learned outcome reward; Eq. 1 loss (§3.4)."""
+    """General RL: exact rules gate the score of a reward model; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
+    algorithm: str = "general"
     loss: str = "icepop"
     reward_model: RewardModelConfig
 
@@ -279,6 +308,7 @@ class DistillStage(PolicyStage):
     """
 
     kind: Literal["distill"]
+    algorithm: str = "distill"
     group: int = Field(1, ge=1)
     teachers: dict[str, str] = {}
     """Family name -> its teacher; the short form of the family's `teacher`."""
@@ -290,49 +320,25 @@ class DistillStage(PolicyStage):
         return family.teacher or self.teachers.get(family.name)
 
 
-AnyStage = Annotated[
-    TokenizerStage | PretrainStage | DsaStage | SftStage | ReasoningStage | AgenticStage | GeneralStage | DistillStage,
-    Field(discriminator="kind"),
-]
-
-
-class EvalConfig(Frozen):
-    """Evaluation after every stage: each skill's problems, held-out text, retrieval lengths."""
-
-    families: list[FamilyConfig] = []
-    problems: int = Field(100, ge=1)
-    """Distinct held-out problems per family; a family with fewer is scored on all it has, and its `n` says so."""
-    max_tokens: int = Field(48, ge=1)
-    max_turns: int = Field(4, ge=1)
-    max_context: int = Field(512, ge=2)
-    text_bytes: int = Field(60_000, ge=0)
-    """Held-out bytes to score."""
-    samples: int = Field(0, ge=0)
-    """Answers drawn per held-out problem for pass@k, in addition to the greedy one; 0 draws none."""
-    temperature: float = Field(1.0, gt=0)
-    """Of the drawn answers."""
-    ks: list[Annotated[int, Field(ge=1)]] = [1, 8]
-    """Values of k for pass@k; none may be above `samples`."""
-    rollouts: Literal["exact", "fast"] = "exact"
-    """How the engine computes answers, as in `PolicyStage`."""
-    needle_bytes: list[Annotated[int, Field(ge=1)]] = []
-    needle_problems: int = Field(40, ge=1)
-    mtp_prompts: int = Field(16, ge=0)
-    mtp_tokens: int = Field(48, ge=1)
-
-    @field_validator("families")
-    @classmethod
-    def _all_problems_count(cls, families: list[FamilyConfig]) -> list[FamilyConfig]:
-        for family in families:
-            if family.difficulty is not None or family.teacher is not None:
-                raise ValueError(f"{family.name} is evaluated on all its problems; remove its difficulty and teacher")
-        return families
-
-    @model_validator(mode="after")
-    def _enough_samples(self) -> Self:
-        if self.samples and max(self.ks, default=1) > self.samples:
-            raise ValueError(f"pass@{max(self.ks)} needs at least as many samples a problem, not {self.samples}")
-        return self
+STAGES: Register[Stage] = Register(
+    "glm5.stages",
+    "stage kind",
+    Stage,
+    {
+        "tokenizer": TokenizerStage,
+        "pretrain": PretrainStage,
+        "midtrain": PretrainStage,
+        "dsa_warmup": DsaStage,
+        "dsa_sparse": DsaStage,
+        "sft": SftStage,
+        "reasoning": ReasoningStage,
+        "agentic": AgenticStage,
+        "general": GeneralStage,
+        "distill": DistillStage,
+    },
+)
+"""The register of stage kinds. Add your own, a `glm5.launch.stages.CustomStage`, with `STAGES.add` or an entry point in
+"glm5.stages"."""
 
 
 class RunRecipe(Frozen):
@@ -361,7 +367,7 @@ class RunRecipe(Frozen):
     evaluation: EvalConfig | None = None
     parallel: Layout = Layout()
     """How processes started by torchrun divide the work; it may differ when a run is resumed."""
-    stages: list[AnyStage]
+    stages: list[Annotated[Stage, ByKind(STAGES)]]
 
     @model_validator(mode="before")
     @classmethod
@@ -371,7 +377,7 @@ class RunRecipe(Frozen):
 
     @field_validator("stages")
     @classmethod
-    def _names_fit(cls, stages: list[AnyStage], info: ValidationInfo) -> list[AnyStage]:
+    def _names_fit(cls, stages: list[Stage], info: ValidationInfo) -> list[Stage]:
         """Check now, not after hours: names differ, teachers are known and come first, families suit their stage."""
         names = {"start"} if info.data.get("start") else set()
         teachers = set(names)
@@ -398,15 +404,18 @@ def _check_families(stage: Stage) -> None:
     if isinstance(stage, PolicyStage) and not families:
         raise ValueError(f"{stage.name} has no families, so there is nothing to roll out; list at least one")
     if families and not any(family.weight for family in families):
-        raise ValueError(f"{stage.name}: all weights of families are 0, so nothing is drawn; give one a weight")
-    if isinstance(stage, GeneralStage) and all(family.name != "general" for family in families):
+        raise ValueError(f"{stage.name}: all weights of families are 0, so no problem can be drawn; set one above 0")
+    learned = isinstance(stage, GeneralStage) and stage.reward_model.kind == "learned"
+    if learned and all(family.name != "general" for family in families):
         raise ValueError(f'{stage.name} needs the family "general", which its reward model is trained on')
     for family in families:
         if family.difficulty is not None and not isinstance(stage, PolicyStage):
-            raise ValueError(f"{stage.name} has no rollouts, so {family.name} can have no difficulty there; remove it")
+            raise ValueError(
+                f"{stage.name} has no rollouts to measure difficulty; remove `difficulty` from {family.name}"
+            )
         if family.teacher is not None and not isinstance(stage, DistillStage):
             raise ValueError(
-                f'{stage.name} is not of kind "distill", so {family.name} can have no teacher there; remove it'
+                f'only stages of kind "distill" have teachers; remove `teacher` from {family.name} in {stage.name}'
             )
 
 

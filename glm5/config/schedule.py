@@ -21,8 +21,7 @@ def _in_order(value: float | list[Pair]) -> float | list[Pair]:
         starts = [start for start, _ in value]
         if not starts or starts[0] != 0 or any(after <= before for before, after in pairwise(starts)):
             raise ValueError(
-                f"{value} is no schedule; list pairs [tokens, value], the first from 0 tokens and the others from more "
-                "and more"
+                f"{value} is not a schedule; list pairs [tokens, value] by increasing tokens, the first from 0 tokens"
             )
     return value
 

@@ -52,10 +52,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
         return f"{{{', '.join(items)}}}"
-    raise ConfigError(f"{value!r} has no form in TOML, so the recipe cannot be saved.")
+    raise ConfigError(f"{value!r} cannot be written as TOML, so the recipe cannot be saved.")
 
 
 def _text(text: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ConfigError(f"{text!a} holds a lone surrogate, which no TOML file can hold.")
+        raise ConfigError(f"{text!a} contains a lone surrogate, which TOML does not allow.")
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

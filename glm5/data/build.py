@@ -198,7 +198,7 @@ def _encode(
             yield from _joined(outline, future.result())
     except BrokenProcessPool:
         raise DataError(
-            "A tokenising process ended unexpectedly, most likely for lack of memory; use fewer --workers, or split "
+            "A tokenising process ended unexpectedly, probably out of memory; use fewer --workers, or split "
             "very long documents."
         ) from None
     finally:

@@ -95,7 +95,7 @@ def sketcher() -> Callable[[str], Sketch]:
 def bands(threshold: float) -> tuple[int, int]:
     """Number of bands and values per band: as many values as the allowed miss probability at the threshold permits."""
     if not 0.3 <= threshold <= 1.0:
-        raise ConfigError(f"The threshold of near-duplicates is {threshold}; choose one from 0.3 to 1.")
+        raise ConfigError(f"The threshold of near-duplicates is {threshold}; it must be from 0.3 to 1.")
     for rows in range(NUM_PERM, 1, -1):
         count = NUM_PERM // rows
         if (1 - threshold**rows) ** count <= _MISS:

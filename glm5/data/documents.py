@@ -104,8 +104,8 @@ class ReadReport:
         if count > allowed:
             named = "; ".join(map(str, self.bad[:3])) + ("; …" if count > 3 else "")
             raise DataError(
-                f"{count:,} of the first {records:,} records are malformed, more than the {allowed:,} that are "
-                f"tolerated (--max-bad): {named}. Repair them, or raise the limit."
+                f"{count:,} of the first {records:,} records are malformed, more than the {allowed:,} that "
+                f"--max-bad allows: {named}. Repair them, or raise the limit."
             )
 
     def total(self, name: str) -> int:
@@ -118,4 +118,4 @@ def need_documents(report: ReadReport, sources: Sequence[str]) -> None:
     if not report.total("documents"):
         left_out = ", ".join(f"{n:,} {name}" for name in ("empty", "binary", "bad") if (n := report.total(name)))
         found = f" ({left_out} left out)" if left_out else ""
-        raise DataError(f"The sources {', '.join(sources)} hold no text file{found}.")
+        raise DataError(f"The sources {', '.join(sources)} contain no text file{found}.")

@@ -36,7 +36,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
     missing = [name for name in names if name not in tokenizer.special]
     if missing:
         raise ConfigError(
-            f"fim_rate needs the special token {missing[0]}, which this tokenizer lacks; set fim_rate = 0."
+            f"fim_rate needs the special token {missing[0]}, which this tokenizer does not have; set fim_rate = 0."
         )
     return FimTokens(*(tokenizer.special[name] for name in names))
 

@@ -48,7 +48,7 @@ def read_git(location: str, report: ReadReport, limit: int) -> Iterator[Document
     git.stay_inside()
     commit = git.call("rev-parse", "--verify", "--quiet", revision + "^{commit}").decode("ascii", "replace").strip()
     if not commit.isalnum():
-        raise DataError(f'{path} is no git repository with a commit "{revision}".')
+        raise DataError(f'{path} is not a git repository with a commit "{revision}".')
     report.sources[-1].revision = commit
     with git.objects() as (ask, answer):
         for blob in _listing(git, commit, report):
@@ -68,9 +68,9 @@ def _split(location: str) -> tuple[Path, str]:
     if not Path(location).is_dir() and "@" in location:
         path, _, revision = location.rpartition("@")
     if not path or not Path(path).is_dir():
-        raise DataError(f'"git:{location}" names no folder; write git:PATH or git:PATH@REVISION.')
+        raise DataError(f'"git:{location}" has no folder; write git:PATH or git:PATH@REVISION.')
     if not revision or revision.startswith("-") or any(not char.isprintable() or char == " " for char in revision):
-        raise DataError(f'"git:{location}": {revision!r} is no revision; write a branch, a tag or a commit.')
+        raise DataError(f'"git:{location}": {revision!r} is not a revision; write a branch, a tag or a commit.')
     return Path(path).resolve(), revision
 
 
@@ -99,7 +99,9 @@ class _Git:
         for name in ("--absolute-git-dir", "--git-common-dir"):
             where = (self.path / os.fsdecode(self.call("rev-parse", name).rstrip(b"\n"))).resolve()
             if not where.is_relative_to(self.path) or (where / "objects" / "info" / "alternates").exists():
-                raise DataError(f"{self.path}: objects of this repository are elsewhere ({where}); name that folder.")
+                raise DataError(
+                    f"{self.path}: this repository keeps its objects in another one ({where}); read that one."
+                )
             link = next(_links(where), None)
             if link is not None:
                 raise DataError(f"{self.path}: {link} is a link, so content may be elsewhere; use a plain clone.")
@@ -183,7 +185,7 @@ def _listing(git: _Git, commit: str, report: ReadReport) -> list[_Blob]:
         if Path(parts[-1]).suffix not in TEXT_SUFFIXES:
             continue
         if not size.isdigit():
-            raise DataError(f"{git.path} lacks the content of {path}; fetch it first (is the clone partial?).")
+            raise DataError(f"{git.path} does not contain {path}, as in a partial clone; fetch it first.")
         first = found.get(sha)
         report.sources[-1].copies += first is not None
         if first is None or parts < first.path.split("/"):

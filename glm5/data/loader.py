@@ -111,7 +111,7 @@ class StreamLoader(RowLoader):
         super().__init__(rows, row_length)
         self.source = source if isinstance(source, Documents) else Documents(source)
         if self.source.total_tokens < row_length or not self.source.total_tokens:
-            raise DataError(f"The shard holds {self.source.total_tokens} tokens, fewer than one row of {row_length}.")
+            raise DataError(f"The shard has {self.source.total_tokens} tokens, fewer than one row of {row_length}.")
         self.seed = seed
         self.rows_per_epoch = self.source.total_tokens // row_length
         self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._shuffle)
@@ -151,7 +151,7 @@ class BestFitLoader(RowLoader):
         super().__init__(rows, row_length)
         self.source = source if isinstance(source, Documents) else Documents(source)
         if not self.source.total_tokens:
-            raise DataError("The shard holds no token, so there is nothing to pack.")
+            raise DataError("The shard is empty, so there is nothing to pack.")
         self.seed = seed
         documents, offsets, sizes = self._pieces()
         rows_of, self.rows_per_epoch = np.empty(len(sizes), dtype=np.int64), 0

@@ -130,7 +130,7 @@ class InterleaveLoader(RowLoader):
         self.shard = shard
         self.rows_per_epoch = len(shard.tokens) // row_length
         if not self.rows_per_epoch:
-            raise DataError(f"The shard holds {len(shard.tokens)} tokens, fewer than one row of {row_length}.")
+            raise DataError(f"The shard has {len(shard.tokens)} tokens, fewer than one row of {row_length}.")
         self._windows = _Windows(shard, INTERLEAVED_DOCUMENTS, row_length, seed)
         self._window_starts = np.concatenate(([0], self._windows.lengths.cumsum()))[self._windows.borders]
         self._ordered: dict[int, tuple[np.ndarray, np.ndarray]] = {}

@@ -25,7 +25,7 @@ def check_names(weights: Mapping[str, object], sources: Mapping[str, object]) ->
     """Raise ConfigError unless every weight belongs to a source and every source has a weight."""
     for name in weights:
         if name not in sources:
-            raise ConfigError(f'There is no source "{name}"{nearest(name, sources)}; there are {", ".join(sources)}.')
+            raise ConfigError(f'Unknown source "{name}"{nearest(name, sources)}; choose one of {", ".join(sources)}.')
     if missing := [name for name in sources if name not in weights]:
         raise ConfigError(f'The source "{missing[0]}" has no weight; give it 0 to leave it out.')
 

@@ -96,7 +96,7 @@ def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Docum
     if raw is None:
         raise DataError(
             f"{path} has more than the {limit:,} bytes that one document may have; split it into several files, or "
-            "make it a JSONL file with one document a line."
+            "make it a JSONL file with one document per line."
         )
     document = text_document(path.name, raw, report)
     if document is not None:
@@ -249,9 +249,11 @@ def read_parquet(path: Path, column: str, report: ReadReport, limit: int) -> Ite
                 else:
                     yield from _unless_empty(document, report)
     except MemoryError:  # pyarrow's error is one
-        raise DataError(f"{path}: memory does not suffice for a page or the row after row {number}.") from None
+        raise DataError(f"{path}: not enough memory for the page or row after row {number}.") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no parquet file or damaged after row {number}: {_first_line(error)}") from None
+        raise DataError(
+            f"{path} is not a parquet file, or is damaged after row {number}: {_first_line(error)}"
+        ) from None
 
 
 def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -266,7 +268,7 @@ def _columns(path: Path, schema: Any, column: str) -> list[str]:
     """The columns to read: the text, and those that may name the document."""
     types = {field.name: str(field.type) for field in schema}
     if len(types) != len(schema):
-        raise DataError(f"{path} has several columns of one name.")
+        raise DataError(f"{path} has several columns of the same name.")
     if types.get(column) not in _STRINGS:
         texts = ", ".join(name for name, kind in types.items() if kind in _STRINGS) or "none"
         raise DataError(

@@ -107,7 +107,8 @@ def turns_text(
     left = target_bytes - sum(map(len, turns)) - sum(len(text) for text, _ in asked)
     if left < 0:
         raise ConfigError(
-            f"turns_text: {target_bytes} bytes hold no {needles} needles and {questions} questions; give {-left} more."
+            f"turns_text: {target_bytes} bytes are too few for {needles} needles and {questions} questions; give "
+            f"{-left} more."
         )
     others: list[str] = []
     while True:

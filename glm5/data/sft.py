@@ -81,7 +81,9 @@ def conversation_files(source: str | Path) -> list[Path]:
         found = [p for p in path.rglob("*.jsonl") if not any(map(is_hidden, p.relative_to(path).parts))]
         if found:
             return sorted(p for p in found if p.is_file())
-        raise DataError(f"{path} holds no file *.jsonl; give a JSONL file of conversations or a folder of such files.")
+        raise DataError(
+            f"{path} contains no *.jsonl file; give a JSONL file of conversations or a folder of such files."
+        )
     if not path.exists():
         raise DataError(f"{path} does not exist; give a JSONL file of conversations.")
     return [path]
@@ -163,7 +165,7 @@ def _load(line: bytes) -> Any:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"not JSON ({constant} is no JSON number)")
+    raise ValueError(f"not JSON ({constant} is not a JSON number)")
 
 
 def _flag(values: Mapping[str, Any], key: str, where: str) -> bool | None:
@@ -180,7 +182,7 @@ def _split_marks(message: dict[str, Any], where: str) -> tuple[dict[str, Any], T
         plain[key], spans[key] = _wrong_parts(message.get(key), f"{where}.{key}")
     reasoning = "reasoning_content" if plain["reasoning_content"] is not None else "reasoning"
     if spans["content"] and plain[reasoning] is None and "</think>" in plain["content"]:
-        raise DataError(f"{where}: put the reasoning into reasoning_content where parts of the content are not trained")
+        raise DataError(f"{where}: put the reasoning into reasoning_content if parts of the content are not trained")
     calls = message.get("tool_calls")
     wrong: tuple[int, ...] = ()
     if isinstance(calls, list):

@@ -203,7 +203,7 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
         info: Mapping[str, Any] = json.loads((folder / "shards.json").read_text(encoding="utf-8"))
         dtype = np.dtype(_TYPES[_TYPES.index(info["dtype"])])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f"{folder} holds no token shards; make them with `glm5 data build`.") from None
+        raise DataError(f"{folder} contains no token shards; make them with `glm5 data build`.") from None
     if verify:
         verify_shards(folder)
     if tokenizer is not None and info.get("tokenizer") != tokenizer.hash():

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from glm5.chat import Tokenizer
-from glm5.config.families import family_labels
-from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig, family_labels
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine

@@ -191,7 +191,7 @@ def _check(settings: Settings, config: GLM5Config) -> None:
     length, topk = settings.held_out_length, settings.index_topk
     if length < 4 * topk:
         raise ConfigError(
-            f"Held-out text of {length} tokens says little about {topk} keys per query: take rows of at least "
+            f"Held-out rows of {length} tokens are too short to measure {topk} keys per query; use rows of at least "
             f"{4 * topk} tokens (row_length or held_out_length), or a smaller index_topk."
         )
     longest = max(length, settings.warmup.row_length)
@@ -205,7 +205,7 @@ def _check_ids(train: Shard, held_out: Shard, config: GLM5Config) -> None:
     """Raise DataError if ids exceed the vocabulary; there is no tokenizer to compare."""
     for shard in (train, held_out):
         if len(shard.tokens) and int(shard.tokens.max()) >= config.vocab_size:
-            raise DataError(f"The shards hold token ids beyond the model's vocabulary of {config.vocab_size}.")
+            raise DataError(f"The shards contain token ids beyond the model's vocabulary of {config.vocab_size}.")
 
 
 def _claim(folder: Path, settings: Settings) -> None:

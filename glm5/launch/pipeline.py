@@ -20,19 +20,19 @@ from glm5 import __version__
 from glm5.chat import Tokenizer
 from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RewardStage, RunRecipe, Stage, TokenizerStage
+from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
-from glm5.launch.stages import CORPUS, RunState, check_indexers, check_teachers, run_stage, units
+from glm5.launch.stages import CORPUS, RunState, check_indexers, check_teachers, run_stage, runner_of, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
 from glm5.obs.environment import write_environment
 from glm5.parallel.ranks import Ranks, check_layout, ranks_from_environment, world_size
+from glm5.rl.algos import stage_algorithm
 from glm5.rl.learner import Agreement
-from glm5.rl.losses import stage_loss
 from glm5.rl.prompts import PromptStream
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO
@@ -108,6 +108,7 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)
         check_layout(recipe.parallel, world, model.n_routed_experts)
     for stage in recipe.stages:
+        runner_of(stage)
         if world > 1 and not isinstance(stage, GradientStage | TokenizerStage):
             raise ConfigError(
                 f"{stage.name}: stages of kind {stage.kind} run in one process, and this job has {world}; run the "
@@ -119,8 +120,7 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
     for stage in recipe.stages:
         if isinstance(stage, PolicyStage):
             PromptStream(stage, recipe.seed)
-        if isinstance(stage, RewardStage):
-            stage_loss(stage)
+            stage_algorithm(stage)
 
 
 def _families(stages: Sequence[Stage]) -> list[FamilyConfig]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from glm5.chat import Tokenizer, render_chat
+from glm5.config.evaluation import EvalConfig
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import (
-    AgenticStage,
     DistillStage,
     DsaStage,
-    EvalConfig,
-    GeneralStage,
     PolicyStage,
     PretrainStage,
-    ReasoningStage,
     RunRecipe,
     SftStage,
     Stage,
@@ -28,20 +28,15 @@ from glm5.config.recipe import (
 from glm5.data.dedup import distinct
 from glm5.data.shards import Shard, build_shards, open_shard
 from glm5.data.sources import Document, read_sources
-from glm5.errors import ConfigError
+from glm5.errors import ConfigError, DataError
 from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
-from glm5.rl.algos import Algorithm
-from glm5.rl.algos.agentic import AgenticRL
-from glm5.rl.algos.distill import Distillation, ModelTeacher
-from glm5.rl.algos.general import GeneralRL
-from glm5.rl.algos.reasoning import ReasoningRL
+from glm5.rl.algos import stage_algorithm
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Agreement
-from glm5.rl.reward_model import train_reward_model
+from glm5.rl.start import StageStart
 from glm5.tasks import make_family
-from glm5.tasks.instructions.general import GeneralFamily
 from glm5.train import dsa_adapt, pretrain, sft
 from glm5.train.loop import StageIO
 
@@ -98,12 +93,49 @@ class RunState:
         return shard if shard is not None and len(shard) else None
 
 
+class CustomStage(Stage):
+    """Base class of your own stage kinds. The fields of a subclass are its keys in the recipe. Add it with
+    `glm5.config.recipe.STAGES.add` or an entry point in "glm5.stages". It runs in one process."""
+
+    @abstractmethod
+    def run(self, state: RunState, io: StageIO) -> dict[str, float]:
+        """Change or replace `state.model`; returns finite numbers for the results.
+
+        Afterwards the pipeline saves and evaluates the model. An interrupted stage starts again from the model before
+        it; keep what it should resume from in `io.folder`.
+        """
+
+    @property
+    def units(self) -> int:
+        """How many units of progress `io.advance` will be told."""
+        return 1
+
+
 def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
     """Run one stage in place on `state`; returns its final numbers."""
+    return runner_of(stage)(state, stage, io)
+
+
+def runner_of(stage: Stage) -> Callable[..., dict[str, float]]:
+    """The function that runs a stage. Raises ConfigError if its class is neither built in nor a `CustomStage`."""
     for kind, runner in _RUNNERS.items():
         if isinstance(stage, kind):
-            return runner(state, stage, io)
-    raise ConfigError(f"{stage.name}: no runner for {type(stage).__name__}.")
+            return runner
+    raise ConfigError(
+        f'{stage.name}: {type(stage).__qualname__}, the class of the stage kind "{stage.kind}", has no `run`; derive '
+        "it from CustomStage."
+    )
+
+
+def _custom(state: RunState, stage: CustomStage, io: StageIO) -> dict[str, float]:
+    numbers = stage.run(state, io)
+    try:
+        numbers = {str(name): float(number) for name, number in numbers.items()}
+    except (AttributeError, TypeError, ValueError):
+        numbers = {"": math.nan}
+    if not all(map(math.isfinite, numbers.values())):
+        raise DataError(f"{stage.name}: {type(stage).__qualname__}.run must return a dict of finite numbers.")
+    return numbers
 
 
 def _tokenizer(state: RunState, stage: TokenizerStage, io: StageIO) -> dict[str, float]:
@@ -220,47 +252,16 @@ def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
     return sft.run(state.need_model(), stage, state.need_tokenizer(), io, seed, shards)
 
 
-def _policy(state: RunState, stage: PolicyStage, algorithm: Algorithm, io: StageIO) -> dict[str, float]:
-    driver = LogicalDriver(state.need_model(), state.need_tokenizer(), stage, algorithm, io, state.recipe.seed)
+def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float]:
+    model, tokenizer = state.need_model(), state.need_tokenizer()
+    algorithm = stage_algorithm(stage)
+    prepared = algorithm.prepare(StageStart(model, tokenizer, io, partial(_teacher_folder, state, stage)))
+    driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
     numbers = driver.run()
     if stage.rollouts == "exact":
         state.agreement[stage.name] = driver.learner.agreement
-    state.need_model().requires_grad_(True)
-    return numbers
-
-
-def _reasoning(state: RunState, stage: ReasoningStage, io: StageIO) -> dict[str, float]:
-    return _policy(state, stage, ReasoningRL(stage), io)
-
-
-def _agentic(state: RunState, stage: AgenticStage, io: StageIO) -> dict[str, float]:
-    return _policy(state, stage, AgenticRL(stage), io)
-
-
-def _general(state: RunState, stage: GeneralStage, io: StageIO) -> dict[str, float]:
-    families = (make_family(f.name, **f.options) for f in stage.families)
-    source = next(family for family in families if isinstance(family, GeneralFamily))  # checked with the recipe
-    reward_model, accuracy = train_reward_model(
-        state.need_model(),
-        state.need_tokenizer(),
-        source,
-        stage.reward_model,
-        io.metrics,
-        f"{io.name}/reward_model",
-    )
-    numbers = _policy(state, stage, GeneralRL(stage, reward_model), io)
-    return numbers | {"reward_model_accuracy": accuracy}
-
-
-def _distill(state: RunState, stage: DistillStage, io: StageIO) -> dict[str, float]:
-    exact = stage.rollouts == "exact"
-    names = {name: None for family in stage.families if (name := stage.teacher_of(family)) is not None}
-    folders = {name: _teacher_folder(state, stage, name) for name in names}
-    teachers = {
-        name: ModelTeacher(folder, stage.row_length, exact=exact, keep=stage.keep_teachers)
-        for name, folder in folders.items()
-    }
-    return _policy(state, stage, Distillation(stage, teachers), io)
+    model.requires_grad_(True)
+    return numbers | prepared
 
 
 def check_teachers(state: RunState) -> None:
@@ -273,10 +274,12 @@ def check_teachers(state: RunState) -> None:
                     _teacher_folder(state, stage, name)
 
 
-def _teacher_folder(state: RunState, stage: DistillStage, name: str) -> Path:
+def _teacher_folder(state: RunState, stage: PolicyStage, name: str) -> Path:
     """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities are for another text."""
     if not is_path(name):
-        return state.checkpoints[name]  # the recipe check allows only earlier stages
+        if name not in state.checkpoints:
+            raise ConfigError(f'{stage.name}: there is no checkpoint of a stage "{name}" yet.')
+        return state.checkpoints[name]
     folder = Path(name)
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).exists()]
     if missing:
@@ -292,14 +295,12 @@ def _teacher_folder(state: RunState, stage: DistillStage, name: str) -> Path:
 
 
 _RUNNERS: dict[type[Stage], Callable[..., dict[str, float]]] = {
+    CustomStage: _custom,
     TokenizerStage: _tokenizer,
     PretrainStage: _pretrain,
     DsaStage: _dsa,
     SftStage: _sft,
-    ReasoningStage: _reasoning,
-    AgenticStage: _agentic,
-    GeneralStage: _general,
-    DistillStage: _distill,
+    PolicyStage: _policy,
 }
 
 
@@ -307,4 +308,6 @@ def units(stage: Stage) -> int:
     """How many progress units a stage reports."""
     if isinstance(stage, TokenizerStage):
         return 3
+    if isinstance(stage, CustomStage):
+        return stage.units
     return getattr(stage, "optim").steps  # noqa: B009 - every other kind has an optimizer

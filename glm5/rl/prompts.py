@@ -59,7 +59,9 @@ class PromptStream:
         tries: dict[str, int] = {}
         for key, config in zip(self._keys, stage.families, strict=True):
             if config.difficulty and tries.setdefault(key, config.difficulty.tries) != config.difficulty.tries:
-                raise ConfigError(f"{stage.name}: {config.name} is measured with different `tries`; give one number.")
+                raise ConfigError(
+                    f"{stage.name}: the entries of {config.name} have different `difficulty.tries`; use one number."
+                )
         self._samplers: dict[int, DifficultySampler] = {}
         self._repeating: set[int] = set()
         self.numbers: dict[str, float] = {}
@@ -95,7 +97,7 @@ class PromptStream:
         if entry not in self._repeating and problems.count(place + 1) <= place:
             self._repeating.add(entry)
             _log.warning(
-                "%s: %s has only %d distinct problems for rollouts; they come again from here on.",
+                "%s: %s has only %d distinct problems for rollouts; from here on they repeat.",
                 self.stage.name, self._labels[entry], problems.count(place),
             )  # fmt: skip
         return problems.index(place, again)
@@ -132,7 +134,7 @@ class PromptStream:
         wanted = self._problems[entry].indices(config.difficulty.problems)
         if len(wanted) < config.difficulty.problems:
             _log.warning(
-                "%s: %s has only %d distinct problems for rollouts; that many are measured, not %d.",
+                "%s: %s has only %d distinct problems for rollouts; all are measured, instead of %d.",
                 stage.name, self._labels[entry], len(wanted), config.difficulty.problems,
             )  # fmt: skip
         known = read_pass_counts(path, policy, key) if path.exists() else {}

@@ -57,7 +57,7 @@ def read(path: Path | str, stage: str | None = None, step: int | None = None) ->
     ]
     if not found:
         asked = "".join(f" {name} {value}" for name, value in (("stage", stage), ("step", step)) if value is not None)
-        raise DataError(f"{path} holds no rollouts{' of' + asked if asked else ''}.")
+        raise DataError(f"{path} contains no rollouts{' of' + asked if asked else ''}.")
     return found
 
 
@@ -76,7 +76,9 @@ def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Traje
         index, slot = _whole(row, "index", where), _whole(row, "slot", where)
         expected = {batch[-1][0], batch[-1][0] + 1} if batch else {0}
         if index != len(batch) or slot not in expected:
-            raise DataError(f"{where}: trajectory {index} (group {slot}) does not follow; lines are missing or moved.")
+            raise DataError(
+                f"{where}: trajectory {index} of group {slot} is not the next one; lines are missing or out of order."
+            )
         batch.append((slot, _trajectory(row, where, len(raw))))
         if len(batch) == own[2]:
             groups: list[list[Trajectory]] = [[] for _ in range(slot + 1)]
@@ -194,7 +196,7 @@ def _trajectory(row: Mapping[str, Any], where: str, size: int) -> Trajectory:
     """The trajectory of a line of `size` bytes."""
     outcome, detail = _text(row, "outcome", where), _typed(row, "detail", dict, where)
     if outcome not in list(Outcome):
-        raise DataError(f'{where}: "{outcome}" is no outcome ({", ".join(Outcome)}).')
+        raise DataError(f'{where}: unknown outcome "{outcome}"; choose one of {", ".join(Outcome)}.')
     turns: list[Turn] = []
     left = MAX_TOKENS + TOKENS_PER_BYTE * size
     for item in _typed(row, "turns", list, where):
@@ -247,14 +249,14 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 def _whole(row: Mapping[str, Any], key: str, where: str, least: int = 0) -> int:
     value = int(_typed(row, key, int, where))
     if value < least:
-        raise DataError(f'{where}: "{key}" is {value}, but at least {least} was expected.')
+        raise DataError(f'{where}: "{key}" is {value}; it must be at least {least}.')
     return value
 
 
 def _ids(row: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     values = _typed(row, key, list, where)
     if not all(type(value) is int and value >= 0 for value in values):
-        raise DataError(f'{where}: "{key}" holds something that is not a whole number from 0 up.')
+        raise DataError(f'{where}: "{key}" contains a value that is not an integer of at least 0.')
     return tuple(values)
 
 
@@ -264,4 +266,4 @@ def _number(value: object, key: str, where: str) -> float:
         return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise DataError(f'{where}: "{key}" holds {value!r:.40}, which is not a number.')
+    raise DataError(f'{where}: "{key}" contains {value!r:.40}, which is not a number.')

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from glm5.errors import ConfigError
 from glm5.register import Register
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
@@ -39,8 +37,4 @@ FAMILIES: Register[Family] = Register(
 def make_family(name: str, seed: int = 0, **options: Any) -> Family:
     """The family `name` with its own options (see its class). Raises ConfigError if the name is unknown or the family
     does not accept the options."""
-    make: Callable[..., Family] = FAMILIES[name]
-    try:
-        return make(seed, **options)
-    except TypeError as error:
-        raise ConfigError(f'task family "{name}": {error}; options given: {", ".join(options) or "none"}.') from error
+    return FAMILIES.make(name, lambda family: family(seed, **options), options)  # type: ignore[call-arg]

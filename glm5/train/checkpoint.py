@@ -210,7 +210,9 @@ def _optimizer_targets(
             full, region = f"optim/{name}/{key}", ranks.shard_slice(parameter)
             dtype = getattr(torch, stored[full].dtype, None)
             if stored[full].shape not in (region.shape, ()) or not isinstance(dtype, torch.dtype):
-                raise CheckpointError(f"{folder} is damaged: {full!r:.120} has neither its parameter's shape nor none.")
+                raise CheckpointError(
+                    f"{folder} is damaged: {full!r:.120} is neither a scalar nor of its parameter's shape."
+                )
             if stored[full].shape == ():
                 state[key] = torch.zeros((), dtype=dtype, device=local(parameter).device)
                 region = ranks.shard_slice(state[key])

@@ -34,7 +34,7 @@ def add_indexer(
     Raises ConfigError if the model is not a dense MLA model."""
     config = model.config
     if config.attention_type != "mla" or config.attention_pattern:
-        raise ConfigError("Only MLA in every layer can become sparse (DSA); this model has another attention.")
+        raise ConfigError("DSA needs MLA in every layer; this model has layers with other attention.")
     if config.use_dsa:
         raise ConfigError("This model has sparse attention (DSA) already; there is nothing to adapt.")
     sizes = {"index_n_heads": heads or config.index_n_heads, "index_head_dim": dim or config.index_head_dim}

@@ -300,7 +300,7 @@ class Trainer:
                 f"{culprit}); lower optim.lr."
             )
         if self.ranks.main:
-            _log.warning("%s: step %d is skipped, for something is not finite: %s.", self.io.name, step + 1, culprit)
+            _log.warning("%s: step %d is skipped because of a non-finite value: %s.", self.io.name, step + 1, culprit)
         return {f"non_finite/{name}": 1.0}
 
     def _show_updates(self) -> None:

@@ -100,7 +100,7 @@ def load_rows(
                 counts.targets += int(kept.mask.sum())
     counts.rows, counts.bad_lines = len(rows), bad.count - skipped
     if not counts.conversations:
-        raise DataError(f"{source} holds no conversation ({counts.bad_lines} bad lines).")
+        raise DataError(f"{source} contains no conversation ({counts.bad_lines} bad lines).")
     if not rows:
         raise DataError(
             f"{source}: none of {counts.conversations} conversations gives a row to train on: {counts.too_long} rows "
@@ -278,7 +278,7 @@ def _same_data(io: StageIO, batches: SftBatches, counts: RowCounts) -> None:
     path, text = io.folder / "rows.json", json.dumps({**vars(counts), "sha256": digest.hexdigest()}, indent=1) + "\n"
     if path.exists() and path.read_text(encoding="utf-8") != text and (io.folder / "state").exists():
         raise DataError(
-            f"{io.name}: the data is not what the stage began with ({path} differs). Restore it, or delete {io.folder}."
+            f"{io.name}: the data changed since the stage began ({path} differs); restore it, or delete {io.folder}."
         )
     atomic_write(path, text)
 

@@ -95,7 +95,7 @@ def parse_index(raw: Any, where: Path) -> dict[str, StoredTensor]:
 def _sizes(values: Any) -> tuple[int, ...]:
     good = isinstance(values, list) and len(values) <= _MAX_DIMS
     if not good or any(type(v) is not int or not 0 <= v < _MAX_SIZE for v in values):
-        raise ValueError(f"{values!r:.60} is no shape")
+        raise ValueError(f"{values!r:.60} is not a shape")
     return tuple(values)
 
 
@@ -107,7 +107,7 @@ def _check_cover(name: str, stored: StoredTensor) -> None:
             low + size <= whole for low, size, whole in zip(region.offsets, region.sizes, stored.shape, strict=True)
         )
         if not inside or region.empty:
-            raise ValueError(f"a part of {name!r:.80} does not lie inside it")
+            raise ValueError(f"a part of {name!r:.80} is outside its shape")
     active: list[ShardSlice] = []
     for region in sorted(regions, key=lambda region: region.offsets):
         first = region.offsets[0] if region.offsets else 0
@@ -151,8 +151,8 @@ class _Files:
         found = self._headers[part.file].get(name)
         if found is None or found.shape != part.region.sizes or str(found.dtype) != f"torch.{tensor.dtype}":
             raise CheckpointError(
-                f"{self.folder / part.file} is damaged: it does not hold the part of {name!r:.80} that the index tells "
-                "of."
+                f"{self.folder / part.file} is damaged: it does not contain the part of {name!r:.80} that the "
+                "index lists."
             )
         return found
 

@@ -146,10 +146,10 @@ def test_a_syntax_error_names_file_and_line(tmp_path: Path, text: str, line: int
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    assert "There is no recipe" in message(ConfigError, tmp_path / "none.toml")
+    assert "does not exist" in message(ConfigError, tmp_path / "none.toml")
     assert "cannot be read" in message(ConfigError, tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"a = 1\nb = '\xe4'")
-    assert "latin.toml, line 2: a recipe is UTF-8" in message(ConfigError, tmp_path / "latin.toml")
+    assert "latin.toml, line 2: not valid UTF-8" in message(ConfigError, tmp_path / "latin.toml")
     (tmp_path / "big.toml").write_bytes(b"#" * (1 << 20) + b"#")
     assert "more than 1,048,576 bytes" in message(ConfigError, tmp_path / "big.toml")
     assert "nested too deeply" in message(ConfigError, write(tmp_path, f"a = {'[' * 100_000}"))
@@ -236,10 +236,10 @@ def test_a_mistake_in_the_extended_file_names_that_file(tmp_path: Path) -> None:
 def test_extends_errors(tmp_path: Path) -> None:
     write(tmp_path, 'extends = "b.toml"', "a.toml")
     write(tmp_path, 'extends = "a.toml"', "b.toml")
-    assert "`extends` runs in a circle" in message(ConfigError, tmp_path / "a.toml")
-    assert "runs in a circle" in message(ConfigError, write(tmp_path, 'extends = "self.toml"', "self.toml"))
+    assert "in a circle" in message(ConfigError, tmp_path / "a.toml")
+    assert "in a circle" in message(ConfigError, write(tmp_path, 'extends = "self.toml"', "self.toml"))
     assert "extends = 3 is not the name" in message(ConfigError, write(tmp_path, "extends = 3"))
-    assert "There is no recipe" in message(ConfigError, write(tmp_path, 'extends = "gone.toml"'))
+    assert "does not exist" in message(ConfigError, write(tmp_path, 'extends = "gone.toml"'))
     write(tmp_path, LAPTOP)
     twice = 'extends = "laptop.toml"\n' + '[[stages]]\nname = "sft"\n' * 2
     assert 'two tables named "sft"' in message(ConfigError, write(tmp_path, twice, "twice.toml"))
@@ -292,7 +292,7 @@ def test_what_toml_cannot_hold_is_refused_when_saving() -> None:
         dump_recipe(Switch(limit=None))
     with pytest.raises(ConfigError, match="lone surrogate"):
         write_toml({"a": "\ud800"})
-    with pytest.raises(ConfigError, match="no form in TOML"):
+    with pytest.raises(ConfigError, match="cannot be written as TOML"):
         write_toml({"a": [None]})
     assert write_toml({"lr": float("nan")}) == "lr = nan\n"
 

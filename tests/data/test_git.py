@@ -95,13 +95,13 @@ def test_revisions_and_bare_repositories(repository: Path, tmp_path: Path) -> No
 
 def test_what_is_no_repository_or_no_revision(repository: Path, tmp_path: Path) -> None:
     for revision in ("nonsense", "v1:a.txt", "0" * 40):
-        with pytest.raises(DataError, match=f'no git repository with a commit "{revision}"'):
+        with pytest.raises(DataError, match=f'not a git repository with a commit "{revision}"'):
             read(f"git:{repository}@{revision}")
     for revision in ("--all", "-h", "", "--output=x", "a b", "a\nb"):
-        with pytest.raises(DataError, match="is no revision"):
+        with pytest.raises(DataError, match="is not a revision"):
             read(f"git:{repository}@{revision}")
     for location in (tmp_path / "absent", "", "@v1"):
-        with pytest.raises(DataError, match="names no folder"):
+        with pytest.raises(DataError, match="has no folder"):
             read(f"git:{location}")
     (tmp_path / "plain").mkdir()
     for folder in (tmp_path / "plain", repository / "a"):  # not the repository above either
@@ -167,7 +167,7 @@ def test_damage_is_a_data_error(repository: Path) -> None:
     with pytest.raises(DataError):
         read(f"git:{repository}")
     file.unlink()
-    with pytest.raises(DataError, match=r"lacks the content of new\.txt|git cannot read"):
+    with pytest.raises(DataError, match=r"does not contain new\.txt|git cannot read"):
         read(f"git:{repository}")
 
 
@@ -230,11 +230,11 @@ def test_a_repository_elsewhere_is_not_read(repository: Path, tmp_path: Path) ->
     given = tmp_path / "given"
     given.mkdir()
     (given / ".git").write_text(f"gitdir: {repository / '.git'}\n")
-    with pytest.raises(DataError, match="objects of this repository are elsewhere"):
+    with pytest.raises(DataError, match="keeps its objects in another one"):
         list(read_source(f"git:{given}"))
     shared = tmp_path / "shared"
     git(tmp_path, "clone", "-q", "--shared", str(repository), str(shared))
-    with pytest.raises(DataError, match="objects of this repository are elsewhere"):
+    with pytest.raises(DataError, match="keeps its objects in another one"):
         list(read_source(f"git:{shared}"))
     for place in ("objects", "packed-refs", "refs/heads"):
         linked = tmp_path / place.replace("/", "-")

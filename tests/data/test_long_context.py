@@ -281,7 +281,7 @@ def test_options_of_turns_are_checked() -> None:
     for wrong in ({"variant": "first"}, {"split": "test"}, {"questions": 3}, {"questions": 0}):
         with pytest.raises(ConfigError, match="turns_text: variant"):
             turns_text(0, 0, 1000, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="100 bytes hold no 2 needles and 1 questions; give"):
+    with pytest.raises(ConfigError, match="100 bytes are too few for 2 needles and 1 questions; give"):
         turns_text(0, 0, 100)
 
 

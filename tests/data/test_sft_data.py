@@ -230,7 +230,7 @@ def test_folders_give_their_files_in_order(tmp_path: Path) -> None:
     assert [where for where, _ in read_conversations(files)] == [f"{f}:1" for f in files]
     assert conversation_files(tmp_path / "notes.txt") == [tmp_path / "notes.txt"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no file"):
+    with pytest.raises(DataError, match="contains no"):
         conversation_files(tmp_path / "empty")
 
 

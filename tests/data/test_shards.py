@@ -94,7 +94,7 @@ def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
     for content in (None, "{", "[]", '{"dtype": "nonsense"}', '{"dtype": "object"}', '{"tokenizer": "x"}', "[" * 10**5):
         if content is not None:
             (tmp_path / "shards.json").write_text(content, encoding="utf-8")
-        with pytest.raises(DataError, match="holds no token shards"):
+        with pytest.raises(DataError, match="contains no token shards"):
             open_shard(tmp_path, "train", TOKENIZER)
 
 

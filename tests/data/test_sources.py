@@ -62,7 +62,7 @@ def test_a_file_is_one_document_and_bad_bytes_are_replaced(tmp_path: Path) -> No
 def test_missing_and_empty_sources_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a file nor a folder"):
         list(read_source(str(tmp_path / "absent")))
-    with pytest.raises(DataError, match="hold no text file"):
+    with pytest.raises(DataError, match="contain no text file"):
         read_sources([str(tmp_path)])
     write(tmp_path, {"a.txt": "x"})
     both = read_sources([str(tmp_path), str(tmp_path / "a.txt")])
@@ -115,7 +115,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     assert [str(bad) for bad in report.bad] == [f"{tmp_path / 'big.py'}: it has more than 10 bytes"]
     with pytest.raises(DataError, match="split it into several files"):
         list(iter_sources([str(tmp_path / "big.py")], max_record_bytes=10))
-    with pytest.raises(DataError, match=r"hold no text file \(1 binary left out\)"):
+    with pytest.raises(DataError, match=r"contain no text file \(1 binary left out\)"):
         read_sources([str(tmp_path / "binary.txt")])
 
 
@@ -202,7 +202,7 @@ def test_jsonl_line_by_line(tmp_path: Path, lines: list[tuple[str, int]], ended:
     entry = report.sources[0]
     assert (entry.bad, entry.empty) == (len(bad), sum(kind == "empty" for kind, _ in lines))
     if bad:
-        with pytest.raises(DataError, match=rf"more than the {len(bad) - 1} that are tolerated") as caught:
+        with pytest.raises(DataError, match=rf"more than the {len(bad) - 1} that --max-bad allows") as caught:
             list(iter_sources([str(path)], ReadReport(max_bad=len(bad) - 1), max_record_bytes=120))
         assert f"{path}:{bad[0][0]}: " in str(caught.value) and "\n" not in str(caught.value)
 
@@ -326,7 +326,7 @@ def test_parquet_is_read_one_row_group_after_the_other(tmp_path: Path) -> None:
             found.append(document.text)
     assert found == ["a" * 500] * 3
     source.write_bytes(b"PAR1 nothing PAR1")
-    with pytest.raises(DataError, match="no parquet file"):
+    with pytest.raises(DataError, match="not a parquet file"):
         list(read_source(str(source)))
 
 

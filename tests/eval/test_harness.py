@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from glm5.chat import render_chat
-from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig
 from glm5.engine.engine import Engine
 from glm5.engine.measure_acceptance import generate_speculative
 from glm5.eval import harness

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from glm5.config.recipe import EvalConfig, FamilyConfig
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig
 from glm5.errors import ConfigError, GradingError
 from glm5.eval import harness
 from glm5.eval.harness import evaluate, play_skill
@@ -214,7 +215,7 @@ def test_failures_of_the_environment_are_no_success_and_are_counted(
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"samples": 4}, "pass@8 needs at least as many samples a problem, not 4"), ({"ks": [0]}, "greater than or equal"),
+    [({"samples": 4}, "pass@8 needs at least 8 `samples` per problem, not 4"), ({"ks": [0]}, "greater than or equal"),
      ({"temperature": 0.0}, "greater than 0"), ({"samples": -1}, "greater than or equal"),
      ({"rollouts": "slow"}, "fast")],
 )  # fmt: skip

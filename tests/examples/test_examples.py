@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from glm5.data.documents import Document
 
@@ -63,6 +67,31 @@ def test_own_loss(tmp_path: Path) -> None:
     assert 'loss = "cispo"' in (tmp_path / "runs" / "cispo" / "recipe.toml").read_text()
     numbers = stages(tmp_path / "runs" / "cispo")["rl"]["numbers"]
     assert numbers["masked_share"] == 0.0 and "clipped_share" in numbers
+
+
+def test_own_reward_model(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "own_reward_model.py", *QUICK)
+    saved = tomllib.loads((tmp_path / "runs" / "bag-of-words" / "recipe.toml").read_text())
+    assert saved["stages"][2]["reward_model"]["kind"] == "bag_of_words"
+    numbers = stages(tmp_path / "runs" / "bag-of-words")["rl"]["numbers"]
+    assert numbers["reward_model_accuracy"] > 0.9 and "combined_reward" in numbers
+
+
+def test_own_stage(tmp_path: Path) -> None:
+    run(tmp_path, EXAMPLES / "own_stage.py", *QUICK, "stages.average.share=1.0")
+    folder = tmp_path / "runs" / "average"
+    assert stages(folder)["average"]["kind"] == "average" and stages(folder)["average"]["numbers"]["moved"] > 0
+    sft, average = (load_file(folder / f"{name}/model/model.safetensors") for name in ("01-sft", "03-average"))
+    assert all(torch.allclose(sft[name], average[name], atol=1e-6) for name in sft)  # share 1: the other model
+
+
+@pytest.mark.parametrize("example", ["own_environment", "own_loss", "own_reward_model", "own_stage"])
+def test_what_an_example_adds_is_its_own_file(example: str) -> None:
+    """It imports glm5 alone, and registers its class in one line."""
+    source = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
+    assert len(re.findall(r"^    [A-Z_]+\.add\(", source, re.M)) == 1
+    roots = {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", source, re.M)}
+    assert roots <= {"glm5", "torch", "pydantic", *sys.stdlib_module_names}
 
 
 @pytest.mark.slow

@@ -242,7 +242,7 @@ CONFIG_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda p: (p / "config.json").unlink(), "does not exist"),
     "config is a folder": (lambda p: ((p / "config.json").unlink(), (p / "config.json").mkdir()), "cannot be read"),
     "config is no JSON": (lambda p: (p / "config.json").write_text("{"), "is not valid JSON"),
-    "config is a list": (lambda p: (p / "config.json").write_text("[]"), "must hold one JSON object"),
+    "config is a list": (lambda p: (p / "config.json").write_text("[]"), "must contain one JSON object"),
     "config is nested deeply": (lambda p: (p / "config.json").write_text("[" * 100_000), "is not valid JSON"),
     "config is huge": (lambda p: (p / "config.json").write_text(" " * (5 << 20)), "has more than 4,194,304 bytes"),
     "foreign architecture": (lambda p: change_config(p, model_type="llama"), 'model_type "llama" is not glm_moe_dsa'),
@@ -305,7 +305,7 @@ def test_an_edited_configuration_counts_with_one_warning(pristine: Path, tmp_pat
 @pytest.mark.filterwarnings("ignore:.*edited since it was saved")
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not valid JSON"), (None, "config.json demands"), ("[]", "must hold one JSON object")],
+    [("{", "is not valid JSON"), (None, "config.json demands"), ("[]", "must contain one JSON object")],
 )
 def test_an_edited_configuration_that_does_not_fit(
     pristine: Path, tmp_path: Path, text: str | None, message: str

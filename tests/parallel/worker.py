@@ -67,7 +67,7 @@ class Watch:
 
 def stage(steps: int = STEPS, **options: Any) -> GradientStage:
     kept = {"steps": steps, "lr": 2e-2, "warmup": 2, "save_every": options.pop("save_every", 0)}
-    return GradientStage(name="stage", optim=OptimConfig(**kept), **options)
+    return GradientStage(kind="pretrain", name="stage", optim=OptimConfig(**kept), **options)
 
 
 def trainable(task: dict[str, Any]) -> Callable[[str], bool]:

@@ -18,14 +18,15 @@ from glm5.config.recipe import (
     ReasoningStage,
     RewardModelConfig,
 )
-from glm5.errors import DataError
+from glm5.errors import DataError, GradingError
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import PolicyBatch
-from glm5.rl.reward_model import RewardModel, train_reward_model
+from glm5.rl.reward_models import PreferenceModel, RewardModel
+from glm5.rl.reward_models.learned import train_preferences
 from glm5.tasks.instructions.general import ACTS, GeneralFamily
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)
@@ -99,11 +100,10 @@ def test_agentic_centres_and_leaves_the_environment_out() -> None:
 # -------------------------------------------------------------------------------------------------------- general RL
 
 
-class Fixed:
+class Fixed(RewardModel):
     """A reward model that likes long answers."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 
     def score(self, pairs: Any) -> list[float]:
@@ -115,6 +115,12 @@ def general_stage() -> GeneralStage:
     return GeneralStage(
         kind="general", name="g", optim=OPTIM, families=[], reward_model=RewardModelConfig(optim=OPTIM)
     )  # fmt: skip
+
+
+def general_rl(tokenizer: Any, model: RewardModel) -> GeneralRL:
+    algorithm = GeneralRL(general_stage(), model)
+    algorithm.tokenizer = tokenizer
+    return algorithm
 
 
 def said(tokenizer: Any, prompt: str, answer: str, reward: float, group: int, thinking: bool = False) -> Trajectory:
@@ -130,10 +136,10 @@ def said(tokenizer: Any, prompt: str, answer: str, reward: float, group: int, th
 @pytest.mark.parametrize("version", ["5.0", "5.1", "5.2"])
 def test_rules_are_the_gate_of_the_learned_reward(tokenizer: Any, version: str) -> None:
     spoken = Tokenizer.byte_level(version)
-    model = Fixed(spoken)
+    model = Fixed()
     texts = ["Hello Ann, nice to see you.", "hi Ann", "a very long text that breaks a rule and is liked all the same"]
     group = [said(spoken, "greet Ann, loud", text, reward, 0) for text, reward in zip(texts, (1.0, 1.0, 0.0))]
-    algorithm = GeneralRL(general_stage(), model)  # type: ignore[arg-type]
+    algorithm = general_rl(spoken, model)
     rows, numbers = algorithm.samples([group])
     assert model.asked == [("greet Ann, loud", texts[0]), ("greet Ann, loud", texts[1])]
     scores = [0.1 * len(text) - 1.0 for text in texts[:2]]
@@ -154,21 +160,21 @@ def test_rules_are_the_gate_of_the_learned_reward(tokenizer: Any, version: str) 
 def test_the_reward_model_hears_the_answer_and_not_the_thoughts(version: str, thinking: bool) -> None:
     """In 5.3 every episode thinks, and the prompt has a line on effort."""
     spoken = Tokenizer.byte_level(version)
-    model = Fixed(spoken)
+    model = Fixed()
     one = said(spoken, "greet Ann", "be nice</think>hi Ann", 1.0, 0, thinking)
-    GeneralRL(general_stage(), model).samples([[one]])  # type: ignore[arg-type]
+    general_rl(spoken, model).samples([[one]])
     assert model.asked == [("greet Ann", "hi Ann")]
 
 
 def test_other_families_keep_their_own_reward(tokenizer: Any) -> None:
     """The reward model has never seen a program or a sum; several turns of tool calls are no answer to a courtesy."""
-    model = Fixed(tokenizer)
+    model = Fixed()
     sums = [
         replace(said(tokenizer, "2+2", answer, reward, 1), domain="math") for answer, reward in (("4", 1.0), ("5", 0.0))
     ]
     tools = [trajectory(2, reward, turns=3, domain="agentic") for reward in (1.0, 0.25)]
     talk = [said(tokenizer, "greet Ann", text, 1.0, 0) for text in ("hi Ann", "Hello Ann, dear.")]
-    rows, numbers = GeneralRL(general_stage(), model).samples([sums, talk, tools])  # type: ignore[arg-type]
+    rows, numbers = general_rl(tokenizer, model).samples([sums, talk, tools])
     assert model.asked == [("greet Ann", "hi Ann"), ("greet Ann", "Hello Ann, dear.")]
     learned = [1 / (1 + math.exp(-(0.1 * len(text) - 1.0))) for _, text in model.asked]
     assert numbers["combined_reward"] == pytest.approx((1.0 + 0.0 + 1.0 + 0.25 + sum(learned)) / 6)
@@ -176,12 +182,55 @@ def test_other_families_keep_their_own_reward(tokenizer: Any) -> None:
 
 
 def test_extreme_scores_do_not_overflow(tokenizer: Any) -> None:
-    model = Fixed(tokenizer)
+    model = Fixed()
     model.score = lambda pairs: [-2000.0, 2000.0]  # type: ignore[method-assign]
     group = [said(tokenizer, "greet Ann", "hi Ann", 1.0, 0) for _ in range(2)]
-    rows, numbers = GeneralRL(general_stage(), model).samples([group])  # type: ignore[arg-type]
+    rows, numbers = general_rl(tokenizer, model).samples([group])
     assert numbers["combined_reward"] == pytest.approx(0.5)
     assert [row.advantages[-1] for row in rows] == pytest.approx([-1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([0.5], "gave 1 scores for 2 answers, not one each"),
+        ([0.5, 1.0, 2.0], "gave 3 scores for 2 answers, not one each"),
+        ([0.5, math.nan], "gave the score nan; scores must be finite"),
+        (torch.tensor([-math.inf, 0.0]), "gave the score -inf; scores must be finite"),
+        (["0.5", "1.0"], "failed: TypeError: must be real number, not str"),
+        ([None, None], "failed: TypeError: must be real number, not NoneType"),
+        (None, "failed: TypeError: 'NoneType' object is not iterable"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+    ],
+)
+def test_a_reward_model_that_fails_gives_no_reward(tokenizer: Any, scores: Any, message: str) -> None:
+    class Broken(Fixed):
+        def score(self, pairs: Any) -> Any:
+            if isinstance(scores, Exception):
+                raise scores
+            return scores
+
+    group = [said(tokenizer, "greet Ann", "hi Ann", 1.0, 0) for _ in range(2)]
+    with pytest.raises(GradingError) as caught:
+        general_rl(tokenizer, Broken()).samples([group])
+    assert str(caught.value) == f"the reward model Broken {message}."
+    assert all(t.reward == 1.0 for t in group)
+
+
+def test_a_reward_model_may_score_other_families_and_return_a_tensor(tokenizer: Any) -> None:
+    class Length(Fixed):
+        domains = ("poems",)
+
+        def score(self, pairs: Any) -> Any:
+            self.asked = list(pairs)
+            return torch.tensor([0.0, 800.0], dtype=torch.bfloat16)
+
+    poems = [replace(said(tokenizer, "a poem", text, 1.0, 0), domain="poems") for text in ("rose", "red rose")]
+    talk = [said(tokenizer, "greet Ann", text, 1.0, 1) for text in ("hi Ann", "Hello Ann, dear.")]
+    model = Length()
+    _, numbers = general_rl(tokenizer, model).samples([poems, talk])
+    assert model.asked == [("a poem", "rose"), ("a poem", "red rose")]
+    assert numbers["combined_reward"] == pytest.approx((0.5 + 1.0 + 1.0 + 1.0) / 4)
 
 
 class Shouting:
@@ -195,9 +244,9 @@ class Shouting:
 def test_the_reward_model_learns_a_separable_preference(small: Any, tokenizer: Any, tmp_path: Any) -> None:
     policy = small(vocab_size=tokenizer.vocab_size, initializer_range=0.05)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    config = RewardModelConfig(optim=OptimConfig(steps=20, lr=2e-2), pairs=8, held_out_pairs=20)
+    config: dict[str, Any] = dict(optim=OptimConfig(steps=20, lr=2e-2), pairs=8, held_out_pairs=20)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        model, accuracy = train_reward_model(policy, tokenizer, Shouting(), config, metrics, "orm")  # type: ignore[arg-type]
+        model, accuracy = train_preferences(policy, tokenizer, Shouting(), metrics=metrics, stage="orm", **config)  # type: ignore[arg-type]
     rows = read_metrics(tmp_path / "metrics.jsonl", "orm")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["accuracy"] == 0.0
     assert rows[-1]["loss"] < 0.25 and len(rows) == 20
@@ -215,9 +264,9 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
     shape = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, q_lora_rank=32, qk_nope_head_dim=16)
     policy = small(vocab_size=tokenizer.vocab_size, use_dsa=False, initializer_range=0.02, **shape)
     family = GeneralFamily()
-    config = RewardModelConfig(optim=OptimConfig(steps=40, lr=1e-2, warmup=2), pairs=16, held_out_pairs=200)
+    config: dict[str, Any] = dict(optim=OptimConfig(steps=40, lr=1e-2, warmup=2), pairs=16, held_out_pairs=200)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        model, accuracy = train_reward_model(policy, tokenizer, family, config, metrics, "orm")
+        model, accuracy = train_preferences(policy, tokenizer, family, metrics=metrics, stage="orm", **config)
     assert accuracy >= 0.85
     right: dict[int, list[bool]] = {-1: [], 0: [], 1: []}
     for act, phrases in ACTS.items():
@@ -236,21 +285,21 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
 def test_a_reward_model_that_broke_is_not_used(
     small: Any, tokenizer: Any, tmp_path: Any, lr: float, steps: int, what: str
 ) -> None:
-    config = RewardModelConfig(optim=OptimConfig(steps=steps, lr=lr), pairs=4, held_out_pairs=4)
+    config: dict[str, Any] = dict(optim=OptimConfig(steps=steps, lr=lr), pairs=4, held_out_pairs=4)
     policy = small(vocab_size=tokenizer.vocab_size)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(DataError, match=what):
-        train_reward_model(policy, tokenizer, GeneralFamily(), config, metrics, "orm")
+        train_preferences(policy, tokenizer, GeneralFamily(), metrics=metrics, stage="orm", **config)
 
 
 def test_a_score_that_is_no_number_is_no_reward(small: Any, tokenizer: Any) -> None:
-    model = RewardModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
+    model = PreferenceModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
     torch.nn.init.constant_(model.head.weight, float("nan"))
     with pytest.raises(DataError, match="a score is not finite"):
         model.score([("hi", "ho")])
 
 
 def test_the_reward_model_sees_whole_conversations(small: Any, tokenizer: Any) -> None:
-    model = RewardModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
+    model = PreferenceModel(small(vocab_size=tokenizer.vocab_size), tokenizer)
     ids = model.ids("hi", "ho")
     assert tokenizer.decode(ids) == "[gMASK]<sop><|user|>hi<|assistant|></think>ho<|user|>"
     assert model.score([("hi", "ho")]) == [0.0]  # an untrained head has no opinion

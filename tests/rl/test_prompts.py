@@ -129,7 +129,7 @@ def test_a_family_listed_twice_shares_its_problems(tokenizer: Any) -> None:
                 FamilyConfig(name="arithmetic", difficulty=DifficultyConfig(problems=4, tries=4)),
                 FamilyConfig(name="arithmetic", difficulty=DifficultyConfig(problems=4, tries=8)),
             ],
-            "different `tries`",
+            "different `difficulty.tries`",
         ),
     ],
 )
@@ -338,13 +338,13 @@ def test_a_small_family_is_measured_once_and_comes_again(
     plain = PromptStream(stage_of([FamilyConfig(name="numbered")]), 0)
     drawn = [index_of(plain.episode(group, tokenizer, THREADS).env.problem) for group in range(21)]
     assert drawn == [*range(7)] * 3
-    assert caplog.text.count("only 7 distinct problems for rollouts; they come again") == 1
+    assert caplog.text.count("only 7 distinct problems for rollouts; from here on they repeat") == 1
     asked = DifficultyConfig(problems=20, tries=1, low=0.0, high=1.0)
     stream = PromptStream(stage_of([FamilyConfig(name="numbered", difficulty=asked)], temperature=0.7), 0)
     stream.measure(KnownRates(tokenizer, 1), tokenizer, tmp_path / "r", "p")
     counts = read_pass_counts(tmp_path / "r", "p", family_key("numbered", {}))
     assert list(counts) == [*range(7)] and all(count.tries == 1 for count in counts.values())
-    assert "that many are measured, not 20" in caplog.text
+    assert "all are measured, instead of 20" in caplog.text
     asked = asked.model_copy(update={"unseen": 0.5})
     greedy = PromptStream(stage_of([FamilyConfig(name="numbered", difficulty=asked)], temperature=0.7), 0)
     with pytest.raises(DataError, match="only 7 distinct problems for rollouts, so none of them stays unseen"):

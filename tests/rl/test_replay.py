@@ -134,7 +134,7 @@ def test_batches_are_told_apart(tmp_path: Path) -> None:
     assert [g[0].group for g in replay.read(path)] == [0, 1, 2, 3]
     assert [g[0].group for g in replay.read(path, "a")] == [0, 1, 2]
     assert [g[0].group for g in replay.read(path, "a", 2)] == [2]
-    with pytest.raises(DataError, match="holds no rollouts of stage c"):
+    with pytest.raises(DataError, match="contains no rollouts of stage c"):
         replay.read(path, "c")
     # Rewinding takes out a stage's later updates, and only those; a cut-off line goes too.
     before = path.read_bytes().splitlines(keepends=True)
@@ -154,21 +154,21 @@ def test_batches_are_told_apart(tmp_path: Path) -> None:
         (lambda row: row.update(group=1.5), '"group" is not a whole number'),
         (lambda row: row.update(group=True), '"group" is not a whole number'),
         (lambda row: row.update(problem=3), '"problem" is not a text'),
-        (lambda row: row.update(reward="much"), '"reward" holds .much., which is not a number'),
-        (lambda row: row.update(reward=10**400), '"reward" holds 1000000'),
-        (lambda row: row.update(reward=math.inf), '"reward" holds inf'),
-        (lambda row: row.update(outcome="won"), '"won" is no outcome .solved, '),
+        (lambda row: row.update(reward="much"), '"reward" contains .much., which is not a number'),
+        (lambda row: row.update(reward=10**400), '"reward" contains 1000000'),
+        (lambda row: row.update(reward=math.inf), '"reward" contains inf'),
+        (lambda row: row.update(outcome="won"), 'unknown outcome "won"; choose one of solved, '),
         (lambda row: row.update(turns=[3]), "a turn is not an object"),
         (lambda row: row["turns"][0].update(shared=1), "shares 1 tokens with the 0 before it"),
         (lambda row: row["turns"][1].update(shared=-1), '"shared" is -1'),
         (lambda row: row["turns"][1].update(output=[5, 6]), "2 output tokens have 1 logprobs and 1 versions"),
-        (lambda row: row["turns"][0].update(output=[-1, 3]), '"output" holds something'),
+        (lambda row: row["turns"][0].update(output=[-1, 3]), '"output" contains a value'),
         (lambda row: row["turns"][0].update(given="12"), '"given" is not a list'),
-        (lambda row: row["turns"][0].update(logprobs=[None, 0]), '"logprobs" holds None'),
-        (lambda row: row.update(count=0), '"count" is 0, but at least 1'),
+        (lambda row: row["turns"][0].update(logprobs=[None, 0]), '"logprobs" contains None'),
+        (lambda row: row.update(count=0), '"count" is 0; it must be at least 1'),
         (lambda row: row.update(count=5), "ends after 1 of 2"),
-        (lambda row: row.update(index=0), "trajectory 0 .* lines are missing or moved"),
-        (lambda row: row.update(slot=2), "group 2.* lines are missing or moved"),
+        (lambda row: row.update(index=0), "trajectory 0 .* lines are missing or out of order"),
+        (lambda row: row.update(slot=2), "group 2.* lines are missing or out of order"),
         (lambda row: row.update(step=9), "ends after 1 of 2 trajectories"),
     ],
 )

@@ -79,7 +79,7 @@ def run(folder: Path, phase: str) -> None:
 
     def stage(name: str, **options: Any) -> None:
         model = GLM5ForCausalLM(GLM5Config.preset("nano", **small))
-        config = GradientStage(name=name, optim=OptimConfig(lr=1e-3, evaluate_every=1, **options))
+        config = GradientStage(kind="pretrain", name=name, optim=OptimConfig(lr=1e-3, evaluate_every=1, **options))
         with MetricsWriter(folder / "metrics.jsonl") as metrics:
             io = loop.StageIO(name, folder / name, metrics, lambda steps, numbers: None)
             loop.train(model, config, io, batch_at, loss_of, evaluate=evaluate)

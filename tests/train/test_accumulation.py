@@ -38,7 +38,7 @@ def loss_of(model: Any, batch: Batch, ctx: Any) -> tuple[torch.Tensor, StepMetri
 
 def stage(micro_rows: int | None, recompute: bool = False) -> GradientStage:
     optim = OptimConfig(steps=3, lr=1e-3, clip=1e9, monitor_every=1, schedule="constant")
-    return GradientStage(name="stage", optim=optim, micro_rows=micro_rows, recompute=recompute)
+    return GradientStage(kind="pretrain", name="stage", optim=optim, micro_rows=micro_rows, recompute=recompute)
 
 
 @pytest.mark.parametrize(("micro_rows", "recompute"), [(None, False), (1, False), (2, False), (2, True), (3, False),

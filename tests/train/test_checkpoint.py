@@ -50,7 +50,7 @@ def optim(kind: str = "muon") -> OptimConfig:
 
 
 def config() -> GradientStage:
-    return GradientStage(name="stage", optim=optim())
+    return GradientStage(kind="pretrain", name="stage", optim=optim())
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -48,7 +48,7 @@ def optim(steps: int = 7, save_every: int = 2, kind: str = "muon", **options: An
 
 
 def config(micro_rows: int | None = None, dtype: str = "float32", **options: Any) -> GradientStage:
-    return GradientStage(name="stage", optim=optim(**options), micro_rows=micro_rows, dtype=dtype)  # type: ignore[arg-type]
+    return GradientStage(kind="pretrain", name="stage", optim=optim(**options), micro_rows=micro_rows, dtype=dtype)  # type: ignore[arg-type]
 
 
 def numbers_of(path: Path) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_a_non_finite_step_is_skipped_and_counted(
     assert rows[2]["grad_norm"] is None and rows[3]["grad_norm"] > 0
     name = "loss" if bad == "loss" else "lm_head.weight"
     assert [row.get(f"non_finite/{name}") for row in rows] == [None, None, 1, None, 1, None]
-    assert f"stage: step 3 is skipped, for something is not finite: the {bad}" in caplog.text
+    assert f"stage: step 3 is skipped because of a non-finite value: the {bad}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])

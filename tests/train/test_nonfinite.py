@@ -40,7 +40,7 @@ def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:
 
 def stage(steps: int = 4, micro_rows: int | None = None, **options: Any) -> GradientStage:
     optim = OptimConfig(**{"steps": steps, "lr": 1e-2, "save_every": 1, **options})
-    return GradientStage(name="stage", optim=optim, micro_rows=micro_rows)
+    return GradientStage(kind="pretrain", name="stage", optim=optim, micro_rows=micro_rows)
 
 
 GROUPED = dict(attention_type="gqa", num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=40)
@@ -149,7 +149,7 @@ def test_the_report_of_a_step(
     assert [row.get(f"non_finite/{culprit}") for row in rows] == [None, None, 1, None]
     sort = "output" if where == "forward" else "gradient"
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"stage: step 3 is skipped, for something is not finite: the {sort} of {culprit}."
+        f"stage: step 3 is skipped because of a non-finite value: the {sort} of {culprit}."
     ]
     assert bad_weight(model) is None
 

@@ -30,7 +30,9 @@ def stage(
     dtype: str = "bfloat16", micro_rows: int | None = None, recompute: bool = False, **optim: Any
 ) -> GradientStage:
     config = OptimConfig(**{"steps": 6, "lr": 1e-2, "clip": 1e9, "save_every": 2, **optim})
-    return GradientStage(name="stage", optim=config, micro_rows=micro_rows, dtype=dtype, recompute=recompute)  # type: ignore[arg-type]
+    return GradientStage(
+        kind="pretrain", name="stage", optim=config, micro_rows=micro_rows, dtype=dtype, recompute=recompute
+    )  # type: ignore[arg-type]
 
 
 def bf16_gradients(owner: Any, batch: Batch) -> dict[str, torch.Tensor]:

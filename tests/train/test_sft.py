@@ -153,7 +153,7 @@ CONFLICT = talk("q", "a", messages=[{"role": "assistant", "content": "a", "reaso
     ("lines", "options", "says"),
     [
         (["{"], {}, "c.jsonl:1: not a conversation: not JSON"),
-        (["{"], {"bad_lines": "skip"}, "holds no conversation .1 bad lines."),
+        (["{"], {"bad_lines": "skip"}, "contains no conversation .1 bad lines."),
         ([talk("q", "a"), talk("q", "a" * 80)], {"too_long": "error"}, "c.jsonl:2: 87 tokens do not fit into a row"),
         ([talk("q", "a" * 80)], {}, "none of 1 conversations .* 1 rows are longer than 80"),
         ([talk("q", "a", tools=[{"name": "f", "x": [[]]}])], {"thinking": "turn"}, ""),
@@ -389,7 +389,7 @@ def test_a_stage_does_not_go_on_with_other_data(small: Any, tokenizer: Any, stag
     with pytest.raises(KeyboardInterrupt):
         sft.run(model, stage, tokenizer, stage_io(stop_after=3), seed=0)
     write(tmp_path / "c.jsonl", talk("q", "a"), talk("q", "c"))
-    with pytest.raises(DataError, match=r"not what the stage began with .*rows\.json"):
+    with pytest.raises(DataError, match=r"the data changed since the stage began .*rows\.json"):
         sft.run(model, stage, tokenizer, stage_io(), seed=0)
     write(tmp_path / "c.jsonl", talk("q", "a"), talk("q", "b"))
     sft.run(model, stage, tokenizer, stage_io(), seed=0)

@@ -33,7 +33,9 @@ def batch_at(step: int) -> Batch:
 
 
 def stage(**options: Any) -> GradientStage:
-    return GradientStage(name="stage", optim=OptimConfig(**{"steps": 5, "lr": 1e-2, "save_every": 0, **options}))
+    return GradientStage(
+        kind="pretrain", name="stage", optim=OptimConfig(**{"steps": 5, "lr": 1e-2, "save_every": 0, **options})
+    )
 
 
 def loss_of(model: Any, batch: Batch, ctx: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import distillation
+from glm5.rl.algos.base import Algorithm
 from glm5.rl.learner import ROWS_PER_STEP, PolicyBatch, packed_logprobs
 from glm5.rl.losses import IcePop, KLPenalty, Objective, Observer, Statistics, policy_loss
+from glm5.rl.start import StageStart
 from glm5.tasks.episode import to_samples
 
 
@@ -84,14 +86,29 @@ class EngineTeacher:
         ]
 
 
-class Distillation:
+class Distillation(Algorithm):
     """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to teachers, which score one after the
     other. The metrics are `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
+
+    takes = DistillStage
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
         self.stage, self.teachers = stage, teachers
         self.objective: Objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
         self.penalty: KLPenalty | None = None
+
+    @classmethod
+    def of(cls, stage: Any) -> Self:
+        return cls(stage, {}, **stage.algorithm_options)
+
+    def prepare(self, start: StageStart) -> dict[str, float]:
+        """Find the teachers' checkpoints; a teacher is loaded when it first scores."""
+        stage = self.stage
+        names = {name: None for family in stage.families if (name := stage.teacher_of(family)) is not None}
+        exact, keep = stage.rollouts == "exact", stage.keep_teachers
+        folders = {name: start.checkpoint(name) for name in names}
+        self.teachers = {name: ModelTeacher(f, stage.row_length, exact=exact, keep=keep) for name, f in folders.items()}
+        return {}
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         """Rows with their teachers' log-probabilities; `loss` subtracts the student's. Raises ConfigError if a prompt's
@@ -101,8 +118,8 @@ class Distillation:
             own = [row for row in rows if row.teacher == name]
             if name not in self.teachers:
                 raise ConfigError(
-                    f'{self.stage.name}: a prompt of the domain "{own[0].domain}" is tagged with the teacher "{name}", '
-                    f"but there is none of this name (there is: {', '.join(self.teachers) or 'none'})."
+                    f'{self.stage.name}: a prompt of the domain "{own[0].domain}" has the teacher "{name}", which this '
+                    f"stage does not have; its teachers are: {', '.join(self.teachers) or 'none'}."
                 )
             for row, scores in zip(own, self.teachers[name].score(own, self.stage.temperature), strict=True):
                 values = iter(scores)

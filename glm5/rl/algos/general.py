@@ -1,36 +1,51 @@
-"""General RL: exact rules filter, a learned outcome reward model ranks the answers that pass (§3.4). Eq. 1 loss."""
+"""General RL: exact rules filter, an outcome reward model ranks the answers that pass (§3.4). Eq. 1 loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, Self
 
-from glm5.chat import parse_message
+from glm5.chat import Tokenizer, parse_message
 from glm5.config.recipe import GeneralStage
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.reward_model import RewardModel
-from glm5.tasks.instructions.general import GeneralFamily
+from glm5.rl.reward_models import RewardModel, checked_scores, stage_reward_model
+from glm5.rl.start import StageStart
+from glm5.tasks import make_family
 
 
 class GeneralRL(ReasoningRL):
     """reward = rules (0 or 1) * sigmoid(score of the reward model): style cannot make up for a violated rule.
 
-    The reward model was trained on pairs of the family `general` and scores only its episodes. Episodes of other
-    families keep the reward of their own graders.
+    The reward model scores only the families that it knows (`RewardModel.domains`). Episodes of other families keep the
+    reward of their own graders.
     """
+
+    takes = GeneralStage
+    tokenizer: Tokenizer
 
     def __init__(self, stage: GeneralStage, reward_model: RewardModel) -> None:
         super().__init__(stage)
         self.reward_model = reward_model
 
+    @classmethod
+    def of(cls, stage: Any) -> Self:
+        return cls(stage, stage_reward_model(stage), **stage.algorithm_options)
+
+    def prepare(self, start: StageStart) -> dict[str, float]:
+        """Train or load the reward model; its numbers begin with `reward_model_`."""
+        self.tokenizer = start.tokenizer
+        families = [make_family(family.name, **family.options) for family in self.stage.families]
+        return {f"reward_model_{name}": n for name, n in self.reward_model.prepare(start, families).items()}
+
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        passed = [t for group in groups for t in group if _judged(t)]
-        scores = self.reward_model.score([self._pair(t) for t in passed]) if passed else []
+        passed = [t for group in groups for t in group if self._judged(t)]
+        scores = checked_scores(self.reward_model, [self._pair(t) for t in passed]) if passed else []
         learned = (1.0 / (1.0 + math.exp(min(-score, 700.0))) for score in scores)
         rewarded = [
-            [dataclasses.replace(t, reward=next(learned)) if _judged(t) else t for t in group] for group in groups
+            [dataclasses.replace(t, reward=next(learned)) if self._judged(t) else t for t in group] for group in groups
         ]
         rows, numbers = super().samples(rewarded)
         combined = [t.reward for group in rewarded for t in group]
@@ -41,7 +56,7 @@ class GeneralRL(ReasoningRL):
 
     def _pair(self, trajectory: Trajectory) -> tuple[str, str]:
         """The last user message and the last answer as text, without thinking: what a reader sees."""
-        tokenizer, turn = self.reward_model.tokenizer, trajectory.turns[-1]
+        tokenizer, turn = self.tokenizer, trajectory.turns[-1]
         ids, special = turn.context_ids, tokenizer.special
         start = len(ids) - ids[::-1].index(special["<|user|>"])
         prompt = tokenizer.decode(ids[start : ids.index(special["<|assistant|>"], start)])
@@ -49,7 +64,6 @@ class GeneralRL(ReasoningRL):
         message, _ = parse_message(tokenizer.decode(turn.output_ids), thinking=thinking)
         return prompt, message.content
 
-
-def _judged(trajectory: Trajectory) -> bool:
-    """Whether the reward model scores this episode: it is of its family and passed the rules."""
-    return trajectory.domain == GeneralFamily.domain and trajectory.reward > 0
+    def _judged(self, trajectory: Trajectory) -> bool:
+        """Whether the reward model scores this episode: it knows the family, and the answer passed the rules."""
+        return trajectory.domain in self.reward_model.domains and trajectory.reward > 0

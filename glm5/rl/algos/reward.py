@@ -7,8 +7,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from glm5.config.recipe import RewardStage
+from glm5.config.recipe import PolicyStage, RewardStage
 from glm5.records import TrainSample, Trajectory
+from glm5.rl.algos.base import Algorithm
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.losses import Observer, Statistics, policy_loss, stage_loss
 from glm5.tasks.episode import to_samples
@@ -20,9 +21,10 @@ class Credit(Protocol):
     def __call__(self, rewards: Sequence[float]) -> list[float]: ...
 
 
-class RewardRL:
-    """See `glm5.rl.algos.Algorithm`. Subclasses say how rewards become advantages."""
+class RewardRL(Algorithm):
+    """Subclasses say how rewards become advantages."""
 
+    takes: ClassVar[type[PolicyStage]] = RewardStage
     credit: ClassVar[Credit]
 
     def __init__(self, stage: RewardStage) -> None:

@@ -31,7 +31,7 @@ class DoubleSided(Objective):
 
     @classmethod
     def of(cls, stage: RewardStage) -> Self:
-        return cls(stage.eps_low, stage.eps_high)
+        return cls(stage.eps_low, stage.eps_high, **stage.loss_options)
 
     def __call__(self, tokens: Tokens) -> Terms:
         ratio = ratio_of(tokens.logprobs, tokens.rollout_logprobs).detach()

@@ -32,7 +32,7 @@ class IcePop(Objective):
 
     @classmethod
     def of(cls, stage: RewardStage) -> Self:
-        return cls(stage.beta, stage.clip_low, stage.clip_high)
+        return cls(stage.beta, stage.clip_low, stage.clip_high, **stage.loss_options)
 
     def __call__(self, tokens: Tokens) -> Terms:
         rho = ratio_of(tokens.old, tokens.rollout_logprobs).detach()

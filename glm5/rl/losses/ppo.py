@@ -31,7 +31,7 @@ class PPO(Objective):
 
     @classmethod
     def of(cls, stage: RewardStage) -> Self:
-        return cls(stage.clip_low, stage.clip_high)
+        return cls(stage.clip_low, stage.clip_high, cls.against, **stage.loss_options)
 
     def __call__(self, tokens: Tokens) -> Terms:
         base = tokens.rollout_logprobs if self.against == "rollout" else tokens.old

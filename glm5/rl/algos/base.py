@@ -1,0 +1,46 @@
+"""The interface of an RL algorithm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from glm5.config.recipe import PolicyStage
+from glm5.records import TrainSample, Trajectory
+from glm5.rl.learner import PolicyBatch
+from glm5.rl.losses import KLPenalty, Objective, Observer, Statistics
+from glm5.rl.start import StageStart
+
+
+class Algorithm(ABC):
+    """What differs between RL stages: the objective, the KL penalty to the reference (or None), and the advantages. A
+    stage's `algorithm` names a subclass in the register `glm5.rl.algos.ALGORITHMS`. `__init__` should be cheap: it also
+    runs when a recipe is checked."""
+
+    takes: ClassVar[type[PolicyStage]] = PolicyStage
+    """The stages, by their class in the recipe, that have the keys it reads."""
+    objective: Objective
+    penalty: KLPenalty | None
+
+    @classmethod
+    def of(cls, stage: Any) -> Self:
+        """The algorithm with a stage's parameters, by default the stage and its `algorithm_options`."""
+        make: Any = cls
+        made: Self = make(stage, **stage.algorithm_options)
+        return made
+
+    def prepare(self, start: StageStart) -> dict[str, float]:
+        """Build what needs the model, before the first update and again when the stage resumes; returns numbers for the
+        stage's results."""
+        return {}
+
+    @abstractmethod
+    def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
+        """Train samples with advantages, and numbers for the metrics."""
+
+    @abstractmethod
+    def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
+        """One micro-batch's part of the step's loss, and its statistics (see `policy_loss`)."""

@@ -1,0 +1,61 @@
+"""The interface of an outcome reward model."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Self
+
+from glm5.config.recipe import RewardModelConfig
+from glm5.errors import ConfigError, Glm5Error, GradingError
+from glm5.rl.start import StageStart
+from glm5.tasks import Family
+from glm5.tasks.instructions.general import GeneralFamily
+
+
+class RewardModel(ABC):
+    """Scores the answers of General RL. A recipe's `reward_model.kind` names a subclass in the register
+    `glm5.rl.reward_models.REWARD_MODELS`. `__init__` should be cheap: it also runs when a recipe is checked."""
+
+    domains: Collection[str] = (GeneralFamily.domain,)
+    """The task families, by their `domain`, whose episodes it scores; the others keep the reward of their graders."""
+
+    @classmethod
+    def of(cls, config: RewardModelConfig) -> Self:
+        """The reward model of a recipe's section, by default with its `options`. Raises ConfigError if the section has
+        `optim` and the class does not train."""
+        if config.optim is not None:
+            raise ConfigError(f'the reward model "{config.kind}" is not trained; remove reward_model.optim.')
+        return cls(**config.options)
+
+    def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
+        """Train or load it; returns numbers for the stage's results.
+
+        Called once before the first update, and again when an interrupted stage resumes. It must then end with the same
+        scores: seed every draw, or keep files in `start.io.folder`. `families` are those of the stage, in its order.
+        """
+        return {}
+
+    @abstractmethod
+    def score(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float]:
+        """One finite score per (prompt, answer) pair; larger is better. The reward is sigmoid(score), so between 0
+        and 1."""
+
+
+def checked_scores(model: RewardModel, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """The scores of a reward model. Raises GradingError if it fails, or does not give one finite number per pair."""
+    name = type(model).__name__
+    try:
+        scores = list(model.score(pairs))
+        finite = [math.isfinite(score) for score in scores]
+    except Glm5Error:
+        raise
+    except Exception as error:
+        raise GradingError(f"the reward model {name} failed: {type(error).__name__}: {error}.") from error
+    if len(scores) != len(pairs):
+        raise GradingError(f"the reward model {name} gave {len(scores)} scores for {len(pairs)} answers, not one each.")
+    if not all(finite):
+        bad = float(scores[finite.index(False)])
+        raise GradingError(f"the reward model {name} gave the score {bad}; scores must be finite.")
+    return [float(score) for score in scores]

@@ -1,0 +1,27 @@
+"""What a stage of reinforcement learning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm5.chat import Tokenizer
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.train.loop import StageIO
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """The same when an interrupted stage starts again.
+
+    policy      the model with the stage's starting weights; copy it (`clone`) before changing anything
+    io          `io.folder` is the stage's own folder, `io.metrics` the run's metrics, `io.name` the stage's name
+    checkpoint  the folder of a teacher's checkpoint: an earlier stage, "start" or a path. Raises ConfigError if its
+                tokenizer is not the run's
+    """
+
+    policy: GLM5ForCausalLM
+    tokenizer: Tokenizer
+    io: StageIO
+    checkpoint: Callable[[str], Path]
