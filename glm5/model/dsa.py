@@ -42,9 +42,9 @@ class Indexer(nn.Module):
     def project(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, theta: float) -> IndexerState:
         """x [M, D] (after the input norm) and q_latent [M, q_lora_rank] (after its norm), both flat."""
         cos, sin = ctx.rope(self.rope_dim, theta)
-        q = rope(self.wq_b(q_latent).unflatten(-1, (self.heads, self.dim)), cos, sin)
-        k = rope(self.k_norm(self.wk(x)).unsqueeze(1), cos, sin).squeeze(1)
-        w = self.weights_proj(x).to(_wide(x.dtype)) * self.heads**-0.5
+        q = rope(self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim)), cos, sin)
+        k = rope(self.k_norm(self.wk(x, ctx.exact)).unsqueeze(1), cos, sin).squeeze(1)
+        w = self.weights_proj(x, ctx.exact).to(_wide(x.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:

@@ -78,11 +78,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         local = not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None
-        native = small_batch.kernels_for(x, self.experts.down_proj) if local else None
-        if native is not None:
+        if local and small_batch.suits(x, self.experts.down_proj):
             gate, routed, shared = self.gate, self.experts, self.shared_experts
             return small_batch.moe(
-                native,
                 x,
                 gate.weight,
                 gate.e_score_correction_bias,
@@ -96,4 +94,4 @@ class MoE(nn.Module):
         if ctx.router_stats is not None:
             real = ctx.batch * ctx.length
             ctx.router_stats.append(RouterStats(self.layer, scores[:real], experts[:real]))
-        return self.experts(x, weights, experts) + self.shared_experts(x)
+        return self.experts(x, weights, experts) + self.shared_experts(x, ctx.exact)

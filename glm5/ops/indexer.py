@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
-from glm5.ops.native import kernels
+from glm5.ops.native import Kernels, register, registered
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import wide
 
@@ -80,31 +81,45 @@ class _SelectedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, w, indices):  # type: ignore[no-untyped-def]
-        native = kernels(q)
-        assert native is not None
-        q, k, w, indices = (x.contiguous() for x in (q, k, w, indices))
-        ctx.save_for_backward(q, k, w, indices)
-        ctx.sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], indices.shape[2], q.shape[3] ** -0.5)
-        out = torch.empty(indices.shape)
-        tensors = (q, k, w, indices, out)
-        native.selected(*tensors, *ctx.sizes)
-        return out
+        tensors = [x.contiguous() for x in (q, k, w, indices)]
+        ctx.save_for_backward(*tensors)
+        return _selected(*tensors)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, w, indices = ctx.saved_tensors
-        native = kernels(q)
-        assert native is not None
-        grad_q, grad_k, grad_w = torch.empty_like(q), torch.empty(k.shape), torch.empty_like(w)
-        tensors = (q, k, w, indices, grad.contiguous(), grad_q, grad_k, grad_w)
-        native.selected_backward(*tensors, *ctx.sizes)
-        return grad_q, grad_k.to(k.dtype), grad_w, None
+        return *_selected_backward(*ctx.saved_tensors, grad.contiguous()), None
+
+
+@register(
+    "selected(Tensor q, Tensor k, Tensor w, Tensor indices) -> Tensor",
+    lambda q, k, w, indices: w.new_empty(indices.shape),
+)
+def _selected(native: Kernels, q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
+    out = torch.empty(indices.shape)
+    native.selected(q, k, w, indices, out, *_selected_sizes(q, k, indices))
+    return out
+
+
+@register(
+    "selected_backward(Tensor q, Tensor k, Tensor w, Tensor indices, Tensor grad) -> (Tensor, Tensor, Tensor)",
+    lambda q, k, w, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)),
+)
+def _selected_backward(
+    native: Kernels, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_w = torch.empty_like(q), torch.empty(k.shape), torch.empty_like(w)
+    native.selected_backward(q, k, w, indices, grad, grad_q, grad_k, grad_w, *_selected_sizes(q, k, indices))
+    return grad_q, grad_k.to(k.dtype), grad_w
+
+
+def _selected_sizes(q: Tensor, k: Tensor, indices: Tensor) -> tuple[float, ...]:
+    return (*q.shape[:2], k.shape[1], *q.shape[2:], indices.shape[2], q.shape[3] ** -0.5)
 
 
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
     -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
-    if kernels(q) is not None and k.dtype == q.dtype and w.dtype == torch.float32:
+    if registered(q) and k.dtype == q.dtype and w.dtype == torch.float32:
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]
     q, k, w = q.to(kind), k.to(kind), w.to(kind)
@@ -174,17 +189,25 @@ def select_keys(
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
     are not scored. Scores exist for one block of queries at a time: memory is linear in the length.
     """
-    native = kernels(q) if _rule is None else None
-    if native is not None and k.dtype == q.dtype:
-        batch, queries, heads, dim = q.shape
+    if _rule is None and registered(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
-        out = torch.empty(batch, queries, topk, dtype=torch.long)
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
-        native.select(q, k, *view, w, start, end, out, batch, queries, heads, dim, topk, dim**-0.5)
-        return out
+        return _select(q, k, *view, w, start, end, topk)
     if pages is not None:
         return _select_from_pool(q, k, w, start, end, topk, pages)
     return _select_in_torch(q, k, w, start, end, topk)
+
+
+@register(
+    "select(Tensor q, Tensor k, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor w, Tensor start, "
+    "Tensor end, int topk) -> Tensor",
+    lambda q, *args: q.new_empty(*q.shape[:2], args[-1], dtype=torch.long),
+)
+def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
+    *tensors, topk = args
+    out = torch.empty(*q.shape[:2], topk, dtype=torch.long)
+    native.select(q, *tensors, out, *q.shape, topk, q.shape[3] ** -0.5)
+    return out
 
 
 def _select_from_pool(
