@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
+from glm5.model.dsa import Indexer
 from glm5.model.layers import MLP
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
@@ -48,6 +49,8 @@ class FusedDecode:
         if plan is None or plan.dtype != x.dtype:
             plan = self._plan = _Plan(self._config, list(self._blocks), x.dtype)
         if not plan.suits or any(experts.dispatch is not None for experts in plan.experts):
+            return None
+        if any(indexer.rule is not None for indexer in plan.indexers):
             return None
         c, first = self._config, plan.attention[0]
         sizes = Sizes(
@@ -98,6 +101,7 @@ class _Plan:
         self.forms: list[tuple[int, ...]] = []
         self.attention: list[MLA] = [block.self_attn for block in blocks]
         self.experts: list[Experts] = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
+        self.indexers: list[Indexer] = []
         weights = [p for block in blocks for p in block.parameters()]
         self.suits = (
             config.selects_keys
@@ -115,6 +119,7 @@ class _Plan:
         self._take(attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj)
         self._take(attention.kv_a_proj_with_mqa, attention.kv_a_layernorm, attention.kv_b_proj, attention.o_proj)
         if index is not None:
+            self.indexers.append(index)
             self._take(index.wq_b, index.wk, index.k_norm)
             self.weights.append((index.k_norm._parameters, "bias"))
             self._take(index.weights_proj)

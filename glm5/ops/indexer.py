@@ -8,8 +8,6 @@ rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -28,24 +26,10 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class OtherRule:
-    """A selection rule for experiments only: scores in FP8 (E4M3, scaled per query to map the largest valid score to
-    the largest FP8 value), and ties broken at random if there is a `generator`."""
+    """A selection rule for experiments only, in torch: scores in FP8 (E4M3, scaled per query to map the largest valid
+    score to the largest FP8 value), and ties broken at random if there is a `generator`."""
 
     generator: torch.Generator | None = None
-
-
-_rule: OtherRule | None = None
-
-
-@contextmanager
-def selecting(rule: OtherRule) -> Iterator[None]:
-    """Within the block, all threads select by `rule`, without the compiled kernels."""
-    global _rule
-    before, _rule = _rule, rule
-    try:
-        yield
-    finally:
-        _rule = before
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[slice]:
@@ -130,11 +114,11 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     return torch.matmul(w.unsqueeze(2), torch.relu(dots)).squeeze(2)
 
 
-def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Mask of the k best valid keys of each query (all, if there are at most k), in the order of this module. scores
-    [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
+def topk_mask(scores: Tensor, valid: Tensor, k: int, rule: OtherRule | None = None) -> Tensor:
+    """Mask of the k best valid keys of each query (all, if there are at most k), in the order of this module or by
+    `rule`. scores [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
     masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
-    if _rule is not None:
+    if rule is not None:
         masked = _in_fp8(masked)
     valid = valid.expand(masked.shape)
     if masked.shape[-1] <= k:
@@ -143,7 +127,7 @@ def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     above = masked > threshold
     ties = (masked == threshold) & valid  # masked keys have -infinity too
     room = k - above.sum(-1, keepdim=True)
-    return above | (ties & (_places(ties) <= room))
+    return above | (ties & (_places(ties, rule) <= room))
 
 
 def _in_fp8(scores: Tensor) -> Tensor:
@@ -154,23 +138,23 @@ def _in_fp8(scores: Tensor) -> Tensor:
     return torch.where(finite, (scores * scale).to(torch.float8_e4m3fn).to(scores.dtype) / scale, scores)
 
 
-def _places(ties: Tensor) -> Tensor:
-    """Rank of each tied key among the ties, from 1: by position, or random under `OtherRule`."""
-    if _rule is None or _rule.generator is None:
+def _places(ties: Tensor, rule: OtherRule | None) -> Tensor:
+    """Rank of each tied key among the ties, from 1: by position, or random if `rule` has a generator."""
+    if rule is None or rule.generator is None:
         return ties.cumsum(-1)
-    order = torch.rand(ties.shape[-1], generator=_rule.generator).argsort()
+    order = torch.rand(ties.shape[-1], generator=rule.generator).argsort()
     return ties[..., order].cumsum(-1)[..., order.argsort()]
 
 
-def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Indices of the k best valid keys per query, ascending, padded with -1 at the end.
+def select_topk(scores: Tensor, valid: Tensor, k: int, rule: OtherRule | None = None) -> Tensor:
+    """Indices of the k best valid keys per query (by `rule`, if given), ascending, padded with -1 at the end.
 
     scores [B, T, S], valid bool broadcastable to it -> int64 [B, T, k]. The result depends on the valid entries only:
     more keys, other batches or other devices do not change it.
     """
     keys = scores.shape[-1]
     # Ascending compaction: unchosen keys get the index `keys`; a small sort moves them to the end.
-    position = torch.where(topk_mask(scores, valid, k), torch.arange(keys, device=scores.device), keys)
+    position = torch.where(topk_mask(scores, valid, k, rule), torch.arange(keys, device=scores.device), keys)
     if keys > k:
         position = position.topk(k, dim=-1, largest=False).values
     elif keys < k:
@@ -181,21 +165,29 @@ def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
 
 @torch.no_grad()
 def select_keys(
-    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages | None = None
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    end: Tensor,
+    topk: int,
+    pages: Pages | None = None,
+    rule: OtherRule | None = None,
 ) -> Tensor:
     """The `topk` best keys of every query among positions start..end-1, ascending, padded with -1.
 
     q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] in which every query reads its own sequence,
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
-    are not scored. Scores exist for one block of queries at a time: memory is linear in the length.
+    are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
+    linear in the length.
     """
-    if _rule is None and registered(q) and k.dtype == q.dtype:
+    if rule is None and registered(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
         return _select(q, k, *view, w, start, end, topk)
     if pages is not None:
-        return _select_from_pool(q, k, w, start, end, topk, pages)
-    return _select_in_torch(q, k, w, start, end, topk)
+        return _select_from_pool(q, k, w, start, end, topk, pages, rule)
+    return _select_in_torch(q, k, w, start, end, topk, rule)
 
 
 @register(
@@ -211,7 +203,7 @@ def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
 
 
 def _select_from_pool(
-    q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages
+    q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages, rule: OtherRule | None
 ) -> Tensor:
     """The torch form over pages: keys are gathered; sequences with equally many consecutive queries are batched."""
     shape = start.shape
@@ -225,13 +217,15 @@ def _select_from_pool(
             part = slice(at, at + count * len(own))
             queries, weights, low, high = (x[part].unflatten(0, (-1, count)) for x in (q, w, start, end))
             keys = pages.read(pool, own, int(high.max()))
-            found.append(_select_in_torch(queries, keys, weights, low, high, topk).flatten(0, 1))
+            found.append(_select_in_torch(queries, keys, weights, low, high, topk, rule).flatten(0, 1))
             at = part.stop
         first = last
     return torch.cat(found).unflatten(0, shape)
 
 
-def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:
+def _select_in_torch(
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, rule: OtherRule | None
+) -> Tensor:
     k = k[:, : int(end.max())]
     k = torch.nn.functional.pad(k, (0, 0, 0, round_up(k.shape[1], KEY_TILE) - k.shape[1]))
     positions = torch.arange(k.shape[1], device=k.device)
@@ -240,5 +234,5 @@ def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor
     for s in range(0, q.shape[1], step):
         part = slice(s, s + step)
         valid = (positions >= start[:, part, None]) & (positions < end[:, part, None])
-        found.append(select_topk(indexer_scores(q[:, part], k, w[:, part]), valid, topk))
+        found.append(select_topk(indexer_scores(q[:, part], k, w[:, part]), valid, topk, rule))
     return torch.cat(found, dim=1)
