@@ -158,7 +158,6 @@ class ForwardContext:
     router_stats: list[RouterStats] | None = None
     max_logits: dict[int, Tensor] | None = None
     recompute: bool = False
-    _valid: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -276,14 +275,6 @@ class ForwardContext:
         if inputs is not None:
             last = torch.arange(carried.inputs.shape[2], device=inputs.device) + self.present().sum(1, keepdim=True)
             carried.inputs[slot, self.state_rows] = inputs.gather(1, last.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
-
-    def valid(self, keys: int, window: int | None = None) -> Tensor:
-        """Which of `keys` key slots each query may attend to: bool [B, T, keys]."""
-        if (keys, window) not in self._valid:
-            start, end = self.key_range(window)
-            slots = torch.arange(keys, device=start.device)
-            self._valid[keys, window] = (slots >= start.unsqueeze(-1)) & (slots < end.unsqueeze(-1))
-        return self._valid[keys, window]
 
 
 def run_starts(documents: Tensor) -> Tensor:

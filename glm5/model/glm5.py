@@ -126,11 +126,10 @@ class GLM5ForCausalLM(nn.Module):
         self.initialise(seed)
 
     @torch.no_grad()
-    def initialise(self, seed: int, only: str = "") -> None:
-        """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`. Only
-        parameters with `only` in their name."""
+    def initialise(self, seed: int) -> None:
+        """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`."""
         for name, parameter in self.named_parameters():
-            if only not in name or parameter.is_meta:
+            if parameter.is_meta:
                 continue
             generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
             if initialise_gate(name, parameter, self.config.initializer_range, generator):
