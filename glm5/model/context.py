@@ -13,6 +13,7 @@ from glm5.ops import KEY_TILE, ROW_TILE, round_up
 from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
+from glm5.ops.wide import wide
 
 
 class RecurrentState:
@@ -25,8 +26,7 @@ class RecurrentState:
         layers = [layer for layer in range(config.num_hidden_layers) if config.is_recurrent(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(layers)}
         heads, dim = config.num_attention_heads, config.head_dim
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide, device=device)
+        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide(dtype), device=device)
         channels = (heads + 2 * config.num_key_value_heads) * dim if config.efficient_attention == "gdn" else 0
         taps = config.gdn_conv_kernel - 1
         self.inputs = torch.zeros(len(layers), rows, taps, channels, dtype=dtype, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
@@ -12,6 +11,7 @@ from glm5.model.context import ForwardContext
 from glm5.model.layers import linear
 from glm5.ops.indexer import OtherRule, select_keys, selected_scores
 from glm5.ops.rope import rope
+from glm5.ops.wide import wide
 
 INDEXER = ".indexer."
 """Every parameter of an indexer has this in its name, and no other parameter does."""
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         cos, sin = ctx.rope(self.rope_dim, theta)
         q = rope(self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim)), cos, sin)
         k = rope(self.k_norm(self.wk(x, ctx.exact)).unsqueeze(1), cos, sin).squeeze(1)
-        w = self.weights_proj(x, ctx.exact).to(_wide(x.dtype)) * self.heads**-0.5
+        w = self.weights_proj(x, ctx.exact).to(wide(x.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
@@ -68,7 +68,3 @@ def set_rule(model: nn.Module, rule: OtherRule | None) -> None:
     for module in model.modules():
         if isinstance(module, Indexer):
             module.rule = rule
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

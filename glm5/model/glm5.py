@@ -21,6 +21,7 @@ from glm5.model.layers import MLP, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
+from glm5.ops.wide import wide
 from glm5.seeds import derive_seed
 
 
@@ -186,8 +187,7 @@ class GLM5ForCausalLM(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> GLM5ForCausalLM:
         """Change the dtype of the weights in place; router biases stay fp32 or wider, as in released checkpoints."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        biases = [(router, router.e_score_correction_bias.to(wide)) for _, router in self.routers()]
+        biases = [(router, router.e_score_correction_bias.to(wide(dtype))) for _, router in self.routers()]
         self.to(dtype)
         for router, bias in biases:
             router.e_score_correction_bias = bias

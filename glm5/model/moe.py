@@ -13,6 +13,7 @@ from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
 from glm5.ops.elementwise import sigmoid, swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+from glm5.ops.wide import wide
 
 
 class Router(nn.Module):
@@ -30,8 +31,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [M, D] -> weights [M, K], experts [M, K] (ascending ids), scores [M, E] in fp32 (or wider)."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scores = sigmoid(nn.functional.linear(x.to(wide), self.weight.to(wide)))
+        kind = wide(x.dtype)
+        scores = sigmoid(nn.functional.linear(x.to(kind), self.weight.to(kind)))
         biased = scores.detach() + self.e_score_correction_bias
         experts = biased.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         weights = scores.gather(-1, experts)
