@@ -55,7 +55,7 @@ $(READY): pyproject.toml requirements.lock $(if $(MOVED),moved)
 	@echo "setup: ready; the command is $(BIN)/glm5"
 
 test: $(READY)  ## the tests that every change must pass: two cores, no network, no GPU
-	$(PYTEST) -m "not slow and not browser and not gpu"
+	$(PYTEST) -m "not slow and not browser"
 
 test-all: $(READY)  ## every test that this machine can run
 	$(PYTEST)

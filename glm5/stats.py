@@ -22,11 +22,6 @@ class Interval:
     high: float
     n: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """For a difference: whether its sign is certain at this confidence."""
-        return self.low > 0 or self.high < 0
-
 
 def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     """Wilson score interval for a proportion, e.g. a pass rate. Correct at 0 and at n successes, unlike the normal

@@ -184,15 +184,3 @@ def pytest_configure() -> None:
     """A job in the background starts with Ctrl-C ignored, and so would every process that a test starts and stops."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any("gpu" in item.keywords for item in items):
-        return  # asking torch costs seconds
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))

@@ -15,7 +15,6 @@ import torch
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.loader import EPOCHS_KEPT, Row, RowLoader, row_order
-from glm5.data.packing import Batch
 from glm5.data.recall import NEEDLES, VARIANTS, Pieces, recall_text, turns_bytes, turns_text
 from glm5.data.shards import Shard
 from glm5.errors import DataError
@@ -294,9 +293,3 @@ def encode(pieces: Pieces, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]
         ids += encoded
         answers += [is_answer] * len(encoded)
     return ids, answers
-
-
-def batch_rows(kind: RecallKind, tokenizer: Tokenizer, *, rows: int, row_length: int, seed: int, index: int) -> Batch:
-    """`rows` rows of recall documents, starting at row `index` of the endless sequence of (kind, seed)."""
-    loader = RecallLoader(kind, tokenizer, rows=rows, row_length=row_length, seed=seed)
-    return loader.build(range(index, index + rows))

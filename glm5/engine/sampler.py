@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glm5.engine.penalties import SamplerState, adjust
-from glm5.ops import ROW_TILE, round_up, small_batch
+from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import log_distribution, output_logits
 from glm5.records import SamplingParams
 
@@ -64,8 +64,7 @@ def distributions(
         padded = torch.cat((hidden, hidden.new_zeros(round_up(rows, ROW_TILE) - rows, hidden.shape[1])))
         logits = output_logits(padded, weight)[:rows]
     else:
-        with small_batch.allowed(True):
-            logits = output_logits(hidden, weight)
+        logits = output_logits(hidden, weight, exact=False)
     drafted = drafted or [()] * rows
     special = [i for i, state in enumerate(states) if state.adjusts(len(drafted[i]))]
     logprobs = _scaled(logits, [s.params.temperature for s in states])

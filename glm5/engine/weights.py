@@ -2,7 +2,7 @@
 
 `stage` does the slow part (files, hashes, shapes) while the engine runs, in any thread. For a directory it needs memory
 for a second set of weights. `apply` copies within memory, in the engine's thread, so no step mixes two versions.
-`load_weights` is both. Errors in the source are found in `stage`; the engine then keeps its weights.
+Errors in the source are found in `stage`; the engine then keeps its weights.
 """
 
 from __future__ import annotations
@@ -49,26 +49,6 @@ class WeightUpdate:
     source: str
 
 
-def load_weights(
-    engine: Engine,
-    source: str | Path | Mapping[str, Tensor],
-    version: int,
-    *,
-    hashes: Mapping[str, str] | None = None,
-) -> WeightUpdate:
-    """Load the weights of a checkpoint directory, or tensors by names of the engine's `state_dict`.
-
-    A directory's manifest is verified before anything is read. `hashes` are SHA-256 digests by name (see
-    `tensor_hashes`), one per tensor. They are checked before the copy and, if no type was converted, again in the
-    engine's own memory. Running requests use the new weights from their next token.
-
-    Raises:
-        CheckpointError: the directory is missing, damaged, or belongs to another architecture or tokenizer.
-        EngineError: names, shapes, types or hashes do not fit. In both cases the engine keeps its weights.
-    """
-    return apply(engine, stage(engine.model, source, hashes=hashes, tokenizer=engine.tokenizer), version, hashes=hashes)
-
-
 def stage(
     model: GLM5ForCausalLM,
     source: str | Path | Mapping[str, Tensor],
@@ -76,7 +56,16 @@ def stage(
     hashes: Mapping[str, str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Staged:
-    """Read and check everything without changing the engine. `model` and `tokenizer` are the engine's."""
+    """Read and check a checkpoint directory, or tensors by names of the engine's `state_dict`, without changing the
+    engine. `model` and `tokenizer` are the engine's.
+
+    A directory's manifest is verified before anything is read. `hashes` are SHA-256 digests by name (see
+    `tensor_hashes`), one per tensor.
+
+    Raises:
+        CheckpointError: the directory is missing, damaged, or belongs to another architecture or tokenizer.
+        EngineError: names, shapes, types or hashes do not fit.
+    """
     if isinstance(source, Mapping):
         tensors, name = source, "tensors"
     else:
@@ -91,7 +80,8 @@ def stage(
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
-    With `hashes` the engine's memory is read back. Raises EngineError if it differs (only after memory errors).
+    Running requests use them from their next token. With `hashes` the engine's memory is read back, for tensors whose
+    type was not converted. Raises EngineError if it differs (only after memory errors).
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"A weight version is a number from 0, not {version!r}.")

@@ -13,6 +13,7 @@ from glm5.ops import KEY_TILE, ROW_TILE, round_up
 from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
+from glm5.ops.wide import wide
 
 
 class RecurrentState:
@@ -25,8 +26,7 @@ class RecurrentState:
         layers = [layer for layer in range(config.num_hidden_layers) if config.is_recurrent(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(layers)}
         heads, dim = config.num_attention_heads, config.head_dim
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide, device=device)
+        self.memory = torch.zeros(len(layers), rows, heads, dim, dim, dtype=wide(dtype), device=device)
         channels = (heads + 2 * config.num_key_value_heads) * dim if config.efficient_attention == "gdn" else 0
         taps = config.gdn_conv_kernel - 1
         self.inputs = torch.zeros(len(layers), rows, taps, channels, dtype=dtype, device=device)
@@ -158,7 +158,6 @@ class ForwardContext:
     router_stats: list[RouterStats] | None = None
     max_logits: dict[int, Tensor] | None = None
     recompute: bool = False
-    _valid: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -276,14 +275,6 @@ class ForwardContext:
         if inputs is not None:
             last = torch.arange(carried.inputs.shape[2], device=inputs.device) + self.present().sum(1, keepdim=True)
             carried.inputs[slot, self.state_rows] = inputs.gather(1, last.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
-
-    def valid(self, keys: int, window: int | None = None) -> Tensor:
-        """Which of `keys` key slots each query may attend to: bool [B, T, keys]."""
-        if (keys, window) not in self._valid:
-            start, end = self.key_range(window)
-            slots = torch.arange(keys, device=start.device)
-            self._valid[keys, window] = (slots >= start.unsqueeze(-1)) & (slots < end.unsqueeze(-1))
-        return self._valid[keys, window]
 
 
 def run_starts(documents: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.layers import linear
-from glm5.ops.indexer import select_keys, selected_scores
+from glm5.ops.indexer import OtherRule, select_keys, selected_scores
 from glm5.ops.rope import rope
+from glm5.ops.wide import wide
 
 INDEXER = ".indexer."
 """Every parameter of an indexer has this in its name, and no other parameter does."""
@@ -27,13 +27,17 @@ class IndexerState:
 
 
 class Indexer(nn.Module):
-    """Scores every key for every query with a few small heads and one shared key head; RoPE on the first dimensions."""
+    """Scores every key for every query with a few small heads and one shared key head; RoPE on the first dimensions.
+
+    `rule` is another rule of selection, for experiments (see `set_rule`); a copy of the model does not have it.
+    """
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.rope_dim = config.qk_rope_head_dim
         self.topk = config.index_topk or 0
+        self.rule: OtherRule | None = None
         self.wq_b = linear(config.q_lora_rank, self.heads * self.dim)
         self.wk = linear(config.hidden_size, self.dim)
         self.k_norm = nn.LayerNorm(self.dim, eps=1e-6)
@@ -42,9 +46,9 @@ class Indexer(nn.Module):
     def project(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, theta: float) -> IndexerState:
         """x [M, D] (after the input norm) and q_latent [M, q_lora_rank] (after its norm), both flat."""
         cos, sin = ctx.rope(self.rope_dim, theta)
-        q = rope(self.wq_b(q_latent).unflatten(-1, (self.heads, self.dim)), cos, sin)
-        k = rope(self.k_norm(self.wk(x)).unsqueeze(1), cos, sin).squeeze(1)
-        w = self.weights_proj(x).to(_wide(x.dtype)) * self.heads**-0.5
+        q = rope(self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim)), cos, sin)
+        k = rope(self.k_norm(self.wk(x, ctx.exact)).unsqueeze(1), cos, sin).squeeze(1)
+        w = self.weights_proj(x, ctx.exact).to(wide(x.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
@@ -52,12 +56,15 @@ class Indexer(nn.Module):
         or the number of keys if that is smaller."""
         start, end = ctx.key_range()
         slots = min(self.topk, ctx.key_length or ctx.length)
-        return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages)
+        return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages, self.rule)
 
     def score_selected(self, state: IndexerState, keys: Tensor, indices: Tensor) -> Tensor:
         """Differentiable scores [B, T, K] of already selected keys."""
         return selected_scores(state.q, keys, state.w, indices)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def set_rule(model: nn.Module, rule: OtherRule | None) -> None:
+    """Every indexer of `model` selects by `rule` from now on; None restores the usual rule."""
+    for module in model.modules():
+        if isinstance(module, Indexer):
+            module.rule = rule

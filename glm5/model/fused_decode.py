@@ -2,137 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
+from glm5.model.dsa import Indexer
 from glm5.model.layers import MLP
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
 from glm5.ops import small_batch
+from glm5.ops.fused_blocks import Sizes, fused_blocks
+from glm5.ops.native import registered
 
-Owner = tuple[dict[str, Any], str]
-"""Location of a tensor: the parameters (or buffers) of its module, and its name there."""
-
-CACHE = (14, 15)
-"""Positions of latents and index keys in a block's list of addresses (see `glm5.ops.small_batch.blocks`)."""
-PER_BLOCK = 22
+Location = tuple[dict[str, Any], str]
+"""The parameters (or buffers) of a module, and a name there. Tensors are looked up in every call, because weights are
+replaced in place."""
 
 
 class FusedDecode:
-    """Runs all blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
+    """Runs blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
 
-    Weight addresses are read again in every call, because weights are replaced in place.
+    It keeps no weights, only their locations, found on first use and again whenever the dtype has changed. Replacing
+    tensors of the blocks is allowed, replacing their modules is not.
     """
 
-    def __init__(self, config: GLM5Config, blocks: Sequence[Any]) -> None:
-        self._config = config
-        self._layers = [block.self_attn.layer for block in blocks]
-        self._owners = [owner for block in blocks for owner in _owners(block)]
-        self._widths = [width for block in blocks for width in _widths(block)]
-        self._experts: list[Experts] = [b.mlp.experts for b in blocks if isinstance(b.mlp, MoE)]
-        self._first: MLA = blocks[0].self_attn
+    def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module]) -> None:
+        self._config, self._blocks = config, blocks
+        self._plan: _Plan | None = None
 
-    @staticmethod
-    def of(config: GLM5Config, blocks: Sequence[nn.Module]) -> FusedDecode | None:
-        """None if a block is of another kind, or if the weights are not contiguous plain tensors of one dtype."""
-        if not config.selects_keys or not all(isinstance(getattr(b, "self_attn", None), MLA) for b in blocks):
-            return None
-        weights = [p for block in blocks for p in block.parameters()]
-        if any(type(p) is not nn.Parameter or p.dtype != weights[0].dtype or not p.is_contiguous() for p in weights):
-            return None
-        return FusedDecode(config, blocks)
-
-    def run(self, x: Tensor, ctx: ForwardContext) -> bool:
-        """Run the residual stream x [M, D] through all blocks, in place; False if this case is not supported."""
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """The residual stream x [M, D] after all blocks, [M, D]; writes the tokens' latents and index keys into the
+        cache. None, and nothing written, if this case is not supported."""
         cache, pages, places = ctx.cache, ctx.pages, ctx.places
-        if cache is None or pages is None or places is None or ctx.observer is not None or ctx.attend_dense:
-            return False
-        if ctx.router_stats is not None or ctx.max_logits is not None or cache.latents.dtype != x.dtype:
-            return False
-        weight, name = self._owners[2] or ({}, "")
-        native = small_batch.kernels_for(x, weight[name])
-        if native is None or not x.is_contiguous() or any(e.dispatch is not None for e in self._experts):
-            return False
-        c, first = self._config, self._first
-        kept = min(first.topk, ctx.key_length)
-        addresses = [None if owner is None else owner[0][owner[1]].data_ptr() for owner in self._owners]
-        for at, pool in zip(CACHE, (cache.latents, cache.index_keys), strict=True):
-            base, stride = pool.data_ptr(), pool.stride(0) * pool.element_size()
-            addresses[at::PER_BLOCK] = [base + cache.slots[layer] * stride for layer in self._layers]
-        small_batch.blocks(
-            native,
-            x,
-            addresses,
-            self._widths,
-            (*ctx.rope(first.rope_dim, first.theta), places, pages.rows, pages.table, *ctx.key_range()),
-            (
-                *x.shape,
-                *(c.q_lora_rank, c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank),
-                *(c.v_head_dim, c.index_n_heads, c.index_head_dim, kept),
-                *(pages.table.shape[1], pages.shift, pages.size),
-                *(c.n_routed_experts, c.num_experts_per_tok, c.norm_topk_prob),
-            ),
-            torch.empty(x.shape[0], kept, dtype=torch.long),
-            eps=c.rms_norm_eps,
-            latent_eps=c.latent_norm_eps,
-            scale=first.scale,
-            scaling=c.routed_scaling_factor,
+        if ctx.exact or cache is None or pages is None or places is None or x.shape[0] > small_batch.MOST_ROWS:
+            return None
+        if ctx.observer is not None or ctx.attend_dense or ctx.router_stats is not None or ctx.max_logits is not None:
+            return None
+        if torch.is_grad_enabled() or cache.latents.dtype != x.dtype or not registered(x):
+            return None
+        plan = self._plan
+        if plan is None or plan.dtype != x.dtype:
+            plan = self._plan = _Plan(self._config, list(self._blocks), x.dtype)
+        if not plan.suits or any(experts.dispatch is not None for experts in plan.experts):
+            return None
+        if any(indexer.rule is not None for indexer in plan.indexers):
+            return None
+        c, first = self._config, plan.attention[0]
+        sizes = Sizes(
+            tokens=x.shape[0],
+            hidden=x.shape[1],
+            query_rank=c.q_lora_rank,
+            heads=c.num_attention_heads,
+            nope=c.qk_nope_head_dim,
+            rope=c.qk_rope_head_dim,
+            latent=c.kv_lora_rank,
+            value=c.v_head_dim,
+            index_heads=c.index_n_heads,
+            index_dim=c.index_head_dim,
+            selected=min(first.topk, ctx.key_length),
+            pages=pages.table.shape[1],
+            shift=pages.shift,
+            page_size=pages.size,
+            pool=cache.rows * cache.capacity,
+            experts=c.n_routed_experts,
+            experts_per_token=c.num_experts_per_tok,
+            normalised=int(c.norm_topk_prob),
         )
-        return True
-
-
-def run_fused(
-    owner: nn.Module, config: GLM5Config, blocks: Iterable[nn.Module], x: Tensor, ctx: ForwardContext
-) -> bool:
-    """`FusedDecode.run` over the blocks of `owner`, which caches it; False if not supported."""
-    if ctx.exact or ctx.cache is None or x.shape[0] > small_batch.MOST_ROWS or torch.is_grad_enabled():
-        return False
-    known: tuple[torch.dtype, FusedDecode | None] | None = owner.__dict__.get("_fused_decode")
-    if known is None or known[0] != x.dtype:
-        known = (x.dtype, FusedDecode.of(config, list(blocks)))
-        owner.__dict__["_fused_decode"] = known
-    return known[1] is not None and known[1].run(x, ctx)
-
-
-def _owners(block: Any) -> list[Owner | None]:
-    """The locations of the tensors that `glm5.ops.small_batch.blocks` takes, in its order."""
-    attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp
-    found: list[Owner | None] = [
-        _weight(module)
-        for module in (
-            *(block.input_layernorm, block.post_attention_layernorm),
-            *(attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj),
-            *(attention.kv_a_proj_with_mqa, attention.kv_a_layernorm, attention.kv_b_proj, attention.o_proj),
+        view = (*ctx.rope(first.rope_dim, first.theta), places, pages.rows, pages.table, *ctx.key_range())
+        slots = [cache.slots[attention.layer] for attention in plan.attention]
+        return fused_blocks(
+            x.contiguous(),
+            cache.latents,
+            cache.index_keys,
+            [module[name] for module, name in plan.weights],
+            [module[name] for module, name in plan.biases],
+            [tensor.contiguous() for tensor in view],
+            [number for slot, form in zip(slots, plan.forms, strict=True) for number in (slot, *form)],
+            sizes,
+            [c.rms_norm_eps, c.latent_norm_eps, first.scale, c.routed_scaling_factor],
         )
-    ]
-    if index is None:
-        found += [None] * 5
-    else:
-        found += [_weight(index.wq_b), _weight(index.wk), _weight(index.k_norm)]
-        found += [(index.k_norm._parameters, "bias"), _weight(index.weights_proj)]
-    found += [None] * len(CACHE)
-    if isinstance(mlp, MoE):
-        found += [_weight(mlp.gate), (mlp.gate._buffers, "e_score_correction_bias")]
-        found += [(mlp.experts._parameters, name) for name in ("gate_up_proj", "down_proj")]
-        return found + _matrices(mlp.shared_experts)
-    return found + [None] * 2 + _matrices(mlp) + [None] * 2
 
 
-def _widths(block: Any) -> tuple[int, int]:
-    mlp = block.mlp
-    if isinstance(mlp, MoE):
-        return mlp.experts.down_proj.shape[2], mlp.shared_experts.down_proj.weight.shape[1]
-    return mlp.down_proj.weight.shape[1], 0
+class _Plan:
+    """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slot.
 
+    `suits` is False if a block is of another kind, or if the weights are not contiguous plain tensors of `dtype`.
+    """
 
-def _matrices(mlp: MLP) -> list[Owner | None]:
-    return [_weight(mlp.gate_up_proj), _weight(mlp.down_proj)]
+    def __init__(self, config: GLM5Config, blocks: list[Any], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.weights: list[Location] = []
+        self.biases: list[Location] = []
+        self.forms: list[tuple[int, ...]] = []
+        self.attention: list[MLA] = [block.self_attn for block in blocks]
+        self.experts: list[Experts] = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
+        self.indexers: list[Indexer] = []
+        weights = [p for block in blocks for p in block.parameters()]
+        self.suits = (
+            config.selects_keys
+            and all(isinstance(attention, MLA) for attention in self.attention)
+            and all(type(p) in (nn.Parameter, FakeTensor) and p.dtype == dtype and p.is_contiguous() for p in weights)
+            and all(b.dtype == torch.float32 for block in blocks for b in block.buffers())
+        )
+        if self.suits:
+            for block in blocks:
+                self._add(block)
 
+    def _add(self, block: Any) -> None:
+        attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp
+        self._take(block.input_layernorm, block.post_attention_layernorm)
+        self._take(attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj)
+        self._take(attention.kv_a_proj_with_mqa, attention.kv_a_layernorm, attention.kv_b_proj, attention.o_proj)
+        if index is not None:
+            self.indexers.append(index)
+            self._take(index.wq_b, index.wk, index.k_norm)
+            self.weights.append((index.k_norm._parameters, "bias"))
+            self._take(index.weights_proj)
+        if isinstance(mlp, MoE):
+            self._take(mlp.gate)
+            self.biases.append((mlp.gate._buffers, "e_score_correction_bias"))
+            self.weights += [(mlp.experts._parameters, name) for name in ("gate_up_proj", "down_proj")]
+            inner, shared = mlp.experts.down_proj.shape[2], mlp.shared_experts.down_proj.weight.shape[1]
+            if shared:
+                self._take_mlp(mlp.shared_experts)
+        else:
+            inner, shared = mlp.down_proj.weight.shape[1], 0
+            self._take_mlp(mlp)
+        self.forms.append((int(index is not None), int(isinstance(mlp, MoE)), inner, shared))
 
-def _weight(module: nn.Module) -> Owner:
-    return module._parameters, "weight"
+    def _take_mlp(self, mlp: MLP) -> None:
+        self._take(mlp.gate_up_proj, mlp.down_proj)
+
+    def _take(self, *modules: nn.Module) -> None:
+        self.weights += [(module._parameters, "weight") for module in modules]

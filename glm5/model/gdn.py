@@ -32,7 +32,7 @@ class SimpleGDN(GroupedProjections):
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat -> (output [M, D], None)."""
-        q, k, v = (ctx.rows(part) for part in self.project(x))
+        q, k, v = (ctx.rows(part) for part in self.project(x, ctx.exact))
         present = ctx.present().unsqueeze(-1).expand(-1, -1, self.heads).to(v.dtype)
         memory, _ = ctx.recall(self.layer)
         q, k = unit(q), self.repeat(unit(k))
@@ -40,7 +40,7 @@ class SimpleGDN(GroupedProjections):
             q, k, self.repeat(v), present * self.log_decay, present * self.beta, ctx.documents, memory
         )
         ctx.remember(self.layer, memory, None)
-        return self.o_proj(ctx.flat(out.flatten(2))), None
+        return self.o_proj(ctx.flat(out.flatten(2)), ctx.exact), None
 
 
 class GatedDeltaNet(GroupedProjections):
@@ -65,19 +65,19 @@ class GatedDeltaNet(GroupedProjections):
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat -> (output [M, D], None)."""
-        mixed = torch.cat([ctx.rows(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        mixed = torch.cat([ctx.rows(layer(x, ctx.exact)) for layer in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         memory, history = ctx.recall(self.layer)
         mixed, inputs = short_convolution(mixed, self.conv_weight, ctx.documents, history)
         q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in silu(mixed).split(self.widths, dim=-1))
         kind = wide(x.dtype)
-        rate = softplus(ctx.rows(self.a_proj(x)).to(kind) + self.dt_bias.to(kind))
+        rate = softplus(ctx.rows(self.a_proj(x, ctx.exact)).to(kind) + self.dt_bias.to(kind))
         present = ctx.present().unsqueeze(-1)
         log_decay = -self.A_log.to(kind).exp() * rate * present
-        beta = ctx.rows(self.b_proj(x)).to(kind).sigmoid() * present
+        beta = ctx.rows(self.b_proj(x, ctx.exact)).to(kind).sigmoid() * present
         out, memory = delta_rule(unit(q), self.repeat(unit(k)), self.repeat(v), log_decay, beta, ctx.documents, memory)
         ctx.remember(self.layer, memory, inputs)
-        gate = silu(ctx.rows(self.g_proj(x))).unflatten(-1, (self.heads, self.dim))
-        return self.o_proj(ctx.flat((self.o_norm(out) * gate).flatten(2))), None
+        gate = silu(ctx.rows(self.g_proj(x, ctx.exact))).unflatten(-1, (self.heads, self.dim))
+        return self.o_proj(ctx.flat((self.o_norm(out) * gate).flatten(2)), ctx.exact), None
 
 
 def unit(x: Tensor) -> Tensor:

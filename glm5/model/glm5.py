@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
-from glm5.model.fused_decode import run_fused
+from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
 from glm5.model.layers import MLP, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
-from glm5.ops import small_batch
+from glm5.ops.wide import wide
 from glm5.seeds import derive_seed
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
         attended, indices = self.self_attn(self.input_layernorm(x), ctx, indices)
         x = x + attended
         normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, ctx) if isinstance(self.mlp, MoE) else self.mlp(normed)), indices
+        return x + self.mlp(normed, ctx if isinstance(self.mlp, MoE) else ctx.exact), indices
 
 
 def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
@@ -86,16 +86,17 @@ class GLM5Model(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.config = config
+        self.fused_decode = FusedDecode(config, self.layers)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [B, T] -> hidden states [M, D] flat, after the final norm."""
         x = ctx.flat(self.embed_tokens(input_ids))
+        fused = self.fused_decode(x, ctx)
+        if fused is not None:
+            return self.norm(fused)
         indices: Tensor | None = None
-        with small_batch.allowed(not ctx.exact):
-            if not run_fused(self, self.config, self.layers, x, ctx):
-                for layer in self.layers:
-                    x, indices = call(layer, x, ctx, indices)
+        for layer in self.layers:
+            x, indices = call(layer, x, ctx, indices)
         return self.norm(x)
 
 
@@ -126,11 +127,10 @@ class GLM5ForCausalLM(nn.Module):
         self.initialise(seed)
 
     @torch.no_grad()
-    def initialise(self, seed: int, only: str = "") -> None:
-        """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`. Only
-        parameters with `only` in their name."""
+    def initialise(self, seed: int) -> None:
+        """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`."""
         for name, parameter in self.named_parameters():
-            if only not in name or parameter.is_meta:
+            if parameter.is_meta:
                 continue
             generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
             if initialise_gate(name, parameter, self.config.initializer_range, generator):
@@ -179,8 +179,7 @@ class GLM5ForCausalLM(nn.Module):
         """One MTP depth: next_ids [B, T] are one token ahead of `hidden` [M, D]; returns [M, D]."""
         if self.mtp is None:
             raise ConfigError("This model has no MTP layer (num_nextn_predict_layers is 0).")
-        with small_batch.allowed(not ctx.exact):
-            return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
+        return call(self.mtp, ctx.flat(self.model.embed_tokens(next_ids)), ctx, hidden)
 
     def routers(self) -> list[tuple[int, Router]]:
         """(layer index, router) of every MoE layer, the MTP layer's last."""
@@ -188,8 +187,7 @@ class GLM5ForCausalLM(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> GLM5ForCausalLM:
         """Change the dtype of the weights in place; router biases stay fp32 or wider, as in released checkpoints."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        biases = [(router, router.e_score_correction_bias.to(wide)) for _, router in self.routers()]
+        biases = [(router, router.e_score_correction_bias.to(wide(dtype))) for _, router in self.routers()]
         self.to(dtype)
         for router, bias in biases:
             router.e_score_correction_bias = bias

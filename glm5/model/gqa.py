@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
-from glm5.model.layers import RMSNorm, declare_split, linear
+from glm5.model.layers import RMSNorm, linear
 from glm5.ops.dense import grouped_attention, max_logits
 from glm5.ops.wide import wide
 
@@ -22,18 +22,18 @@ class GroupedProjections(nn.Module):
         super().__init__()
         c = config
         self.layer, self.heads, self.groups, self.dim = layer, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = projection(c.hidden_size, self.heads * self.dim, c.attention_bias)
-        self.k_proj = projection(c.hidden_size, self.groups * self.dim, c.attention_bias)
-        self.v_proj = projection(c.hidden_size, self.groups * self.dim, c.attention_bias)
+        self.q_proj = linear(c.hidden_size, self.heads * self.dim, bias=c.attention_bias)
+        self.k_proj = linear(c.hidden_size, self.groups * self.dim, bias=c.attention_bias)
+        self.v_proj = linear(c.hidden_size, self.groups * self.dim, bias=c.attention_bias)
         self.o_proj = linear(self.heads * self.dim, c.hidden_size)
         self.q_norm = RMSNorm(self.dim, c.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.dim, c.rms_norm_eps) if qk_norm else None
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
         """x [M, D] flat -> q [M, N, H], k and v [M, G, H]; q and k are normed if configured."""
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
-        k = self.k_proj(x).unflatten(-1, (self.groups, self.dim))
-        v = self.v_proj(x).unflatten(-1, (self.groups, self.dim))
+        q = self.q_proj(x, exact).unflatten(-1, (self.heads, self.dim))
+        k = self.k_proj(x, exact).unflatten(-1, (self.groups, self.dim))
+        v = self.v_proj(x, exact).unflatten(-1, (self.groups, self.dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -56,7 +56,7 @@ class GQA(GroupedProjections):
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat -> (output [M, D], None, because it has no indices)."""
-        q, k, v = self.project(x)
+        q, k, v = self.project(x, ctx.exact)
         cos, sin = ctx.rope(self.rotary, self.theta)
         q, k = ctx.rows(rotate_halves(q, cos, sin)), rotate_halves(k, cos, sin)
         stored, _ = ctx.store(self.layer, ctx.rows(torch.cat((k, v), dim=1).flatten(1)), None)
@@ -67,7 +67,7 @@ class GQA(GroupedProjections):
             keys = self.repeat(k).transpose(1, 2)
             ctx.note_max_logits(self.layer, max_logits(q.transpose(1, 2), keys, ranges, ctx.present(), self.scale))
         out = grouped_attention(q, k, v, ranges, self.scale)
-        return self.o_proj(ctx.flat(out.flatten(2))), None
+        return self.o_proj(ctx.flat(out.flatten(2)), ctx.exact), None
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -77,12 +77,3 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*(part.to(x.dtype) for part in turned), rest), dim=-1)
-
-
-def projection(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A `linear` layer, with a bias if the configuration asks for one."""
-    if not bias:
-        return linear(inputs, outputs)
-    layer = nn.Linear(inputs, outputs)
-    declare_split(layer.weight, (outputs,))
-    return layer

@@ -36,6 +36,7 @@ from glm5.model.tensor_files import (
     save_file,
 )
 from glm5.obs.logs import get_logger
+from glm5.ops.wide import wide
 
 GENERATION_DEFAULTS = {"temperature": 1.0, "top_p": 0.95}
 MAX_SHARD_SIZE = "5GB"
@@ -379,8 +380,8 @@ def _fill(model: GLM5ForCausalLM, plan: _Plan, block: tuple[int, int]) -> None:
                 if scale is None:
                     value = read_tensor(handle, item, target)
                 else:
-                    wide = torch.float64 if target.dtype == torch.float64 else torch.float32
-                    value = dequantise(read_tensor(handle, item), _read_scale(scale, name), block, wide)
+                    raw, factors = read_tensor(handle, item), _read_scale(scale, name)
+                    value = dequantise(raw, factors, block, wide(target.dtype))
                 if value is not target:
                     target.copy_(value)
 

@@ -22,18 +22,18 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias, fast for single tokens too."""
+    """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return small_batch.linear(x, self.weight)
+    def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        return super().forward(x) if exact or self.bias is not None else small_batch.linear(x, self.weight)
 
 
-def linear(inputs: int, outputs: int, split: tuple[int, ...] = ()) -> Linear:
-    """Linear layer without bias. `split`: heights of the row blocks that Muon orthogonalises one by one (§2.1)."""
-    layer = Linear(inputs, outputs)
+def linear(inputs: int, outputs: int, split: tuple[int, ...] = (), *, bias: bool = False) -> Linear:
+    """Linear layer. `split`: heights of the row blocks that Muon orthogonalises one by one (§2.1)."""
+    layer = Linear(inputs, outputs, bias)
     declare_split(layer.weight, split or (outputs,))
     return layer
 
@@ -65,8 +65,8 @@ class MLP(nn.Module):
         self.gate_up_proj = linear(hidden, 2 * intermediate, split=(intermediate, intermediate))
         self.down_proj = linear(intermediate, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        native = small_batch.kernels_for(x, self.down_proj.weight)
+    def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        native = None if exact else small_batch.kernels_for(x, self.down_proj.weight)
         if native is not None:
             return small_batch.mlp(native, x, self.gate_up_proj.weight, self.down_proj.weight)
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)

@@ -51,9 +51,9 @@ class MLA(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat (see `ForwardContext.flat`) -> (output [M, D], selected key slots [B, T, K] or None)."""
         cos, sin = ctx.rope(self.rope_dim, self.theta)
-        q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        q = self.q_b_proj(q_latent).unflatten(-1, (self.heads, self.nope + self.rope_dim))
-        kv = self.kv_a_proj_with_mqa(x)
+        q_latent = self.q_a_layernorm(self.q_a_proj(x, ctx.exact))
+        q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
+        kv = self.kv_a_proj_with_mqa(x, ctx.exact)
         k_rope = rope(kv[:, None, self.latent :], cos, sin).squeeze(1)
         new = ctx.rows(torch.cat((self.kv_a_layernorm(kv[:, : self.latent]), k_rope), dim=-1))
         state = self._index(x, q_latent, ctx)
@@ -70,7 +70,7 @@ class MLA(nn.Module):
         else:
             cached = ctx.cache is not None
             out = self._dense_cached(q, latents, ctx) if cached else self._dense_expanded(q, latents, state, ctx)
-        return self.o_proj(out), indices
+        return self.o_proj(out, ctx.exact), indices
 
     def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
         if self.indexer is None or not self.selects_keys:

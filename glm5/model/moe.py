@@ -13,6 +13,7 @@ from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
 from glm5.ops.elementwise import sigmoid, swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+from glm5.ops.wide import wide
 
 
 class Router(nn.Module):
@@ -30,8 +31,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [M, D] -> weights [M, K], experts [M, K] (ascending ids), scores [M, E] in fp32 (or wider)."""
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scores = sigmoid(nn.functional.linear(x.to(wide), self.weight.to(wide)))
+        kind = wide(x.dtype)
+        scores = sigmoid(nn.functional.linear(x.to(kind), self.weight.to(kind)))
         biased = scores.detach() + self.e_score_correction_bias
         experts = biased.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
         weights = scores.gather(-1, experts)
@@ -78,11 +79,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         local = not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None
-        native = small_batch.kernels_for(x, self.experts.down_proj) if local else None
-        if native is not None:
+        if local and small_batch.suits(x, self.experts.down_proj):
             gate, routed, shared = self.gate, self.experts, self.shared_experts
             return small_batch.moe(
-                native,
                 x,
                 gate.weight,
                 gate.e_score_correction_bias,
@@ -96,4 +95,4 @@ class MoE(nn.Module):
         if ctx.router_stats is not None:
             real = ctx.batch * ctx.length
             ctx.router_stats.append(RouterStats(self.layer, scores[:real], experts[:real]))
-        return self.experts(x, weights, experts) + self.shared_experts(x)
+        return self.experts(x, weights, experts) + self.shared_experts(x, ctx.exact)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
-from glm5.model.fused_decode import run_fused
+from glm5.model.fused_decode import FusedDecode
 from glm5.model.layers import RMSNorm, linear
 
 
@@ -32,12 +32,11 @@ class MTPLayer(nn.Module):
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = linear(2 * config.hidden_size, config.hidden_size)
         self.block = block
-        self.config = config
+        self.fused_decode = FusedDecode(config, [block])
         self.shared_head = SharedHead(config)
 
     def forward(self, embedded: Tensor, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """embedded and hidden [M, D] flat -> hidden state of the next depth [M, D], after the norm."""
-        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        if not run_fused(self, self.config, [self.block], x, ctx):
-            x, _ = self.block(x, ctx, None)
-        return self.shared_head.norm(x)
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1), ctx.exact)
+        fused = self.fused_decode(x, ctx)
+        return self.shared_head.norm(self.block(x, ctx, None)[0] if fused is None else fused)

@@ -28,11 +28,11 @@ def describe() -> dict[str, str | int]:
     return facts
 
 
-def write_environment(run: Path, extra: dict[str, str | int] | None = None) -> None:
-    """Write `environment.json` into a run folder; `extra` is what only the caller knows (its devices)."""
+def write_environment(run: Path) -> None:
+    """Write `environment.json` into a run folder."""
     run.mkdir(parents=True, exist_ok=True)
     fresh = run / f"{FILE}.tmp"
-    fresh.write_text(json.dumps({**describe(), **(extra or {})}, indent=1) + "\n", encoding="utf-8")
+    fresh.write_text(json.dumps(describe(), indent=1) + "\n", encoding="utf-8")
     os.replace(fresh, run / FILE)
 
 

@@ -5,11 +5,13 @@ A latent row is [c_KV (kv_lora_rank) | k_R (rope)]: all that is cached per token
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
-from glm5.ops.native import kernels
+from glm5.ops.native import Kernels, register, registered
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import operand, product, wide
 
@@ -158,28 +160,48 @@ class _NativeSparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        q, latents, indices = ctx.saved_tensors
-        native = kernels(q)
-        assert native is not None
-        grad = grad.contiguous()
-        grad_q, grad_latents = torch.empty_like(q), torch.empty(latents.shape)
-        sizes = (*q.shape[:2], latents.shape[1], *q.shape[2:], ctx.value_dim, indices.shape[2])
-        native.attend_backward(q, latents, indices, grad, grad_q, grad_latents, *sizes, ctx.scale)
-        return grad_q, grad_latents.to(latents.dtype), None, None, None, None
+        grad_q, grad_latents = _attend_backward(*ctx.saved_tensors, grad.contiguous(), ctx.scale)
+        return grad_q, grad_latents, None, None, None, None
 
 
 def _attend(
     q: Tensor, latents: Tensor, indices: Tensor, pages: Pages | None, value_dim: int, scale: float, want_probs: bool
 ) -> tuple[Tensor, Tensor | None]:
-    native = kernels(q)
-    assert native is not None
-    out = torch.empty(*q.shape[:3], value_dim, dtype=q.dtype)
-    target = torch.empty(indices.shape) if want_probs else None
-    sizes = (*q.shape, value_dim, indices.shape[2])
     latents = latents.contiguous()
     view = plain_view(latents.shape[1]) if pages is None else pages.kernel_view()
-    native.attend(q, latents, *view, indices, out, target, *sizes, scale)
+    out, target = _attend_rows(q, latents, *view, indices, value_dim, scale, want_probs)
+    return out, target if want_probs else None
+
+
+def _attended(q: Tensor, indices: Tensor, value_dim: int, want_probs: bool) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], value_dim), q.new_empty(indices.shape if want_probs else 0, dtype=torch.float32)
+
+
+@register(
+    "attend(Tensor q, Tensor latents, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor indices, "
+    "int value_dim, float scale, bool want_probs) -> (Tensor, Tensor)",
+    lambda q, _0, _1, _2, _3, _4, _5, indices, value_dim, _6, want_probs: _attended(q, indices, value_dim, want_probs),
+)
+def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Output and, if `want_probs`, probabilities summed over heads (else an empty tensor); all tensors contiguous."""
+    *view, indices, value_dim, scale, want_probs = args
+    out, target = _attended(q, indices, value_dim, want_probs)
+    sizes = (*q.shape, value_dim, indices.shape[2])
+    native.attend(q, latents, *view, indices, out, target if want_probs else None, *sizes, scale)
     return out, target
+
+
+@register(
+    "attend_backward(Tensor q, Tensor latents, Tensor indices, Tensor grad, float scale) -> (Tensor, Tensor)",
+    lambda q, latents, *_: (torch.empty_like(q), torch.empty_like(latents)),
+)
+def _attend_backward(
+    native: Kernels, q: Tensor, latents: Tensor, indices: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    grad_q, grad_latents = torch.empty_like(q), torch.empty(latents.shape)
+    sizes = (*q.shape[:2], latents.shape[1], *q.shape[2:], grad.shape[3], indices.shape[2])
+    native.attend_backward(q, latents, indices, grad, grad_q, grad_latents, *sizes, scale)
+    return grad_q, grad_latents.to(latents.dtype)
 
 
 def sparse_attention(
@@ -202,7 +224,7 @@ def sparse_attention(
     any input dtype.
     """
     width, slots = q.shape[-1], indices.shape[-1]
-    if kernels(q) is not None and latents.dtype == q.dtype:
+    if registered(q) and latents.dtype == q.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
             return _NativeSparseAttention.apply(q, latents, indices, value_dim, scale, want_probs)
         return _attend(q.contiguous(), latents, indices.contiguous(), pages, value_dim, scale, want_probs)

@@ -88,9 +88,10 @@ def _logit_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, grad: T
     return out.scatter_add_(-1, targets.unsqueeze(-1), g)
 
 
-def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight^T: [M, D], [V, D] -> [M, V] in fp32 (or wider), for engine and learner. No gradient."""
-    native = small_batch.kernels_for(hidden, weight)
+def output_logits(hidden: Tensor, weight: Tensor, *, exact: bool = True) -> Tensor:
+    """hidden @ weight^T: [M, D], [V, D] -> [M, V] in fp32 (or wider), for engine and learner. No gradient. With
+    `exact=False` few rows may take the small-batch kernel."""
+    native = None if exact else small_batch.kernels_for(hidden, weight)
     if native is not None:
         return small_batch.wide_linear(native, hidden, weight)
     return product(hidden, operand(weight).T)

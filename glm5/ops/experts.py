@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops import ROW_TILE
-from glm5.ops.native import kernels
+from glm5.ops.native import Kernels, register, registered
 from glm5.ops.wide import wide
 
 
@@ -55,35 +55,43 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
-        native = kernels(grad)
-        if native is None:
+        if not registered(grad):
             return grad.index_select(0, slot_of).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
         ones = torch.ones(slot_of.shape[0] // ctx.top_k, ctx.top_k)
-        return _native_combine(grad.contiguous(), slot_of, ones), None, None, None
+        return _combine(grad.contiguous(), slot_of, ones), None, None, None
 
 
-def _native_combine(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
-    native = kernels(y)
-    assert native is not None
+@register(
+    "combine(Tensor y, Tensor slot_of, Tensor weights) -> Tensor",
+    lambda y, _, weights: y.new_empty(weights.shape[0], y.shape[1]),
+)
+def _combine(native: Kernels, y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     out = torch.empty(weights.shape[0], y.shape[1], dtype=y.dtype)
     native.combine(y, slot_of, weights, out, *weights.shape, y.shape[1])
     return out
+
+
+@register(
+    "combine_backward(Tensor y, Tensor slot_of, Tensor weights, Tensor grad) -> (Tensor, Tensor)",
+    lambda y, _, weights, __: (torch.empty_like(y), torch.empty_like(weights)),
+)
+def _combine_backward(
+    native: Kernels, y: Tensor, slot_of: Tensor, weights: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_y, grad_weights = torch.zeros_like(y), torch.empty_like(weights)
+    native.combine_backward(y, slot_of, weights, grad, grad_y, grad_weights, *weights.shape, y.shape[1])
+    return grad_y, grad_weights
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, slot_of, weights):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(y, slot_of, weights)
-        return _native_combine(y, slot_of, weights)
+        return _combine(y, slot_of, weights)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        y, slot_of, weights = ctx.saved_tensors
-        native = kernels(y)
-        assert native is not None
-        grad = grad.contiguous()
-        grad_y, grad_weights = torch.zeros_like(y), torch.empty_like(weights)
-        native.combine_backward(y, slot_of, weights, grad, grad_y, grad_weights, *weights.shape, y.shape[1])
+        grad_y, grad_weights = _combine_backward(*ctx.saved_tensors, grad.contiguous())
         return grad_y, None, grad_weights
 
 
@@ -133,11 +141,11 @@ def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
 def combine(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each token's expert outputs: y [M, D] in expert order, slot_of [T * K], weights [T, K] in fp32
     (or wider) -> [T, D]."""
-    if kernels(y) is not None and weights.dtype == torch.float32:
+    if registered(y) and weights.dtype == torch.float32:
         weights = weights.contiguous()
         if torch.is_grad_enabled() and (y.requires_grad or weights.requires_grad):
             return _Combine.apply(y, slot_of, weights)
-        return _native_combine(y, slot_of, weights)
+        return _combine(y, slot_of, weights)
     rows = unpermute(y, slot_of).unflatten(0, weights.shape)
     return (rows * weights.unsqueeze(-1).to(wide(y.dtype))).sum(1).to(y.dtype)
 

@@ -8,16 +8,15 @@ rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
-from glm5.ops.native import kernels
+from glm5.ops.native import Kernels, register, registered
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import wide
 
@@ -27,24 +26,10 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class OtherRule:
-    """A selection rule for experiments only: scores in FP8 (E4M3, scaled per query to map the largest valid score to
-    the largest FP8 value), and ties broken at random if there is a `generator`."""
+    """A selection rule for experiments only, in torch: scores in FP8 (E4M3, scaled per query to map the largest valid
+    score to the largest FP8 value), and ties broken at random if there is a `generator`."""
 
     generator: torch.Generator | None = None
-
-
-_rule: OtherRule | None = None
-
-
-@contextmanager
-def selecting(rule: OtherRule) -> Iterator[None]:
-    """Within the block, all threads select by `rule`, without the compiled kernels."""
-    global _rule
-    before, _rule = _rule, rule
-    try:
-        yield
-    finally:
-        _rule = before
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[slice]:
@@ -80,31 +65,45 @@ class _SelectedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, w, indices):  # type: ignore[no-untyped-def]
-        native = kernels(q)
-        assert native is not None
-        q, k, w, indices = (x.contiguous() for x in (q, k, w, indices))
-        ctx.save_for_backward(q, k, w, indices)
-        ctx.sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3], indices.shape[2], q.shape[3] ** -0.5)
-        out = torch.empty(indices.shape)
-        tensors = (q, k, w, indices, out)
-        native.selected(*tensors, *ctx.sizes)
-        return out
+        tensors = [x.contiguous() for x in (q, k, w, indices)]
+        ctx.save_for_backward(*tensors)
+        return _selected(*tensors)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        q, k, w, indices = ctx.saved_tensors
-        native = kernels(q)
-        assert native is not None
-        grad_q, grad_k, grad_w = torch.empty_like(q), torch.empty(k.shape), torch.empty_like(w)
-        tensors = (q, k, w, indices, grad.contiguous(), grad_q, grad_k, grad_w)
-        native.selected_backward(*tensors, *ctx.sizes)
-        return grad_q, grad_k.to(k.dtype), grad_w, None
+        return *_selected_backward(*ctx.saved_tensors, grad.contiguous()), None
+
+
+@register(
+    "selected(Tensor q, Tensor k, Tensor w, Tensor indices) -> Tensor",
+    lambda q, k, w, indices: w.new_empty(indices.shape),
+)
+def _selected(native: Kernels, q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
+    out = torch.empty(indices.shape)
+    native.selected(q, k, w, indices, out, *_selected_sizes(q, k, indices))
+    return out
+
+
+@register(
+    "selected_backward(Tensor q, Tensor k, Tensor w, Tensor indices, Tensor grad) -> (Tensor, Tensor, Tensor)",
+    lambda q, k, w, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)),
+)
+def _selected_backward(
+    native: Kernels, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_w = torch.empty_like(q), torch.empty(k.shape), torch.empty_like(w)
+    native.selected_backward(q, k, w, indices, grad, grad_q, grad_k, grad_w, *_selected_sizes(q, k, indices))
+    return grad_q, grad_k.to(k.dtype), grad_w
+
+
+def _selected_sizes(q: Tensor, k: Tensor, indices: Tensor) -> tuple[float, ...]:
+    return (*q.shape[:2], k.shape[1], *q.shape[2:], indices.shape[2], q.shape[3] ** -0.5)
 
 
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
     -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
-    if kernels(q) is not None and k.dtype == q.dtype and w.dtype == torch.float32:
+    if registered(q) and k.dtype == q.dtype and w.dtype == torch.float32:
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]
     q, k, w = q.to(kind), k.to(kind), w.to(kind)
@@ -115,11 +114,11 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     return torch.matmul(w.unsqueeze(2), torch.relu(dots)).squeeze(2)
 
 
-def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Mask of the k best valid keys of each query (all, if there are at most k), in the order of this module. scores
-    [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
+def topk_mask(scores: Tensor, valid: Tensor, k: int, rule: OtherRule | None = None) -> Tensor:
+    """Mask of the k best valid keys of each query (all, if there are at most k), in the order of this module or by
+    `rule`. scores [B, T, S], valid bool broadcastable to it -> bool [B, T, S]."""
     masked = torch.where(valid & ~scores.isnan(), scores, float("-inf"))
-    if _rule is not None:
+    if rule is not None:
         masked = _in_fp8(masked)
     valid = valid.expand(masked.shape)
     if masked.shape[-1] <= k:
@@ -128,7 +127,7 @@ def topk_mask(scores: Tensor, valid: Tensor, k: int) -> Tensor:
     above = masked > threshold
     ties = (masked == threshold) & valid  # masked keys have -infinity too
     room = k - above.sum(-1, keepdim=True)
-    return above | (ties & (_places(ties) <= room))
+    return above | (ties & (_places(ties, rule) <= room))
 
 
 def _in_fp8(scores: Tensor) -> Tensor:
@@ -139,23 +138,23 @@ def _in_fp8(scores: Tensor) -> Tensor:
     return torch.where(finite, (scores * scale).to(torch.float8_e4m3fn).to(scores.dtype) / scale, scores)
 
 
-def _places(ties: Tensor) -> Tensor:
-    """Rank of each tied key among the ties, from 1: by position, or random under `OtherRule`."""
-    if _rule is None or _rule.generator is None:
+def _places(ties: Tensor, rule: OtherRule | None) -> Tensor:
+    """Rank of each tied key among the ties, from 1: by position, or random if `rule` has a generator."""
+    if rule is None or rule.generator is None:
         return ties.cumsum(-1)
-    order = torch.rand(ties.shape[-1], generator=_rule.generator).argsort()
+    order = torch.rand(ties.shape[-1], generator=rule.generator).argsort()
     return ties[..., order].cumsum(-1)[..., order.argsort()]
 
 
-def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
-    """Indices of the k best valid keys per query, ascending, padded with -1 at the end.
+def select_topk(scores: Tensor, valid: Tensor, k: int, rule: OtherRule | None = None) -> Tensor:
+    """Indices of the k best valid keys per query (by `rule`, if given), ascending, padded with -1 at the end.
 
     scores [B, T, S], valid bool broadcastable to it -> int64 [B, T, k]. The result depends on the valid entries only:
     more keys, other batches or other devices do not change it.
     """
     keys = scores.shape[-1]
     # Ascending compaction: unchosen keys get the index `keys`; a small sort moves them to the end.
-    position = torch.where(topk_mask(scores, valid, k), torch.arange(keys, device=scores.device), keys)
+    position = torch.where(topk_mask(scores, valid, k, rule), torch.arange(keys, device=scores.device), keys)
     if keys > k:
         position = position.topk(k, dim=-1, largest=False).values
     elif keys < k:
@@ -166,29 +165,45 @@ def select_topk(scores: Tensor, valid: Tensor, k: int) -> Tensor:
 
 @torch.no_grad()
 def select_keys(
-    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages | None = None
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    end: Tensor,
+    topk: int,
+    pages: Pages | None = None,
+    rule: OtherRule | None = None,
 ) -> Tensor:
     """The `topk` best keys of every query among positions start..end-1, ascending, padded with -1.
 
     q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] in which every query reads its own sequence,
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
-    are not scored. Scores exist for one block of queries at a time: memory is linear in the length.
+    are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
+    linear in the length.
     """
-    native = kernels(q) if _rule is None else None
-    if native is not None and k.dtype == q.dtype:
-        batch, queries, heads, dim = q.shape
+    if rule is None and registered(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
-        out = torch.empty(batch, queries, topk, dtype=torch.long)
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
-        native.select(q, k, *view, w, start, end, out, batch, queries, heads, dim, topk, dim**-0.5)
-        return out
+        return _select(q, k, *view, w, start, end, topk)
     if pages is not None:
-        return _select_from_pool(q, k, w, start, end, topk, pages)
-    return _select_in_torch(q, k, w, start, end, topk)
+        return _select_from_pool(q, k, w, start, end, topk, pages, rule)
+    return _select_in_torch(q, k, w, start, end, topk, rule)
+
+
+@register(
+    "select(Tensor q, Tensor k, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor w, Tensor start, "
+    "Tensor end, int topk) -> Tensor",
+    lambda q, *args: q.new_empty(*q.shape[:2], args[-1], dtype=torch.long),
+)
+def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
+    *tensors, topk = args
+    out = torch.empty(*q.shape[:2], topk, dtype=torch.long)
+    native.select(q, *tensors, out, *q.shape, topk, q.shape[3] ** -0.5)
+    return out
 
 
 def _select_from_pool(
-    q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages
+    q: Tensor, pool: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages, rule: OtherRule | None
 ) -> Tensor:
     """The torch form over pages: keys are gathered; sequences with equally many consecutive queries are batched."""
     shape = start.shape
@@ -202,13 +217,15 @@ def _select_from_pool(
             part = slice(at, at + count * len(own))
             queries, weights, low, high = (x[part].unflatten(0, (-1, count)) for x in (q, w, start, end))
             keys = pages.read(pool, own, int(high.max()))
-            found.append(_select_in_torch(queries, keys, weights, low, high, topk).flatten(0, 1))
+            found.append(_select_in_torch(queries, keys, weights, low, high, topk, rule).flatten(0, 1))
             at = part.stop
         first = last
     return torch.cat(found).unflatten(0, shape)
 
 
-def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:
+def _select_in_torch(
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, rule: OtherRule | None
+) -> Tensor:
     k = k[:, : int(end.max())]
     k = torch.nn.functional.pad(k, (0, 0, 0, round_up(k.shape[1], KEY_TILE) - k.shape[1]))
     positions = torch.arange(k.shape[1], device=k.device)
@@ -217,5 +234,5 @@ def _select_in_torch(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor
     for s in range(0, q.shape[1], step):
         part = slice(s, s + step)
         valid = (positions >= start[:, part, None]) & (positions < end[:, part, None])
-        found.append(select_topk(indexer_scores(q[:, part], k, w[:, part]), valid, topk))
+        found.append(select_topk(indexer_scores(q[:, part], k, w[:, part]), valid, topk, rule))
     return torch.cat(found, dim=1)

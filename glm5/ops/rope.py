@@ -13,7 +13,9 @@ from glm5.ops.wide import wide
 
 def rope_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin, each [*positions.shape, dim / 2] in fp32; angle = position * theta^(-2 i / dim)."""
-    angle = positions.to(torch.float32).unsqueeze(-1) * _frequencies(dim, theta, positions.device)
+    real = type(positions) is Tensor  # a fake tensor must neither meet a kept real one nor be kept itself
+    frequencies = _frequencies if real else _frequencies.__wrapped__
+    angle = positions.to(torch.float32).unsqueeze(-1) * frequencies(dim, theta, positions.device)
     return angle.cos(), angle.sin()
 
 

@@ -53,23 +53,22 @@ def by_tokens(value: float | Sequence[Sequence[float]], tokens: int) -> float:
     return next(number for start, number in reversed(value) if start <= tokens)
 
 
-def rows_at(step: int, *, first: int, last: int, ramp: int, multiple: int = 1) -> int:
+def rows_at(step: int, *, first: int, last: int, ramp: int) -> int:
     """Rows in the batch of step `step` (0-based). The batch grows linearly with the rows already seen, from `first` to
-    `last` over the first `ramp` rows, rounded down to a multiple (the paper's base model: 16M to 64M tokens over the
-    first 500B).
+    `last` over the first `ramp` rows, rounded down (the paper's base model: 16M to 64M tokens over the first 500B).
 
     Such a batch grows by the same factor every step, so no history is needed. Raises ConfigError unless
-    0 < first <= last and ramp >= 0, both sizes multiples of `multiple`.
+    0 < first <= last and ramp >= 0.
     """
-    if not 0 < first <= last or ramp < 0 or multiple < 1 or first % multiple or last % multiple:
-        raise ConfigError(f"a batch cannot grow from {first} to {last} rows over {ramp} in multiples of {multiple}.")
+    if not 0 < first <= last or ramp < 0:
+        raise ConfigError(f"a batch cannot grow from {first} to {last} rows over {ramp}.")
     if ramp == 0 or first == last:
         return last
     growth = step * math.log1p((last - first) / ramp)
     if growth >= math.log(last / first):
         return last
     # The tiny addend keeps an exact product such as 8 * 1.5 from being rounded down.
-    return math.floor(first * math.exp(growth) / multiple + 1e-9) * multiple
+    return math.floor(first * math.exp(growth) + 1e-9)
 
 
 def rows_before(step: int, *, first: int, last: int, ramp: int) -> int:

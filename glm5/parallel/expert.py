@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +97,9 @@ def divide_experts(model: GLM5ForCausalLM, group: dist.ProcessGroup) -> None:
         module.dispatch = exchange
 
 
-def whole_stack(part: Tensor, group: dist.ProcessGroup, restore: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
+def whole_stack(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All experts of a layer, gathered from every rank's part [E / ranks, ...]."""
-    own = restore(part).contiguous()
+    own = part.contiguous()
     out = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
     dist.all_gather_into_tensor(out, own, group=group)
     return out

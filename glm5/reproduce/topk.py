@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from glm5.ops.indexer import OtherRule, selecting
+from glm5.model.dsa import set_rule
+from glm5.ops.indexer import OtherRule
 from glm5.reproduce import policy
 from glm5.reproduce.plan import Experiment, Outcome, Question, Sizes, Variant, Work
 from glm5.seeds import derive_seed
@@ -23,8 +24,9 @@ def run(work: Work) -> Outcome:
         return policy.outcome(work, policy.prepare(work, ("pretrain", "sparse", "sft")), [])
     generator = torch.Generator().manual_seed(derive_seed(work.seed, "ties")) if work.variant == "random" else None
     model = work.model()
-    with selecting(OtherRule(generator)):
-        rows = policy.learn(work, model, policy.stage_of(work.sizes, "reasoning", rollouts="exact"))
+    set_rule(model, OtherRule(generator))
+    rows = policy.learn(work, model, policy.stage_of(work.sizes, "reasoning", rollouts="exact"))
+    set_rule(model, None)
     return policy.outcome(work, model, rows)
 
 

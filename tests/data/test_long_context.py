@@ -20,13 +20,13 @@ from glm5.data.long_context import (
     NegativesLoader,
     RecallLoader,
     Similarity,
-    batch_rows,
     chunk_length,
     chunks,
     encode,
     interleave,
     similar_order,
 )
+from glm5.data.packing import Batch
 from glm5.data.recall import FORMS, NEEDLES, SPLITS, VARIANTS, recall_text, split_of, turns_bytes, turns_text
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError
@@ -285,10 +285,16 @@ def test_options_of_turns_are_checked() -> None:
         turns_text(0, 0, 100)
 
 
+def recall_rows(kind: Any, tokenizer: Any, rows: int, row_length: int, seed: int, index: int) -> Batch:
+    """Rows of recall documents from row `index` on."""
+    loader = RecallLoader(kind, tokenizer, rows=rows, row_length=row_length, seed=seed)
+    return loader.build(range(index, index + rows))
+
+
 @pytest.mark.parametrize("kind", ["needle", "turns"])
 @pytest.mark.parametrize("row_length", [256, 700])
 def test_recall_rows_mark_answers_alone(kind: Any, row_length: int, tokenizer: Any) -> None:
-    batch = batch_rows(kind, tokenizer, rows=6, row_length=row_length, seed=5, index=4)
+    batch = recall_rows(kind, tokenizer, 6, row_length, 5, 4)
     assert batch.sparse_targets and batch.ids.shape == (6, row_length)
     documents = 0
     for ids, numbers, mask in zip(batch.ids, batch.documents, batch.loss_mask, strict=True):
@@ -306,7 +312,7 @@ def test_recall_rows_mark_answers_alone(kind: Any, row_length: int, tokenizer: A
         rest = int((numbers < 0).sum())
         assert rest == 0 if kind == "needle" else rest < turns_bytes(2, 1)
     assert documents > 6 or (kind, row_length) == ("turns", 256)
-    assert torch.equal(batch.ids[1], batch_rows(kind, tokenizer, rows=1, row_length=row_length, seed=5, index=5).ids[0])
+    assert torch.equal(batch.ids[1], recall_rows(kind, tokenizer, 1, row_length, 5, 5).ids[0])
 
 
 def test_needle_rows_are_those_of_before(tokenizer: Any) -> None:
@@ -329,7 +335,7 @@ def test_turn_rows_fill_with_a_tokenizer_that_merges(tokenizer: Any) -> None:
     texts = ["".join(p for p, _ in turns_text(1, i, 2000)) for i in range(30)]
     merging = Tokenizer.train(texts, 700)
     assert len(merging.encode(texts[0])) < 0.65 * len(texts[0])
-    batch = batch_rows("turns", merging, rows=8, row_length=400, seed=0, index=0)
+    batch = recall_rows("turns", merging, 8, 400, 0, 0)
     assert float((batch.documents < 0).float().mean()) < 0.35
     sizes = [int((n == d).sum()) for n in batch.documents for d in range(int(n.max()) + 1)]
     assert max(sizes) > 300, "no document is about as long as a row"
@@ -338,7 +344,7 @@ def test_turn_rows_fill_with_a_tokenizer_that_merges(tokenizer: Any) -> None:
 
 
 def test_all_variants_and_numbers_of_needles_appear(tokenizer: Any) -> None:
-    batch = batch_rows("turns", tokenizer, rows=60, row_length=1500, seed=0, index=0)
+    batch = recall_rows("turns", tokenizer, 60, 1500, 0, 0)
     pointers, needles = set(), set()
     for ids, numbers in zip(batch.ids, batch.documents, strict=True):
         turns, asked = answers_of(tokenizer.decode(ids[numbers == 0].tolist()))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.engine.weights import WeightUpdate, apply, load_weights, stage, tensor_hash, tensor_hashes
+from glm5.engine.weights import WeightUpdate, apply, stage, tensor_hash, tensor_hashes
 from glm5.errors import CheckpointError, EngineError, Glm5Error
 from glm5.files import MANIFEST
 from glm5.model.hf_weights import save_checkpoint
@@ -23,6 +23,11 @@ from glm5.records import SamplingParams
 
 FILE = "model.safetensors"
 PARAMS = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
+
+
+def load_weights(engine: Engine, source: Any, version: int, *, hashes: Any = None) -> WeightUpdate:
+    """Both phases, one after the other."""
+    return apply(engine, stage(engine.model, source, hashes=hashes, tokenizer=engine.tokenizer), version, hashes=hashes)
 
 
 def stored(model: Any, path: Path) -> Path:

@@ -171,12 +171,12 @@ def test_packed_positions_restart_at_documents_and_queries_stay_inside() -> None
     documents = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 1, 2, 2, -1, -1]])
     ctx = packed_context(documents)
     assert ctx.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 0, 1]]
-    valid = ctx.valid(64)
+    start, end = ctx.key_range()
     for row in range(2):
         for t in range(6):
             own = documents[row, t]
             seen = [s for s in range(t + 1) if own >= 0 and documents[row, s] == own] or [t]
-            assert valid[row, t].nonzero().flatten().tolist() == seen
+            assert list(range(int(start[row, t]), int(end[row, t]))) == seen
 
 
 def test_the_cache_holds_only_latents_and_index_keys(build: Build) -> None:

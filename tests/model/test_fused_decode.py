@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from glm5.config.model import GLM5Config
-from glm5.model.context import LatentCache, RouterStats, cache_context
+from glm5.model.context import ForwardContext, LatentCache, RouterStats, cache_context, paged_context
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.ops.cross_entropy import output_logits
+from glm5.ops.fused_blocks import fused_blocks
 from glm5.ops.native import available
+from glm5.ops.pages import Pages
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs compiled kernels")
 SHARED = {"index_topk_freq": 2, "index_skip_topk_offset": 2}
@@ -52,18 +56,25 @@ class Decoding:
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedDecode, "run", lambda self, x, ctx: False)
+    monkeypatch.setattr(FusedDecode, "__call__", lambda self, x, ctx: None)
 
 
 @pytest.mark.parametrize("changes", [{}, SHARED, {"n_shared_experts": 2}], ids=["sparse", "IndexShare", "two shared"])
 @pytest.mark.parametrize("counts", [[1] * 6, [4, 1, 16]], ids=["one by one", "several"])
 def test_equals_the_blocks(changes: dict[str, Any], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
-    run = FusedDecode.run
+    call = FusedDecode.__call__
+
+    def watched(self: FusedDecode, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        before = x.clone()
+        out = call(self, x, ctx)
+        used.append(out is not None and torch.equal(x, before))
+        return out
+
+    model = build(**changes)
+    fast = Decoding(model)
     with monkeypatch.context() as patch:
-        patch.setattr(FusedDecode, "run", lambda self, x, ctx: used.append(run(self, x, ctx)) or used[-1])
-        model = build(**changes)
-        fast = Decoding(model)
+        patch.setattr(FusedDecode, "__call__", watched)
         found = [fast.step(count) for count in counts]
     assert used == [True] * 2 * len(counts)
     without(monkeypatch)
@@ -105,6 +116,81 @@ def test_whoever_watches_sees_the_blocks_run() -> None:
     assert len(stats) == sum(1 for _ in build().routers())
 
 
+def arguments(model: GLM5ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of the operator in a step of three tokens."""
+    names = ("x", "latents", "index_keys", "weights", "biases", "view", "layers", "sizes", "numbers")
+    found: list[tuple[Any, ...]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("glm5.model.fused_decode.fused_blocks", lambda *a: found.append(a) or fused_blocks(*a))
+        Decoding(model).step(1)
+    return dict(zip(names, found[0], strict=True))
+
+
 def test_dense_attention_has_none() -> None:
     model = build(use_dsa=False)
-    assert FusedDecode.of(model.config, list(model.model.layers)) is None
+    decoding = Decoding(model)
+    ctx = cache_context(decoding.cache, torch.arange(3), decoding.at, 1, exact=False)
+    with torch.no_grad():
+        assert FusedDecode(model.config, model.model.layers)(torch.zeros(3, 128), ctx) is None
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structure's counts are checked before anything is read or written."""
+    given = arguments(build(), monkeypatch)
+    latents, weights, view, sizes = given["latents"].clone(), given["weights"], given["view"], given["sizes"]
+    replaced = {name: i for i, name in enumerate(("cos", "sin", "places", "rows", "table", "start", "end"))}
+
+    def refused(why: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=why), torch.no_grad():
+            fused_blocks(*(given | changes).values())
+        assert torch.equal(given["latents"], latents)
+
+    def seen(name: str, tensor: Tensor) -> list[Tensor]:
+        return [tensor if i == replaced[name] else old for i, old in enumerate(view)]
+
+    refused("number of elements", weights=[*weights[:-1], weights[-1][:-1]])
+    refused("number of elements", weights=weights[:-1])
+    refused("number of elements", weights=[*weights, weights[-1]])
+    refused("number of elements", x=given["x"][:-1])
+    refused("number of elements", view=seen("places", view[2][:-1]))
+    refused("number of elements", latents=given["latents"][:1])
+    refused("a size", sizes=sizes._replace(rope=7))
+    refused("a size", sizes=sizes._replace(experts_per_token=99))
+    refused("a size", sizes=sizes._replace(hidden=-1))
+    refused("number of elements", sizes=sizes._replace(tokens=2))
+    refused("no indexer", layers=[0, 0, *given["layers"][2:]], weights=[*weights[:9], *weights[14:]])
+    for name, value in (("places", 1 << 30), ("places", -1), ("rows", 3), ("table", 4), ("start", -1), ("end", 65)):
+        refused("outside the cache", view=seen(name, torch.full_like(view[replaced[name]], value)))
+    refused("contiguous tensors", weights=[w.bfloat16() for w in weights])
+    refused("contiguous tensors", view=seen("rows", view[3].int()))
+    refused("contiguous tensors", x=given["x"].T.contiguous().T)
+    refused("fields of Sizes", sizes=sizes[:-1])
+
+
+def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(build(), monkeypatch)
+    monkeypatch.setattr("glm5.ops.fused_blocks.VERSION", 2)
+    with pytest.raises(ValueError, match="layout"), torch.no_grad():
+        fused_blocks(*given.values())
+
+
+def test_is_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, fake tensors and tracing, as `torch.library` checks them."""
+    given = arguments(build(), monkeypatch)
+    given = {name: list(v) if isinstance(v, tuple | list) else v.clone() for name, v in given.items()}
+    with torch.no_grad():
+        torch.library.opcheck(fused_blocks, tuple(given.values()))
+
+
+def test_a_step_runs_on_fake_tensors() -> None:
+    """Without memory and without arithmetic: shapes and dtypes of a whole step."""
+    with FakeTensorMode(), torch.no_grad():
+        model = GLM5ForCausalLM(GLM5Config.preset("nano", index_topk=8, num_nextn_predict_layers=1)).eval()
+        cache = LatentCache(model.config, 4, 64)
+        pages = Pages(torch.arange(3).unsqueeze(1), torch.arange(3), cache.capacity)
+        ctx = paged_context(cache, pages, torch.tensor([[20], [9], [0]]), longest=21, exact=False)
+        used = model.model.fused_decode(torch.empty(3, 128), ctx)
+        hidden = model.model(torch.empty(3, 1, dtype=torch.long), ctx)
+        logits = output_logits(hidden, model.lm_head.weight, exact=False)
+    assert isinstance(used, FakeTensor) and isinstance(hidden, FakeTensor)
+    assert (used.shape, hidden.shape, logits.shape) == ((3, 128), (3, 128), (3, 512))

@@ -14,6 +14,7 @@ from torch import Tensor
 from glm5.ops import native, small_batch
 from glm5.ops.attention import sparse_attention
 from glm5.ops.elementwise import rms_norm, swiglu
+from glm5.ops.experts import combine
 from glm5.ops.indexer import indexer_scores, select_keys, select_topk
 from glm5.ops.rope import rope, rope_table
 
@@ -118,24 +119,20 @@ def test_selection_equals_scoring_and_sorting(
 def test_small_batch_linear(sizes: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     x, weight = randn(rows, sizes[0], seed=17, dtype=dtype), randn(sizes[1], sizes[0], seed=18, dtype=dtype)
     with torch.no_grad():
-        assert small_batch.kernels_for(x, weight) is None
-        with small_batch.allowed(True):
-            assert small_batch.kernels_for(x, weight) is not None
-            found = small_batch.linear(x, weight)
-            kernel = small_batch.kernels_for(x, weight)
-            wide = None if kernel is None else small_batch.wide_linear(kernel, x, weight)
+        kernel = small_batch.kernels_for(x, weight)
+        assert kernel is not None and small_batch.kernels_for(x.repeat(65, 1), weight) is None
+        found = small_batch.linear(x, weight)
+        wide = small_batch.wide_linear(kernel, x, weight)
     expected = x.double() @ weight.double().T
     assert_near(found, expected, dtype)
-    assert wide is not None and wide.dtype == torch.float32
+    assert wide.dtype == torch.float32
     assert_near(wide, expected, torch.float32)  # for logits
 
 
 def small_batch_moe(x: Tensor, gate: Tensor, bias: Tensor, matrices: list[Tensor], top: int, normalise: bool) -> Tensor:
     gate_up, down, shared_up, shared_down = matrices
-    with small_batch.allowed(True):
-        kernel = small_batch.kernels_for(x, gate)
-    assert kernel is not None
-    return small_batch.moe(kernel, x, gate, bias, (gate_up, down), (shared_up, shared_down), top, normalise, 2.5)
+    assert small_batch.suits(x, gate)
+    return small_batch.moe(x, gate, bias, (gate_up, down), (shared_up, shared_down), top, normalise, 2.5)
 
 
 @dtypes
@@ -197,6 +194,55 @@ def test_extreme_numbers_break_only_what_reads_them(value: float, dtype: torch.d
     assert rms_norm(torch.full((3, 16), value, dtype=dtype), torch.ones(16, dtype=dtype), 0.0).shape == (3, 16)
     zeros = torch.zeros(2, 16, dtype=dtype)
     assert torch.equal(rms_norm(zeros, torch.ones(16, dtype=dtype), 1e-5), zeros)
+
+
+def selection() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Inputs of the indexer (q, k, w, start, end) and of attention (q, latents), and keys to select."""
+    q, k, w = randn(2, 5, 3, 8, seed=1), randn(2, 64, 8, seed=2), randn(2, 5, 3, seed=3)
+    end = torch.tensor([[1, 9, 30, 60, 64]] * 2)
+    indices = select_keys(q, k, w, torch.zeros_like(end), end, 6)
+    return (q, k, w, torch.zeros_like(end), end), (randn(2, 5, 4, 16, seed=4), randn(2, 64, 16, seed=5)), indices
+
+
+def test_operators_pass_the_checks_of_torch() -> None:
+    """Schema, fake tensors and tracing of every registered operator but `fused_blocks`, which has its own test."""
+    (q, k, w, start, end), (queries, latents), indices = selection()
+    view = (None, None, 0, 63, 64)
+    slots, weights = torch.arange(8), randn(4, 2, seed=6)
+    assert combine(randn(8, 10, seed=10), slots, weights).shape == (4, 10)
+    matrices = [randn(*shape, seed=7) for shape in [(5, 14, 10), (5, 10, 7), (18, 10), (10, 9)]]
+    ops = torch.ops.glm5
+    for operator, arguments in (
+        (ops.select, (q, k, *view, w, start, end, 6)),
+        (ops.selected, (q, k, w, indices)),
+        (ops.selected_backward, (q, k, w, indices, randn(2, 5, 6, seed=8))),
+        (ops.attend, (queries, latents, *view, indices, 12, 0.3, True)),
+        (ops.attend, (queries, latents, *view, indices, 12, 0.3, False)),
+        (ops.attend_backward, (queries, latents, indices, randn(2, 5, 4, 12, seed=9), 0.3)),
+        (ops.combine, (randn(8, 10, seed=10), slots, weights)),
+        (ops.combine_backward, (randn(8, 10, seed=10), slots, weights, randn(4, 10, seed=11))),
+        (ops.moe, (randn(3, 10, seed=12), randn(5, 10, seed=13), torch.zeros(5), matrices, 2, True, 2.5)),
+    ):
+        torch.library.opcheck(operator.default, arguments)
+
+
+def test_compilation_sees_operators_and_references() -> None:
+    """`torch.compile` without a break: selection, attention and norm, forward and backward, as without it."""
+    index, (queries, latents), _ = selection()
+
+    def loss(q: Tensor, latents: Tensor, weight: Tensor) -> Tensor:
+        indices = select_keys(*index, 6)
+        out = sparse_attention(q, rms_norm(latents, weight, 1e-5), indices, value_dim=12, scale=0.3)[0]
+        return swiglu(out).square().sum()
+
+    inputs = [x.clone().requires_grad_() for x in (queries, latents, torch.ones(16))]
+    others = [x.detach().clone().requires_grad_() for x in inputs]
+    expected, found = loss(*inputs), torch.compile(loss, backend="aot_eager", fullgraph=True)(*others)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(others, inputs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_without_a_compiler_torch_takes_over(tmp_path: Path, forks: Any) -> None:

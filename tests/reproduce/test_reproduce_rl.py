@@ -9,56 +9,78 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from glm5.ops.indexer import OtherRule, select_keys, select_topk, selecting
+from glm5.model.context import LatentCache, cache_context
+from glm5.model.dsa import Indexer, set_rule
+from glm5.ops.indexer import OtherRule, select_keys, select_topk
 from glm5.reproduce import icepop, lag, policy
 from glm5.reproduce.corpus import build_corpus
 from glm5.reproduce.plan import Work
 
 
-def chosen(scores: list[float], k: int) -> set[int]:
+def chosen(scores: list[float], k: int, rule: OtherRule | None = None) -> set[int]:
     values = torch.tensor(scores).view(1, 1, -1)
-    return {i for i in select_topk(values, torch.ones_like(values, dtype=torch.bool), k)[0, 0].tolist() if i >= 0}
+    return {i for i in select_topk(values, torch.ones_like(values, dtype=torch.bool), k, rule)[0, 0].tolist() if i >= 0}
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, -1.0]), min_size=1, max_size=12), st.integers(1, 6), st.integers(0, 99))
 def test_random_ties_change_nothing_but_ties(scores: list[float], k: int, seed: int) -> None:
-    with selecting(OtherRule(torch.Generator().manual_seed(seed))):
-        found = chosen(scores, k)
+    found = chosen(scores, k, OtherRule(torch.Generator().manual_seed(seed)))
     assert sorted((scores[i] for i in found), reverse=True) == sorted(scores, reverse=True)[: min(k, len(scores))]
 
 
-def test_random_ties_are_random_and_end_with_the_block() -> None:
+def test_random_ties_are_random() -> None:
     scores = [1.0] * 12
-    with selecting(OtherRule(torch.Generator().manual_seed(0))):
-        found = [chosen(scores, 3) for _ in range(40)]
+    rule = OtherRule(torch.Generator().manual_seed(0))
+    found = [chosen(scores, 3, rule) for _ in range(40)]
     assert len({frozenset(f) for f in found}) > 10 and set().union(*found) == set(range(12))
-    assert chosen(scores, 3) == {0, 1, 2}
-    with selecting(OtherRule()):
-        assert chosen(scores, 3) == {0, 1, 2}
+    assert chosen(scores, 3) == chosen(scores, 3, OtherRule()) == {0, 1, 2}
 
 
 def test_scores_are_compared_in_fp8() -> None:
     """E4M3 has three bits of mantissa: 1.00 and 1.01 of 1.01 are one number, 1.00 and 1.13 are two."""
-    with selecting(OtherRule()):
-        assert chosen([1.0, 1.01], 1) == {0} and chosen([1.0, 1.13], 1) == {1}
+    assert chosen([1.0, 1.01], 1, OtherRule()) == {0} and chosen([1.0, 1.13], 1, OtherRule()) == {1}
     assert chosen([1.0, 1.01], 1) == {1}
 
 
 def test_fp8_scores_do_not_depend_on_what_is_not_valid() -> None:
     scores = torch.tensor([[[0.30, 0.31, 900.0]]])
     valid = torch.tensor([[[True, True, False]]])
-    with selecting(OtherRule()):
-        assert select_topk(scores, valid, 1).tolist() == select_topk(scores[..., :2], valid[..., :2], 1).tolist()
+    found = select_topk(scores, valid, 1, OtherRule())
+    assert found.tolist() == select_topk(scores[..., :2], valid[..., :2], 1, OtherRule()).tolist()
 
 
 def test_the_rule_reaches_selection_behind_the_compiled_kernels() -> None:
     q, k, w = torch.zeros(1, 1, 2, 8), torch.zeros(1, 16, 8), torch.ones(1, 1, 2)
     start, end = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), 16)
     assert select_keys(q, k, w, start, end, 4).flatten().tolist() == [0, 1, 2, 3]
-    with selecting(OtherRule(torch.Generator().manual_seed(0))):
-        found = {tuple(select_keys(q, k, w, start, end, 4).flatten().tolist()) for _ in range(8)}
+    rule = OtherRule(torch.Generator().manual_seed(0))
+    found = {tuple(select_keys(q, k, w, start, end, 4, rule=rule).flatten().tolist()) for _ in range(8)}
     assert len(found) > 1
+
+
+@torch.no_grad()
+def test_a_model_with_a_rule_selects_by_it_until_it_is_taken_away(small: Any) -> None:
+    """Also in decoding steps, which otherwise take one compiled call for all blocks."""
+    model = small().eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1))
+
+    def run() -> Tensor:
+        cache = LatentCache(model.config, 1, 64)
+        model.model(ids, cache_context(cache, torch.tensor([0]), torch.tensor([0]), 40))
+        return model.model(ids[:, :1], cache_context(cache, torch.tensor([0]), torch.tensor([40]), 1, exact=False))
+
+    usual = run()
+    for module in model.modules():  # all scores are ties
+        if isinstance(module, Indexer):
+            module.weights_proj.weight.zero_()
+    first = run()
+    set_rule(model, OtherRule(torch.Generator().manual_seed(0)))
+    ruled = [run() for _ in range(2)]
+    assert not torch.equal(ruled[0], ruled[1]) and not torch.equal(ruled[0], first)
+    set_rule(model, None)
+    assert torch.equal(run(), first) and not torch.equal(first, usual)
 
 
 def test_rounded_weights_have_two_bits_of_mantissa(small: Any) -> None:

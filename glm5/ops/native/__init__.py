@@ -1,14 +1,17 @@
 """Compiled CPU kernels: built from the C++ in this folder on first use, cached per user, optional.
 
-Operations call `kernels(x)` and use their torch reference if it returns None: no compiler, another device, float64, or
-`GLM5_NATIVE=0`. The kernels follow the same rule as the references (a row's result does not depend on its batch), but
-round differently. In an exact run, learner and engine must both use them or both not.
+Operations use their torch reference if there are no kernels: no compiler, another device, float64, or `GLM5_NATIVE=0`.
+The kernels follow the same rule as the references (a row's result does not depend on its batch), but round differently.
+In an exact run, learner and engine must both use them or both not.
+
+The coarse kernels (attention, indexer, experts, fused decoding) are operators `torch.ops.glm5.*`, so fake tensors and
+`torch.compile` see them. The small ones are called directly, because an operator call costs as much as their work; fake
+tensors and `torch.compile` see their references instead.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import shutil
@@ -56,7 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "thin_wide_linear": (_P, _P, _P, _I, _I, _I),
     "thin_mlp": (_P, _P, _P, _P, _I, _I, _I),
     "thin_moe": (*[_P] * 8, *[_I] * 7, _F),
-    "thin_blocks": (_P, _P, _I, _P, _P, _P, _P, _F, _F, _F, _F),
+    "fused_blocks": (ctypes.c_void_p,),
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),
@@ -70,16 +73,49 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"glm5_{name}_{suffix}")
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, ctypes.c_int if name == "fused_blocks" else None
             setattr(self, name, function)
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
 
 def kernels(x: Tensor) -> Kernels | None:
-    """Compiled kernels for the dtype and device of `x`, or None."""
-    return _by_dtype().get(x.dtype) if x.is_cpu else None
+    """Compiled kernels to call directly on `x`; None for another dtype or device, and for tensors without memory (fake
+    tensors, `torch.compile`)."""
+    if not x.is_cpu or type(x) not in _PLAIN or torch.compiler.is_compiling():
+        return None
+    return _by_dtype().get(x.dtype)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def registered(x: Tensor) -> bool:
+    """Whether the operators of `register` take tensors like `x`, fake ones too."""
+    return x.is_cpu and x.dtype in _by_dtype()
+
+
+_LIBRARY = torch.library.Library("glm5", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function (kernels, *arguments) as the CPU form of the operator `schema`, and return the
+    operator. `fake` takes the arguments and returns empty results of the right shapes."""
+    name = schema[: schema.index("(")]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(first: Tensor, *rest: Any) -> Any:
+            return function(_by_dtype()[first.dtype], first, *rest)
+
+        _LIBRARY.define(schema, tags=_TAGS)
+        _LIBRARY.impl(name, run, "CPU")
+        torch.library.register_fake(f"glm5::{name}", fake, lib=_LIBRARY)
+        operator: Callable[..., Any] = getattr(torch.ops.glm5, name).default
+        return operator
+
+    return decorate
 
 
 def available() -> bool:
@@ -87,8 +123,17 @@ def available() -> bool:
     return bool(_by_dtype())
 
 
-@functools.cache
+_loaded: dict[torch.dtype, Kernels] | None = None
+
+
 def _by_dtype() -> dict[torch.dtype, Kernels]:
+    global _loaded
+    if _loaded is None:
+        _loaded = _load()
+    return _loaded
+
+
+def _load() -> dict[torch.dtype, Kernels]:
     if os.environ.get("GLM5_NATIVE", "1") == "0":
         return {}
     compiler = shutil.which(os.environ.get("CXX") or "g++")

@@ -274,36 +274,3 @@ static void thin_mla(const T* x, const T* const* weights, const Places& at_, con
     thin_values(mixed.data(), kv_b + H * C, values.data(), M, N, C, V, H + V);
     thin_linear(values.data(), o, out, M, D, N * V);
 }
-
-// Pre-norm blocks one after the other over the residual stream x [M, D]: attention as above, then the feed-forward. Each
-// block has 22 addresses (see `glm5.ops.small_batch.blocks`) and two widths, of its feed-forward (of an expert) and of its shared
-// expert. The router's settings are those of `thin_moe`.
-template <class T>
-static void thin_blocks(const void* const* tensors, const i64* widths, i64 blocks, T* x, const void* const* places,
-                        const i64* sizes, i64* indices, float eps, float latent_eps, float scale, float scaling) {
-    const i64 PER_BLOCK = 22;
-    Shape s;
-    memcpy(&s, sizes, sizeof(Shape));
-    const i64 *router = sizes + sizeof(Shape) / sizeof(i64), E = router[0], top = router[1], normalise = router[2];
-    Places at_{(const float*)places[0], (const float*)places[1], (const i64*)places[2], (const i64*)places[3],
-               (const i64*)places[4],   (const i64*)places[5],   (const i64*)places[6]};
-    i64 M = s.M, D = s.D;
-    std::vector<T> normed(M * D), out(M * D);
-    auto add = [&] {
-        for (i64 i = 0; i < M * D; i++) store(x + i, load(x + i) + load(&out[i]));
-    };
-    for (i64 block = 0; block < blocks; block++) {
-        const T* const* w = (const T* const*)tensors + block * PER_BLOCK;
-        rms_norm((const T*)x, w[0], normed.data(), (float*)nullptr, M, D, D, eps);
-        thin_mla((const T*)normed.data(), w + 2, at_, s, indices, out.data(), latent_eps, scale);
-        add();
-        rms_norm((const T*)x, w[1], normed.data(), (float*)nullptr, M, D, D, eps);
-        i64 inner = widths[2 * block], shared = widths[2 * block + 1];
-        if (w[16])
-            thin_moe((const T*)normed.data(), w[16], (const float*)w[17], w[18], w[19], w[20], w[21], out.data(), M, D, E,
-                     top, inner, shared, normalise, scaling);
-        else
-            thin_mlp((const T*)normed.data(), w[18], w[19], out.data(), M, D, inner);
-        add();
-    }
-}

@@ -3,7 +3,7 @@
 // Every kernel computes one row (token, query) by itself and in a fixed order: its result does not depend on which other
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
-#include "decode.h"
+#include "fused.h"
 #include "softmax.h"
 
 // The interface: every function for fp32 and bf16.
@@ -69,10 +69,8 @@ BOTH(thin_moe,
       const void* shared_down, void* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise, float scaling),
      thin_moe(CP(x), CP(gate), bias, CP(gate_up), CP(down), CP(shared_up), CP(shared_down), P(out), M, D, E, top, I,
               shared, normalise, scaling))
-BOTH(thin_blocks,
-     (const void* const* tensors, const i64* widths, i64 blocks, void* x, const void* const* places, const i64* sizes,
-      i64* indices, float eps, float latent_eps, float scale, float scaling),
-     thin_blocks(tensors, widths, blocks, P(x), places, sizes, indices, eps, latent_eps, scale, scaling))
+extern "C" int glm5_fused_blocks_f32(const FusedBlocks* call) { return fused_blocks<float>(*call); }
+extern "C" int glm5_fused_blocks_bf16(const FusedBlocks* call) { return fused_blocks<bf16>(*call); }
 BOTH(combine, (const void* y, const i64* slots, const float* weights, void* out, i64 M, i64 K, i64 D),
      combine(CP(y), slots, weights, P(out), M, K, D))
 BOTH(combine_backward,
