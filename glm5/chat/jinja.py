@@ -42,7 +42,7 @@ class JinjaTemplate:
 
     Raises:
         CheckpointError: the template is too large or not Jinja; at rendering, it breaks a limit, leaves the sandbox or
-            fails. Rendering raises DataError if the template refuses the conversation with `raise_exception`.
+            fails. Rendering raises DataError if the template rejects the conversation with `raise_exception`.
     """
 
     def __init__(self, source: str, *, seconds: float = 10.0, name: str = "the chat template") -> None:
@@ -83,7 +83,7 @@ class JinjaTemplate:
         taken = set(_PRIVATE.findall(written))
         mark = next((char for char in map(chr, range(0xE000, 0xF900)) if _escaped(char) not in taken), None)
         if mark is None:
-            raise DataError("the conversation holds every character for private use; leave one of them out.")
+            raise DataError("the conversation uses every private-use character of Unicode; remove one of them.")
         for char in sorted({name[0] for name in tokenizer.special}):
             for key in ("messages", "tools"):
                 values[key] = _replaced(values[key], char, char + mark)
@@ -111,7 +111,7 @@ class JinjaTemplate:
             self._start()
         reply = self._ask(json.dumps(values), self._seconds)
         if reply.get("blame") == "input":
-            raise DataError(f"{self._name} refuses the conversation: {str(reply['error']).rstrip('.')}.")
+            raise DataError(f"{self._name} rejects the conversation: {str(reply['error']).rstrip('.')}.")
         return str(self._checked(reply)["text"])
 
     def _start(self) -> None:
@@ -132,14 +132,16 @@ class JinjaTemplate:
 
     def _checked(self, reply: dict[str, Any]) -> dict[str, Any]:
         if "error" in reply:
-            raise CheckpointError(f"{self._name} does not work: {str(reply['error']).rstrip('.')}; use another one.")
+            raise CheckpointError(
+                f"{self._name} cannot be used: {str(reply['error']).rstrip('.')}; use another template."
+            )
         return reply
 
     def _ask(self, line: str, seconds: float) -> dict[str, Any]:
         """Send one question, return its answer. A process that breaks a limit is killed."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
-            raise CheckpointError(f"{self._name} has no process to run in.")
+            raise CheckpointError(f"{self._name} has no running process.")
         deadline = time.monotonic() + seconds
         answer: list[bytes] = []
         try:

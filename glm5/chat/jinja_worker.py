@@ -71,7 +71,7 @@ def render(template: Template, variables: dict[str, Any], max_chars: int) -> str
         pieces.append(piece)
         size += len(piece)
         if size > max_chars:
-            raise ValueError(f"it writes more than {max_chars:,} characters")
+            raise ValueError(f"its output has more than {max_chars:,} characters")
     return "".join(pieces)
 
 

@@ -144,8 +144,8 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) and kind == "text" else part
         if not isinstance(text, str):
-            what = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "no text part"
-            raise DataError(f"{where}.content[{i}] is {what}; the model reads text only, so send text parts.")
+            what = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "not a text part"
+            raise DataError(f"{where}.content[{i}] is {what}; the model accepts text only, so send text parts.")
         texts.append(text)
     return "".join(texts)
 

@@ -127,7 +127,7 @@ def render_chat(
     """
     rules = _rules(version, tokenizer)
     if close_last and add_generation_prompt:
-        raise DataError("close_last ends the last turn and add_generation_prompt opens a new one; ask for one of them.")
+        raise DataError("close_last ends the last turn and add_generation_prompt opens a new one; give one of them.")
     thinking = enable_thinking or rules.always_thinks
     turns = canonical(messages, rules.sorts_results)
     row = _Row(tokenizer)
@@ -171,7 +171,9 @@ def render_tool_results(
     for i, message in enumerate(messages):
         result = normalise(message, f"messages[{i}]")
         if result.role != "tool":
-            raise DataError(f'messages[{i}] has the role "{result.role}"; only tool results follow <|observation|>.')
+            raise DataError(
+                f'messages[{i}] has the role "{result.role}"; only tool results may follow <|observation|>.'
+            )
         _tool_response(row, result)
     _generation_prompt(row, rules, enable_thinking or rules.always_thinks)
     return row.ids

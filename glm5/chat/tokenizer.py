@@ -196,8 +196,8 @@ class Tokenizer:
         version = self._template.version or self.chat_format.version
         if version is None:
             raise ConfigError(
-                f"The chat template of this tokenizer ({self._template.origin}) is none of GLM-5's; it serves prompts, "
-                'but training needs one of ours: set "glm5_template_version" in its tokenizer_config.json.'
+                f"The chat template of this tokenizer ({self._template.origin}) is not a GLM-5 template. Serving "
+                'works with it, but training does not: set "glm5_template_version" in tokenizer_config.json.'
             )
         return version
 
@@ -330,7 +330,7 @@ def _checked(data: Any) -> dict[str, Any]:
             raise ValueError(f"its model sets {setting}")
     for token in data["added_tokens"]:
         if type(token["id"]) is not int or not isinstance(token["content"], str) or not token["content"]:
-            raise ValueError("an added token lacks its text or its id")
+            raise ValueError("an added token has no text or no id")
     splitter = data["pre_tokenizer"]
     steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
     for step in steps:

@@ -74,7 +74,9 @@ def generate(
     max_tokens: int = 128,
     temperature: float = 1.0,
     seed: int = 0,
-    exact: Annotated[bool, typer.Option("--exact/--fast", help="Learner's bits, or speed; --json tells apart.")] = True,
+    exact: Annotated[
+        bool, typer.Option("--exact/--fast", help="Bitwise equal to the learner, or fast; --json compares.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt (plain text, no chat template)."""
@@ -90,7 +92,7 @@ def generate(
         try:
             prompt_ids = [int(part) for part in prompt.split(",")]
         except ValueError:
-            raise UsageError(f"--ids takes comma-separated integers, not {prompt!r:.60}.") from None
+            raise UsageError(f"--ids must be comma-separated integers, not {prompt!r:.60}.") from None
     elif engine.tokenizer is None:
         raise UsageError(f"{model} has no tokenizer; give one with --tokenizer, or use --ids.")
     else:
@@ -109,11 +111,11 @@ def generate(
 @app.command()
 def chat(
     model: Checkpoint,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Answer without thoughts.")] = False,
+    no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Answer without thinking.")] = False,
     tools: Annotated[Path | None, typer.Option(help="JSON file of tools; you type their results.")] = None,
     chat_template: ChatTemplate = None,
 ) -> None:
@@ -129,23 +131,23 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="Required beyond loopback. Others here see it in `ps`; better GLM5_API_KEY.")
+        str | None, typer.Option(help="Required unless --host is loopback. `ps` shows it; prefer GLM5_API_KEY.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File that holds the API key; none but you may read it.")
+        Path | None, typer.Option(help="File with the API key; only its owner may read it.")
     ] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key for weights, pauses and aborts; or GLM5_ADMIN_KEY.")
     ] = None,
     allowed_origin: Annotated[list[str], typer.Option(help="Site whose pages may use this server; repeatable.")] = [],  # noqa: B006
     trusted_proxy: Annotated[
-        list[str], typer.Option(help="Address whose X-Forwarded headers are believed; repeatable.")
+        list[str], typer.Option(help="Address whose X-Forwarded headers are trusted; repeatable.")
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
-    exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: repeatable to the bit, or speed.")] = False,
+    exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
     speculative: Annotated[int, typer.Option(min=0, help="Engine: tokens the MTP layer drafts per step.")] = 0,
-    max_batch: Annotated[int, typer.Option(min=1, help="Engine: samples that advance together.")] = 64,
-    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens of cache.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
+    cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens in the cache.")] = None,
     host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
     chat_template: ChatTemplate = None,
@@ -156,7 +158,7 @@ def serve(
     request_seconds: Annotated[
         float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer (504).")
     ] = 1800,
-    stop_seconds: Annotated[float, typer.Option(min=0, max=86_400, help="Limit: time to finish at the end.")] = 10,
+    stop_seconds: Annotated[float, typer.Option(min=0, max=86_400, help="Limit: time to finish when it stops.")] = 10,
 ) -> None:
     """Serve OpenAI, Anthropic and SGLang requests, and a chat page."""
     from glm5.serve.access import Access, find_key

@@ -227,7 +227,7 @@ class Engine:
     def _checked(self, ids: Sequence[int]) -> list[int]:
         vocab = self.model.config.vocab_size
         if not all(0 <= token < vocab for token in ids):
-            raise EngineError(f"The prompt holds a token id outside 0..{vocab - 1}, the model's vocabulary.")
+            raise EngineError(f"The prompt has a token id outside the model's vocabulary, 0 to {vocab - 1}.")
         return list(ids)
 
     @property
@@ -340,7 +340,7 @@ class Engine:
         likeliest `top_logprobs` at each position. Raises EngineError if a row cannot fit."""
         self._check_going()
         if not math.isfinite(temperature) or temperature <= 0:
-            raise EngineError("Scores need a temperature above 0.")
+            raise EngineError("Scoring needs a temperature above 0.")
         params = SamplingParams(temperature=temperature, top_logprobs=top_logprobs)
         return self._run([self.submit_score(row, params) for row in rows])
 
@@ -367,5 +367,7 @@ def _drafts(model: GLM5ForCausalLM, count: int) -> int:
     if count and model.mtp is None:
         raise EngineError("Speculative decoding needs an MTP layer; this checkpoint has none.")
     if count and model.config.has_recurrent_layers:
-        raise EngineError("Speculative decoding cannot take back rejected drafts from layers with a recurrent state.")
+        raise EngineError(
+            "Speculative decoding does not support layers with a recurrent state; rejected drafts would change it."
+        )
     return count

@@ -38,15 +38,17 @@ def checked(text: str) -> str:
         if sum(map(where.count, marks)) > limit:
             raise EngineError(f"The grammar has more than {limit} of {' '.join(marks)}, the limit of this server.")
     if odd := re.search(r"%(?!ignore\b)\w*|<[^>\s]*|@\w*", bare):
-        raise EngineError(f"The grammar holds {odd[0][:50]!r}; only rules of texts, expressions and %ignore are taken.")
+        raise EngineError(
+            f"The grammar has {odd[0][:50]!r}; only rules of strings, regular expressions and %ignore are allowed."
+        )
     return text
 
 
 def _blank(quoted: re.Match[str]) -> str:
     if quoted[1]:
-        raise EngineError(f"The grammar has a {quoted[1]} without its partner in the same line.")
+        raise EngineError(f"The grammar has a {quoted[1]} that is not closed on its line.")
     if len(quoted[0]) > MAX_QUOTED:
-        raise EngineError(f"A text or an expression of a grammar may have {MAX_QUOTED} characters.")
+        raise EngineError(f"A string or regular expression of a grammar may have at most {MAX_QUOTED} characters.")
     return " "
 
 
@@ -56,9 +58,9 @@ def _translated(text: str) -> str:
 
     rules = text.count("::=")
     if rules > MAX_MARKS[0][1] or rules * len(text) > MAX_GBNF:
-        limits = f"{MAX_MARKS[0][1]} rules or {MAX_GBNF:,} rules times characters"
-        raise EngineError(f"The grammar has more than {limits}, the limit of this server for GBNF.")
+        limits = f"{MAX_MARKS[0][1]} rules and {MAX_GBNF:,} rules times characters"
+        raise EngineError(f"The grammar is too large: at most {limits} are allowed in GBNF.")
     try:
         return str(gbnf_to_lark(text)).removeprefix("%llguidance {}")
     except Exception as error:  # it raises plain Python errors
-        raise EngineError(f"The grammar is no GBNF: {str(error)[:200]}.") from None
+        raise EngineError(f"The grammar is not valid GBNF: {str(error)[:200]}.") from None

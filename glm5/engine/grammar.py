@@ -109,7 +109,7 @@ class Grammars:
         with self._lock:
             source = self._fresh(spec)
         if source is not None and source.slow:
-            raise EngineError(f"The {_NOUN[spec.kind]} takes too much time; make it simpler.")
+            raise EngineError(f"The {_NOUN[spec.kind]} takes too long to evaluate; make it simpler.")
         if source is None:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
@@ -295,7 +295,7 @@ class GrammarState:
             return self._ends
         found = found & self._words.spelling(self._answer).allowed(self._spelled) & (self._ends | self._words.no_stop)
         if not found.any():
-            self.failed = "no token fits"
+            self.failed = "no token is allowed next"
             return self._ends
         return found
 

@@ -53,13 +53,11 @@ def written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
         raise EngineError(f"The grammar has {len(spec.value):,} characters; at most {MAX_TEXT:,} are allowed.")
     text = _written(spec, tokenizer)
     if len(text) > MAX_WRITTEN:
-        raise EngineError(
-            f"The grammar takes {len(text):,} characters written out; at most {MAX_WRITTEN:,} are allowed."
-        )
+        raise EngineError(f"The grammar expands to {len(text):,} characters; at most {MAX_WRITTEN:,} are allowed.")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise EngineError("The grammar holds half of a surrogate pair, which no text can contain.") from None
+        raise EngineError("The grammar has half of a surrogate pair, which is not valid text.") from None
     return text
 
 
@@ -71,9 +69,9 @@ def _written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
     if spec.kind == "regex":
         return f"start: TEXT\nTEXT: {_expression(spec.value)}\n"
     if spec.kind == "choice":
-        choices = _parsed(spec.value, list, "The list of choices", "a list of texts")
+        choices = _parsed(spec.value, list, "The list of choices", "a list of strings")
         if not choices or len(choices) > MAX_CHOICES or not all(isinstance(c, str) and c for c in choices):
-            raise EngineError(f"The list of choices must hold 1 to {MAX_CHOICES} texts that are not empty.")
+            raise EngineError(f"The list of choices must have 1 to {MAX_CHOICES} strings that are not empty.")
         return f"start: {' | '.join(map(_literal, choices))}\n"
     if spec.kind == "grammar":
         return given_grammars.checked(spec.value)
@@ -85,7 +83,7 @@ def _parsed(text: str, kind: type, what: str, form: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{what} is no JSON: {str(error)[:100]}.") from None
+        raise EngineError(f"{what} is not valid JSON: {str(error)[:100]}.") from None
     if not isinstance(value, kind):
         raise EngineError(f"{what} must be {form}.")
     _check_size(value, what)
@@ -104,7 +102,7 @@ def _check_size(value: Any, what: str) -> None:
                 states = _states(node["multipleOf"])
                 remainders, together = remainders + states, math.lcm(together, states)
                 if max(remainders, together) > MAX_DIVISORS:
-                    text = f"{what} has `multipleOf` with too many remainders; at most {MAX_DIVISORS} can be enforced."
+                    text = f"{what} has `multipleOf` of too many remainders; at most {MAX_DIVISORS} are allowed."
                     raise EngineError(text)
             properties = node.get("properties") if isinstance(node, dict) else None
             required = node.get("required") if isinstance(node, dict) else None
@@ -139,7 +137,9 @@ def _json_rule(schema: Any) -> str:
 def _expression(pattern: str) -> str:
     """A terminal for a regular expression that must match the whole text."""
     if len(pattern) > MAX_PATTERN or "\n" in pattern:
-        raise EngineError(f"A regular expression may have {MAX_PATTERN} characters, and no line ends; use \\n.")
+        raise EngineError(
+            f"A regular expression may have at most {MAX_PATTERN} characters and no line breaks; use \\n."
+        )
     return "/" + re.sub(r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], pattern) + "/"
 
 
@@ -180,7 +180,7 @@ class _Calls:
             raise EngineError(f"{where}: parameters must be a JSON schema.")
         odd = sorted(key for key in parameters if key not in _ANNOTATIONS and not key.startswith("x-"))
         if odd:
-            raise EngineError(f'{where}: a forced call cannot keep "{odd[0]}" of its parameters; drop it.')
+            raise EngineError(f'{where}: a forced call cannot enforce "{odd[0]}" of its parameters; remove it.')
         properties = parameters.get("properties") or {}
         listed = parameters.get("required") or []
         if not isinstance(properties, Mapping) or not isinstance(listed, list):
@@ -192,7 +192,7 @@ class _Calls:
         for key, schema in [*properties.items(), *((key, extra) for key in required if key not in properties)]:
             if schema is False:
                 if key in required:
-                    raise EngineError(f'{where}: the argument "{key}" is required and forbidden at once.')
+                    raise EngineError(f'{where}: the argument "{key}" is both required and forbidden.')
                 continue
             key_text = _literal(_word(key, f"{where}: an argument", _ENDS_KEY))
             pair = self._pair(key_text, self._value(name, key, schema, root))
@@ -214,7 +214,9 @@ class _Calls:
         refers = '"$ref"' in own
         self._work += len(own) + root.size * refers
         if self._work > MAX_SHARED:
-            raise EngineError("The tools' arguments refer to too much; use fewer references, or smaller schemas.")
+            raise EngineError(
+                "The references of the tools' arguments expand too far; use fewer references, or smaller schemas."
+            )
         read_as = self._schemas.type_of(tool, key)
         shared = {word: root.schema[word] for word in ("$defs", "definitions") if refers and word in root.schema}
         shared = {word: schemas for word, schemas in shared.items() if word not in schema}
@@ -241,7 +243,7 @@ class _Calls:
         if apart:
             rules.append(self._rule(_json_rule({"allOf": [schema, {"type": apart}], **shared})))
         if not rules:
-            raise EngineError("An argument of a forced call has no value that could be written.")
+            raise EngineError("An argument of a forced call has no possible value.")
         return self._rule(" | ".join(rules))
 
 
@@ -281,7 +283,7 @@ class _References:
             if set(schema) - _HARMLESS - {"$ref"}:
                 raise _no_way(ref)
             if len(passed) == MAX_HOPS:
-                raise EngineError("A reference of a tool's schema leads nowhere.")
+                raise EngineError("A reference of a tool's schema has no target.")
             passed.append(ref)
             schema = self._places[ref] if ref in self._places else self._place(ref)
         self._places.update(dict.fromkeys(passed, schema))
@@ -298,7 +300,7 @@ class _References:
 
 
 def _no_way(ref: str) -> EngineError:
-    return EngineError(f"The reference {ref[:100]!r} cannot be followed in a forced call.")
+    return EngineError(f"The reference {ref[:100]!r} is not supported in a forced call.")
 
 
 def _texts(schema: Any, root: _References) -> list[str]:
@@ -326,10 +328,12 @@ def _own_texts(schema: Mapping[str, Any], words: set[str]) -> list[str]:
     if words & {"enum", "const"}:
         options = schema.get("enum", [schema.get("const")])
         if len(words) > 1 or not isinstance(options, list):
-            raise EngineError(f"A forced call supports no enum together with {', '.join(sorted(words - {'enum'}))}.")
+            raise EngineError(
+                f"A forced call does not support enum together with {', '.join(sorted(words - {'enum'}))}."
+            )
         return [_literal(_free_of(o, ("</arg_value>",), "an option")) for o in options if isinstance(o, str)]
     if odd := sorted(words - {"pattern", "minLength", "maxLength"}):
-        raise EngineError(f'A forced call cannot keep "{odd[0]}" of a string; drop it or force no call.')
+        raise EngineError(f'A forced call cannot enforce "{odd[0]}" of a string; remove it or do not force a call.')
     parts = [_search(schema["pattern"])] if "pattern" in schema else []
     if words & {"minLength", "maxLength"}:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -377,12 +381,14 @@ def _is_free(schema: Any, root: _References, kind: str) -> bool:
 
 def _free_of(text: str, marks: Sequence[str], what: str) -> str:
     if any(mark in text for mark in marks):
-        raise EngineError(f"{what} contains {next(mark for mark in marks if mark in text)}, which ends it in a call.")
+        raise EngineError(
+            f"{what} contains {next(mark for mark in marks if mark in text)}, which would end it in a call."
+        )
     return text
 
 
 def _word(text: Any, what: str, marks: Sequence[str]) -> str:
     """A name that the parser reads back unchanged."""
     if not isinstance(text, str) or not text or text != text.strip():
-        raise EngineError(f"{what} must be a text without white space at its ends.")
+        raise EngineError(f"{what} must be a string without leading or trailing white space.")
     return _free_of(text, marks, what)

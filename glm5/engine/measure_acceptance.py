@@ -30,7 +30,7 @@ def generate_speculative(
 ) -> Speculation:
     """Greedy continuation of prompts by exactly `max_tokens` tokens each, equal to plain greedy decoding."""
     if not prompts or not all(prompts):
-        raise EngineError("generate_speculative takes at least one prompt, and no empty ones.")
+        raise EngineError("generate_speculative needs at least one prompt, and no prompt may be empty.")
     longest = max(map(len, prompts)) + max_tokens
     engine = Engine(model, max_batch=len(prompts), max_length=longest, speculative=drafts, prefix_cache=False)
     done = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))

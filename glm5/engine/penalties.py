@@ -125,18 +125,22 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             f"presence_penalty and frequency_penalty must lie in [-{HIGHEST_PENALTY}, {HIGHEST_PENALTY}]."
         )
     if not 1 / HIGHEST_PENALTY <= p.repetition_penalty <= HIGHEST_PENALTY:
-        raise EngineError(f"repetition_penalty must lie in [{1 / HIGHEST_PENALTY}, {HIGHEST_PENALTY}]; 1 is none.")
+        raise EngineError(
+            f"repetition_penalty must lie in [{1 / HIGHEST_PENALTY}, {HIGHEST_PENALTY}]; 1 means no penalty."
+        )
     for token, value in p.logit_bias:
         if not 0 <= token < vocab_size:
-            raise EngineError(f"logit_bias names the token {token}; the model's vocabulary ends at {vocab_size - 1}.")
+            raise EngineError(f"logit_bias has the token id {token}; the model's vocabulary ends at {vocab_size - 1}.")
         if not abs(value) <= HIGHEST_BIAS:
             raise EngineError(f"logit_bias must lie in [-{HIGHEST_BIAS}, {HIGHEST_BIAS}].")
     if p.allowed_token_ids is not None:
         if not p.allowed_token_ids:
-            raise EngineError("allowed_token_ids is empty, so that no token could come; leave it out to allow all.")
+            raise EngineError("allowed_token_ids is empty; give at least one id, or leave it out to allow all.")
         _all_but(tuple(p.allowed_token_ids), vocab_size)
         if p.grammar is not None:
-            raise EngineError("allowed_token_ids excludes a grammar, a schema, a forced call and a limit of thinking.")
+            raise EngineError(
+                "allowed_token_ids cannot be combined with a grammar, a schema, a forced call or a thinking budget."
+            )
     check_bad_words(p.bad_words)
     limit = p.grammar.thinking_tokens if p.grammar is not None else None
     if limit is not None and limit < 0:
@@ -146,9 +150,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 def check_bad_words(words: Sequence[str]) -> None:
     """Raise EngineError for what cannot be `bad_words`."""
     if not all(words):
-        raise EngineError("bad_words holds an empty text; every text contains that.")
+        raise EngineError("bad_words has an empty string; remove it.")
     if sum(len(word.encode("utf-8", "replace")) for word in words) > MAX_BAD_BYTES:
-        raise EngineError(f"bad_words may hold {MAX_BAD_BYTES:,} bytes in all; give fewer or shorter ones.")
+        raise EngineError(f"bad_words may have at most {MAX_BAD_BYTES:,} bytes in all; give fewer or shorter ones.")
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:

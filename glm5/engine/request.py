@@ -82,7 +82,7 @@ class Request:
         state, watch = self.state, self.watch
         state.advance(token)
         if state.grammar is not None and state.grammar.slow:
-            raise RequestFailed("The grammar takes too much time; make it simpler.")
+            raise RequestFailed("The grammar takes too long to evaluate; make it simpler.")
         if state.grammar is not None and state.grammar.failed is not None:
             return "abort"
         if token in self.stop_ids or (state.grammar is not None and state.grammar.done):

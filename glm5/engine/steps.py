@@ -97,7 +97,7 @@ class Steps:
         """Compute one token on the dummy page. Raises EngineBroken if that fails."""
         error = caught(self._try_out)
         if error is not None:
-            text = f"The engine cannot compute anything ({type(error).__name__}); see the log."
+            text = f"The engine cannot compute a single token ({type(error).__name__}); see the log."
             raise EngineBroken(text) from error
 
     def leave(self, request: Request, *, keep: bool = True) -> None:
@@ -191,7 +191,9 @@ class Steps:
         taken = 0
         for token in fresh:
             if math.isnan(token.logprob) or token.logprob == math.inf:
-                raise RequestFailed("The model's output for this request is not a number; check the weights.")
+                raise RequestFailed(
+                    "The model's log-probabilities for this request are NaN or infinite; check the weights."
+                )
             done.token_ids.append(token.token_id)
             done.logprobs.append(token.logprob)
             done.weight_versions.append(version)
@@ -243,7 +245,7 @@ class Steps:
                 continue
             self.counts.failed_steps += 1
             if attempts == 1:
-                log.warning("A step of %d requests failed; next the one at fault is looked for.", len(part),
+                log.warning("A step of %d requests failed; the faulty request is searched for.", len(part),
                             exc_info=error)  # fmt: skip
                 self._ahead = []
                 self.probe()
@@ -268,10 +270,12 @@ class Steps:
     def _fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error. One that already has all its tokens keeps them."""
         if not request.done:
-            log.error("A request of %d tokens failed; others go on.", request.length, exc_info=error)
+            log.error("A request of %d tokens failed; other requests continue.", request.length, exc_info=error)
             self.counts.failed_requests += 1
             if not isinstance(error, RequestFailed):
-                text = f"The engine failed on this request ({type(error).__name__}); others go on. See the log."
+                text = (
+                    f"The engine failed on this request ({type(error).__name__}); other requests continue. See the log."
+                )
                 failure = RequestFailed(text)
                 failure.__cause__ = error
                 error = failure

@@ -84,7 +84,7 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     type was not converted. Raises EngineError if it differs (only after memory errors).
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise EngineError(f"A weight version is a number from 0, not {version!r}.")
+        raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")
     begun = time.perf_counter()
     engine.update_weights(staged.tensors, version)
     seconds = time.perf_counter() - begun
@@ -117,11 +117,11 @@ def _read(model: GLM5ForCausalLM, path: Path, tokenizer: Tokenizer | None) -> Ma
     if differs:
         key = differs[0]
         raise CheckpointError(
-            f"{path} is not of the engine's architecture: {key} is {theirs.get(key)!r:.80}, not {ours.get(key)!r:.80}; "
-            f"start a new engine for it."
+            f"{path} has a different architecture than the engine: {key} is {theirs.get(key)!r:.80}, not "
+            f"{ours.get(key)!r:.80}; start a new engine for it."
         )
     if tokenizer is not None and (path / "tokenizer.json").exists() and Tokenizer.load(path).hash() != tokenizer.hash():
-        raise CheckpointError(f"{path} has another tokenizer than the engine; start a new engine for it.")
+        raise CheckpointError(f"{path} has a different tokenizer than the engine; start a new engine for it.")
     return GLM5ForCausalLM.from_pretrained(path, dtype=model.dtype).state_dict()
 
 
@@ -133,7 +133,8 @@ def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise EngineError if the tensors are not a complete set of weights for the model."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ tensors.keys()):
-        raise EngineError(f'Weight update does not fit the model: tensor "{name}" exists on one side only.')
+        what = "is missing" if name in own else "is not in the model"
+        raise EngineError(f'Weight update does not fit the model: tensor "{name}" {what}.')
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape:
             raise EngineError(
@@ -149,4 +150,4 @@ def _check_hashes(tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> N
         raise EngineError(f'Weight update: tensor and hash of "{name}" must come together; one of them is missing.')
     for name, tensor in tensors.items():
         if tensor_hash(tensor) != hashes[name].lower():
-            raise EngineError(f'Weight update: tensor "{name}" has arrived damaged (its SHA-256 differs).')
+            raise EngineError(f'Weight update: tensor "{name}" is corrupt (its SHA-256 differs).')

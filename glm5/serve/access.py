@@ -63,7 +63,7 @@ class Access:
     def __post_init__(self) -> None:
         for origin in self.origins:
             if not _ORIGIN.fullmatch(origin):
-                text = f"{origin!r:.80} is no origin; give one like https://chat.example, without a path."
+                text = f"{origin!r:.80} is not an origin; give one like https://chat.example, without a path."
                 raise UsageError(text)
         self.networks()
 
@@ -72,7 +72,7 @@ class Access:
         try:
             return [ipaddress.ip_network(proxy) for proxy in self.proxies]
         except ValueError as error:
-            raise UsageError(f"A trusted proxy is an address or a network: {error}.") from None
+            raise UsageError(f"A trusted proxy must be an IP address or a network: {error}.") from None
 
 
 KEY_ALONE = Access()
@@ -136,7 +136,7 @@ class Guard:
 
         error = None if self.trusted else self._refusal(scope)
         if error is None and counted and self.under_way >= self.requests:
-            text = f"The server is busy with its {self.requests} requests; try again in a moment."
+            text = f"The server is at its limit of {self.requests} requests; retry later."
             error = ApiError(429, text, code="rate_limit_exceeded")
         if error is not None:
             await error_response(error, path)(scope, receive, told)
@@ -151,19 +151,23 @@ class Guard:
         headers, path = Headers(scope=scope), scope["path"]
         asker = asker_of(scope, headers, self.networks)
         if self.allowed_hosts is not None and _hostname(asker.host) not in self.allowed_hosts:
-            return ApiError(403, f"This server does not answer for the host {asker.host!r}.", code="wrong_host")
+            return ApiError(403, f"The host {asker.host!r} is not allowed on this server.", code="wrong_host")
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         # Some admin paths accept GET and still change the server.
         acts = scope["method"] not in ("GET", "HEAD") or _is_admin(path)
         foreign = site in ("cross-site", "same-site") or _is_foreign(origin, asker)
         if acts and foreign and origin not in self.access.origins:
-            return ApiError(403, "Pages of other sites may not use this server.", code="cross_site")
+            return ApiError(
+                403, "Cross-site requests are not allowed; allow a site with --allowed-origin.", code="cross_site"
+            )
         if _is_admin(path) and self.access.admin_key is not None:
             if not _knows(headers, self.access.admin_key):
                 return ApiError(401, "This path needs the admin key.", code="invalid_admin_key")
         elif self.api_key is None:
             if _is_admin(path) and not (asker.client is not None and is_loopback(asker.client)):
-                return ApiError(403, "Without an API key, this path answers this machine alone.", code="local_only")
+                return ApiError(
+                    403, "Without an API key, this path is only available from this machine.", code="local_only"
+                )
         elif path not in OPEN_PATHS and not _knows(headers, self.api_key, self.access.admin_key):
             text = "Wrong or missing API key; send it as Authorization: Bearer KEY or as x-api-key: KEY."
             return ApiError(401, text, code="invalid_api_key")
@@ -268,7 +272,7 @@ def is_loopback(host: str) -> bool:
 def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] | None:
     """Accepted Host names; None accepts all. Raises UsageError if a server without a key would be open to others."""
     if not is_loopback(host) and not api_key:
-        raise UsageError(f"Serving on {host} lets others in; give an API key, or serve on 127.0.0.1.")
+        raise UsageError(f"Other machines can reach {host}; give an API key, or serve on 127.0.0.1.")
     pages = {name for origin in access.origins if (name := urlsplit(origin).hostname) is not None}
     return None if api_key else {*LOOPBACK_NAMES, host, *pages}
 
@@ -288,10 +292,10 @@ def find_key(name: str, given: str | None, file: Path | None) -> str | None:
     }
     there = {source: key for source, key in found.items() if key is not None}
     if len(there) > 1:
-        raise UsageError(f"Give the {name} key in one way, not by {' and '.join(there)}.")
+        raise UsageError(f"The {name} key is given more than once: {' and '.join(there)}; keep one.")
     for source, key in there.items():
         if not key or len(key) > MAX_KEY_BYTES or not (key.isascii() and key.isprintable()) or " " in key:
-            raise UsageError(f"{source} holds no key; it needs visible ASCII characters without spaces.")
+            raise UsageError(f"{source} is not a valid key; use visible ASCII characters without spaces.")
         return key
     return None
 
@@ -302,7 +306,7 @@ def _read_key(file: Path) -> str:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             if stat.S_ISREG(mode) and mode & 0o077:
-                raise UsageError(f"Others may read {file}; run: chmod 600 {file}")
+                raise UsageError(f"Other users can read {file}; run: chmod 600 {file}")
             raw = opened.read(MAX_KEY_BYTES + 2)
     except OSError as error:
         raise UsageError(f"Cannot read the key file {file}: {(error.strerror or str(error)).lower()}.") from None

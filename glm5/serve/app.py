@@ -116,7 +116,7 @@ def load_defaults(directory: Path) -> SamplingParams:
             found["temperature"] = 0.0
         checked = Sampling.model_validate(found)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be used: {str(error).splitlines()[0]}. Repair or delete it.") from None
+        raise ConfigError(f"{path} is not valid: {str(error).splitlines()[0]}. Fix or delete it.") from None
     return SamplingParams(**checked.model_dump(include=set(found)))
 
 
@@ -130,7 +130,7 @@ def load_app(
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
     if engine.tokenizer.vocab_size > engine.model.config.vocab_size:
         raise CheckpointError(
-            f"The tokenizer of {directory} has more ids than the model; use the one it was trained with."
+            f"The tokenizer of {directory} has more ids than the model; use the tokenizer of this model."
         )
     template = engine.tokenizer.chat_format
     log.log(WARNING if template.guessed else INFO, "Chat template: %s.", template.describe())

@@ -29,9 +29,9 @@ from glm5.serve.samples import Delta, Part, Stream
 log = get_logger("serve")
 
 Result = TypeVar("Result")
-BROKEN = "The engine stopped after an internal error and could not be replaced so far; see the server's log."
-REPLACED = "The engine failed while it had this request, and was replaced; see the server's log. Send it again."
-UNREADY = "The engine could not take the request because of an internal error; see the server's log."
+BROKEN = "The engine failed and could not be restarted yet; see the server's log."
+REPLACED = "The engine failed during this request and was restarted; see the server's log. Send the request again."
+UNREADY = "The engine could not accept the request because of an internal error; see the server's log."
 FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0
 """Seconds between two attempts to rebuild an engine; doubles after each, up to the second value."""
 
@@ -113,7 +113,7 @@ class EngineThread:
         with self._wake:
             self.check()
             if self._taken() + stream.size > self.max_samples:
-                raise Overloaded(f"The server is busy with its {self.max_samples} samples; try again in a moment.")
+                raise Overloaded(f"The server is at its limit of {self.max_samples} samples; retry later.")
             self._reserved += stream.size
         try:
             await stream.in_time(self._compiler.spell(asked))
@@ -229,7 +229,7 @@ class EngineThread:
                 self._flush()
             self._end_all(Stopping("The server shut down before the answer was complete."))
         except BaseException as error:
-            log.exception("The engine's thread failed; the server answers no more requests.")
+            log.exception("The engine's thread failed; the server cannot answer requests any more.")
             self._error = error
             self._end_all(EngineFailed(BROKEN))
         self._flush()
@@ -287,7 +287,7 @@ class EngineThread:
 
     def _replace(self, failure: BaseException) -> None:
         """After a failure that no single request caused: end all requests in progress, and rebuild the engine."""
-        log.error("The engine failed; it is replaced, and what it had under way ends.", exc_info=failure)
+        log.error("The engine failed and is restarted; its requests end with an error.", exc_info=failure)
         self.metrics.engine_failures += 1
         self._error = failure
         self._end_all(EngineFailed(REPLACED))
@@ -298,10 +298,10 @@ class EngineThread:
     def _rebuild(self) -> None:
         error = caught(self.engine.rebuild)
         if error is None:
-            log.warning("The engine was replaced; requests are taken again.")
+            log.warning("The engine was restarted; requests are accepted again.")
             self._error = None
             return
-        log.error("The engine could not be replaced; next attempt in %g s.", self._patience, exc_info=error)
+        log.error("The engine could not be restarted; next attempt in %g s.", self._patience, exc_info=error)
         self._error = error
         self._retry_at = time.monotonic() + self._patience
         self._patience = min(2 * self._patience, MOST_PATIENCE)
@@ -313,7 +313,7 @@ class EngineThread:
             self._tell(stream.loop, partial(stream.settle, None))
             return
         if not isinstance(error, Glm5Error):
-            log.error("A request could not be taken.", exc_info=error)
+            log.error("A request could not be accepted.", exc_info=error)
             error = RequestFailed(UNREADY)
         self._abort(stream, None)
         self._forget(stream)

@@ -69,7 +69,7 @@ class Compiler:
         """
         if spec not in self._work:
             if len(self._work) >= self._waiting:
-                raise Overloaded("The server is busy compiling the grammars of others; try again in a moment.")
+                raise Overloaded("The server is at its limit of grammars that wait for compilation; retry later.")
             self._work[spec] = self._pool.submit(self._compiled, spec)
         work = self._work[spec]
         self._readers[spec] = self._readers.get(spec, 0) + 1
@@ -82,7 +82,9 @@ class Compiler:
             raise Stopping("The server is shutting down.") from None
         except TimeoutError:
             if not work.running():
-                raise Overloaded("The server is busy compiling the grammars of others; try again later.") from None
+                raise Overloaded(
+                    "The grammar waited too long for compilation, behind those of other requests; retry later."
+                ) from None
             raise EngineError(f"The grammar did not compile within {self._seconds:g} s; make it smaller.") from None
         finally:
             self._readers[spec] -= 1
@@ -105,7 +107,7 @@ class Compiler:
     def _compiled(self, spec: GrammarSpec) -> Compiled:
         grammars = self._grammars()
         if not grammars.has_room(spec, self._in_use):
-            raise Overloaded("The server is busy with the grammars of others; try again in a moment.")
+            raise Overloaded("The server is at its limit of grammars in use; retry later.")
         return grammars.compile(spec)
 
     def close(self) -> None:

@@ -50,14 +50,14 @@ OPTIONAL = ("/pause_generation", "/continue_generation")
 MEDIA = {"/": "text/html", "/metrics": "text/plain"}
 """Routes with a media type other than JSON."""
 ERRORS: Mapping[str, str] = {
-    "400": "The request cannot be answered; the message says why.",
+    "400": "The request is not valid; the message says why.",
     "401": "The API key is wrong or missing.",
-    "403": "This client may not ask.",
-    "404": "There is no such model.",
+    "403": "This client is not allowed to send the request.",
+    "404": "The model does not exist.",
     "408": "The body did not arrive in time.",
-    "409": "The version of the weights is not above the present one.",
+    "409": "The weight version is not greater than the present one.",
     "413": "The body is too large.",
-    "429": "The server is full; Retry-After says when to come back.",
+    "429": "The server is at its limit; Retry-After says when to retry.",
     "503": "The server is stopping, or its engine does not answer.",
     "504": "The answer was not complete in time.",
 }

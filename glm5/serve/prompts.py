@@ -63,7 +63,9 @@ def render(
     if ending == "continue":
         turn = normalise(messages[-1], last)
         if turn.role != "assistant" or turn.tool_calls or len(messages) == 1:
-            raise DataError(f"{last} cannot be continued; only an answer without tool calls can.")
+            raise DataError(
+                f"{last} cannot be continued; only an assistant message without tool calls, after another message, can."
+            )
     ids, thinking = tokenizer.chat_format.render(
         messages[:-1] if ending == "continue" else messages,
         tools,
@@ -105,9 +107,9 @@ def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
     functions = {str(function_of(tool)["name"]): tool for tool in prompt.tools}
     if not functions or (name is not None and name not in functions):
         text = (
-            "tool_choice asks for a call, but there are no tools."
+            "tool_choice requires a call, but the request has no tools."
             if not functions
-            else (f"tool_choice names the tool {name!r:.80}, which is not among the tools.")
+            else (f"tool_choice names the tool {name!r:.80}, which is not in tools.")
         )
         raise ApiError(400, text, param="tool_choice")
     chosen = list(functions.values()) if name is None else [functions[name]]

@@ -78,7 +78,7 @@ class Service:
     def check_samples(self, count: int) -> None:
         """Before any work on prompts: check that `count` samples can fit into the engine. Raises ApiError 400."""
         if count > self.limits.samples:
-            text = f"The request asks for {count} samples; this server takes at most {self.limits.samples} at a time."
+            text = f"The request asks for {count} samples; at most {self.limits.samples} are allowed."
             raise ApiError(400, text, code="too_many_samples")
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
@@ -101,7 +101,7 @@ class Service:
             async with asyncio.timeout(self.limits.request_seconds), self._rendering:
                 return await asyncio.to_thread(*work)
         except TimeoutError:
-            text = f"The conversation was not rendered within {self.limits.request_seconds:g} seconds."
+            text = f"The chat template did not finish within {self.limits.request_seconds:g} seconds."
             raise TooLate(text) from None
 
     def room(self, prompt: Prompt, limit: int | None, field_name: str = "prompt") -> int:
@@ -161,11 +161,11 @@ class Service:
         answer is too long."""
         scores = sum(len(row) * count for row, count in zip(rows, samples, strict=True)) * (1 + top_logprobs)
         if scores > MAX_SCORES:
-            text = f"The answer would repeat {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are sent."
-            raise ApiError(400, f"{text} Ask for fewer samples, top log-probabilities or tokens.", param="logprobs")
+            text = f"The answer would have {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are allowed."
+            raise ApiError(400, f"{text} Request fewer samples, top log-probabilities or tokens.", param="logprobs")
         for ids in rows:
             if not ids or len(ids) > self.max_length or max(ids) >= self.tokenizer.vocab_size:
-                text = f"A prompt that is scored needs 1 to {self.max_length} ids of the vocabulary."
+                text = f"To be scored, a prompt must have 1 to {self.max_length} ids, all in the vocabulary."
                 raise ApiError(400, text, param="prompt")
         seconds = self.limits.request_seconds
         return await self.thread.score(rows, top_logprobs=top_logprobs, names=names, deadline=seconds)
@@ -195,8 +195,8 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
     rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]
     scores = each * sum(body.samples() * room for (body, _), room in zip(jobs, rooms, strict=True))
     if scores > MAX_ANSWER_SCORES:
-        text = f"The answer may have {scores:,} log-probabilities; at most {MAX_ANSWER_SCORES:,} are told."
-        raise ApiError(400, f"{text} Ask for fewer tokens, samples or top log-probabilities.", param="logprobs")
+        text = f"The answer may have {scores:,} log-probabilities; at most {MAX_ANSWER_SCORES:,} are allowed."
+        raise ApiError(400, f"{text} Request fewer tokens, samples or top log-probabilities.", param="logprobs")
     return rooms
 
 

@@ -26,18 +26,18 @@ from glm5.terminal.screen import Screen
 MAX_TOKENS = 1024
 HELP = """\
 /help             this list
-/thinking         show the last thoughts; /thinking on or off lets the model think, or not
-/effort LEVEL     how hard to think, where the model's template knows efforts
+/thinking         show the last reasoning; /thinking on or off switches thinking
+/effort LEVEL     how much to think, if the model's template has effort levels
 /system TEXT      set the system prompt; without TEXT, remove it
 /retry            answer the last question again
-/undo             forget the last question and its answer
-/clear            forget the conversation
+/undo             remove the last question and its answer
+/clear            remove all messages
 /save FILE        write the conversation as JSON; /load FILE reads it
-/temperature X    0 always takes the likeliest token
-/max N            tokens of an answer
-/quit             leave; so does Ctrl-D
-//text            say "/text" to the model
-A backslash at the end of a line goes on in the next one. Ctrl-C stops an answer."""
+/temperature X    0 always takes the most likely token
+/max N            maximum tokens of an answer
+/quit             end the chat; so does Ctrl-D
+//text            send "/text" to the model
+After a backslash at its end, a line continues on the next one. Ctrl-C stops an answer."""
 
 
 def run(
@@ -71,10 +71,10 @@ def run(
         raise CheckpointError(f"{directory} has no tokenizer.json; a chat needs one to read and write text.")
     if tokenizer.vocab_size > engine.model.config.vocab_size:
         raise CheckpointError(
-            f"The tokenizer of {directory} has more ids than the model; use the one it was trained with."
+            f"The tokenizer of {directory} has more ids than the model; use the tokenizer of this model."
         )
     chat = TerminalChat(engine, tokenizer, Screen(), conversation, params, thinking=thinking)
-    chat.run(f"{directory.resolve().name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    chat.run(f"{directory.resolve().name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
 
 
 def _temperature(value: float) -> float:
@@ -155,7 +155,7 @@ class TerminalChat:
                 self._screen.end_line()
                 return
             except KeyboardInterrupt:
-                self._screen.note("Ctrl-D leaves.")
+                self._screen.note("Press Ctrl-D to end the chat.")
             except Glm5Error as error:
                 self._screen.error(str(error))
             except OSError as error:
@@ -166,7 +166,7 @@ class TerminalChat:
         if text.startswith("/") and not text.startswith("//"):
             name, _, argument = text[1:].partition(" ")
             if name not in self._commands:
-                raise UsageError(f"There is no /{name}{nearest(name, self._commands)}; /help lists the commands.")
+                raise UsageError(f"Unknown command /{name}{nearest(name, self._commands)}; /help lists the commands.")
             self._commands[name](argument.strip())
         elif text:
             self._ask(line.replace("//", "/", 1) if text.startswith("//") else line)
@@ -192,8 +192,8 @@ class TerminalChat:
         room = self._engine.max_length - len(prompt.ids)
         if room < 1:
             raise EngineError(
-                f"The conversation has {len(prompt.ids)} tokens, the limit is {self._engine.max_length - 1}; make room "
-                "with /undo or /clear."
+                f"The conversation has {len(prompt.ids)} tokens, the limit is {self._engine.max_length - 1}; shorten "
+                "it with /undo or /clear."
             )
         params = replace(
             self._params,
@@ -272,13 +272,13 @@ class TerminalChat:
     def _set_thinking(self, text: str) -> None:
         if text == "":
             thoughts = self._thoughts.strip()
-            self._screen.note(thoughts or "The last answer has no thoughts.")
+            self._screen.note(thoughts or "The last answer has no reasoning.")
             return
         if text not in ("on", "off"):
-            raise UsageError(f"/thinking takes on or off, not {text!r:.60}.")
+            raise UsageError(f"/thinking must be on or off, not {text!r:.60}.")
         template = self._tokenizer.chat_format
         if text == "off" and template.always_thinks():
-            raise UsageError(f"A model with the template of GLM-{template.version} always thinks.")
+            raise UsageError(f"The template of GLM-{template.version} cannot switch thinking off.")
         self._thinking = text == "on"
         self._screen.note(f"Thinking is {text}.")
 
@@ -286,9 +286,9 @@ class TerminalChat:
         template = self._tokenizer.chat_format
         efforts = template.efforts()
         if efforts == ():
-            raise UsageError(f"The template of GLM-{template.version} knows no efforts.")
+            raise UsageError(f"The template of GLM-{template.version} has no effort levels.")
         if efforts is not None and text not in efforts:
-            raise UsageError(f"/effort takes {', '.join(efforts)}, not {text!r:.60}.")
+            raise UsageError(f"/effort must be one of {', '.join(efforts)}, not {text!r:.60}.")
         self._effort = text
         self._screen.note(f"Effort is {text}.")
 
@@ -300,7 +300,7 @@ class TerminalChat:
         before = list(self.conversation.messages)
         question = self.conversation.undo()
         if question is None:
-            raise UsageError("There is no question yet to answer again.")
+            raise UsageError("There is no question to retry yet.")
         try:
             self._ask(question)
         except BaseException:
@@ -310,8 +310,8 @@ class TerminalChat:
     def _undo(self, text: str) -> None:
         question = self.conversation.undo()
         if question is None:
-            raise UsageError("There is no question to forget.")
-        self._screen.note(f"Forgot {question!r:.60}.")
+            raise UsageError("There is no question to undo.")
+        self._screen.note(f"Removed {question!r:.60}.")
 
     def _clear(self, text: str) -> None:
         self.conversation.messages.clear()
@@ -329,13 +329,13 @@ class TerminalChat:
         try:
             value = float(text)
         except ValueError:
-            raise UsageError(f"/temperature takes a number, not {text!r:.60}.") from None
+            raise UsageError(f"/temperature must be a number, not {text!r:.60}.") from None
         self._params = replace(self._params, temperature=_temperature(value))
         self._screen.note(f"The temperature is {value:g}.")
 
     def _set_max(self, text: str) -> None:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-            raise UsageError(f"/max takes a number of tokens, at least 1, not {text!r:.60}.")
+            raise UsageError(f"/max must be a number of tokens, at least 1, not {text!r:.60}.")
         self._params = replace(self._params, max_tokens=int(text))
         self._screen.note(f"Answers have at most {int(text):,} tokens.")
 
@@ -345,5 +345,5 @@ class TerminalChat:
 
 def _path(command: str, text: str) -> Path:
     if not text or "\0" in text:
-        raise UsageError(f"/{command} takes the name of a file.")
+        raise UsageError(f"/{command} needs a file name.")
     return Path(text).expanduser()

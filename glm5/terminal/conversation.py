@@ -53,7 +53,7 @@ class Conversation:
         saved = data if isinstance(data, dict) else {"messages": data}
         messages = saved.get("messages")
         if not isinstance(messages, list):
-            raise DataError(f"{path} holds no conversation; it needs a list of messages.")
+            raise DataError(f"{path} is not a conversation; it must have a list of messages.")
         turns = [normalise(message, f"{path}: messages[{i}]") for i, message in enumerate(messages)]
         system = turns.pop(0).content if turns and turns[0].role == "system" else ""
         return cls(system, check_tools(saved.get("tools") or [], path) or tools, turns)
@@ -68,7 +68,7 @@ def load_tools(path: Path) -> list[Mapping[str, Any]]:
 def check_tools(tools: Any, path: Path) -> list[Mapping[str, Any]]:
     """`tools` as a list of specifications. Raises DataError with the position of the first one without a name."""
     if not isinstance(tools, list):
-        raise DataError(f"{path} holds no tools; it needs a list of specifications in OpenAI function format.")
+        raise DataError(f"{path} has no tools; it must be a list of tools in OpenAI function format.")
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(function_of(tool).get("name"), str):
             raise DataError(f'{path}: tools[{i}] needs a "function" with a "name".')
@@ -78,7 +78,7 @@ def check_tools(tools: Any, path: Path) -> list[Mapping[str, Any]]:
 def _read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB; is it the right file?")
+            raise DataError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB, the limit.")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"Cannot read {path}: {(error.strerror or str(error)).lower()}.") from None

@@ -129,7 +129,7 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         _ = Tokenizer.load(both, chat_template="6.0").chat_format
     broken = Tokenizer.load(directory(tmp_path / "broken", "{% if %}"))
     assert broken.encode("text still has ids")
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja does not work"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be used"):
         _ = broken.chat_format
 
 
@@ -142,7 +142,7 @@ def test_a_foreign_template_is_rendered_and_kept(tmp_path: Path) -> None:
     line = tokenizer.encode("\n")
     assert ids == [user, *line, *tokenizer.encode("<|assistant|>"), assistant, *line] and not thinking
     assert tokenizer.chat_format.version is None
-    with pytest.raises(ConfigError, match="none of GLM-5's"):
+    with pytest.raises(ConfigError, match="not a GLM-5 template"):
         _ = tokenizer.template_version
     tokenizer.save(tmp_path / "b")
     again = Tokenizer.load(tmp_path / "b")
@@ -178,5 +178,5 @@ def test_a_conversation_without_a_free_private_character_is_refused() -> None:
     private = [chr(code) for code in range(0xE000, 0xF900)]
     ids, _ = form.render([{"role": "user", "content": "<|user|>\\uf8ff" + "".join(private[1:-1])}], tokenizer=tokenizer)
     assert ids.count(tokenizer.special["<|user|>"]) == 1
-    with pytest.raises(DataError, match="private use"):
+    with pytest.raises(DataError, match="private-use"):
         form.render([{"role": "user", "content": "".join(private)}], tokenizer=tokenizer)

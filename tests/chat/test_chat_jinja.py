@@ -144,7 +144,7 @@ def test_the_environment_is_the_usual_one() -> None:
 
 def test_a_template_may_refuse() -> None:
     with JinjaTemplate("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok") as template:
-        with pytest.raises(DataError, match=r"refuses the conversation: one at a time\.$"):
+        with pytest.raises(DataError, match=r"rejects the conversation: one at a time\.$"):
             template.text([USER, USER])
         assert template.text([USER]) == "ok"  # the same process goes on
 
@@ -171,7 +171,7 @@ def test_hostile_templates(source: str, told: str, monkeypatch: pytest.MonkeyPat
     with JinjaTemplate(source, name="evil.jinja") as template:
         for _ in range(2):
             with pytest.raises(
-                CheckpointError, match=rf"(?s)^evil\.jinja does not work: .*{told}.*; use another one\.$"
+                CheckpointError, match=rf"(?s)^evil\.jinja cannot be used: .*{told}.*; use another template\.$"
             ):
                 template.text([USER])
 

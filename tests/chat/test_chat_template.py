@@ -348,7 +348,7 @@ def test_normalise() -> None:
         (Message("function", ""), "function"),
         ({"role": "user", "content": 3}, "content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"content\[0\].*image_url"),
-        ({"role": "user", "content": ["a", {"type": "text"}]}, r"content\[1\] is no text part"),
+        ({"role": "user", "content": ["a", {"type": "text"}]}, r"content\[1\] is not a text part"),
         ({"role": "tool", "content": [{"type": "tool_reference", "name": "f"}]}, "tool_reference"),
         (Message("user", 3), "content"),  # type: ignore[arg-type]
         (Message("assistant", "", 3), "reasoning"),  # type: ignore[arg-type]

@@ -247,8 +247,8 @@ def test_limits_of_tokens_and_context(small: Any) -> None:
     ("prompt", "changes", "message"),
     [
         ([], {}, "prompt is empty"),
-        ([40], {}, "outside 0..39"),
-        ([-1], {}, "outside 0..39"),
+        ([40], {}, "vocabulary, 0 to 39"),
+        ([-1], {}, "vocabulary, 0 to 39"),
         ([1] * 20, {}, "has 20 tokens, the limit is 19"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"n": 0}, "at least 1"),
@@ -329,7 +329,7 @@ def test_an_update_that_does_not_fit_changes_nothing(small: Any) -> None:
     kept = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
     other = small(seed=1).state_dict()
     del other["lm_head.weight"]
-    with pytest.raises(EngineError, match=r'"lm_head\.weight" exists on one side only'):
+    with pytest.raises(EngineError, match=r'"lm_head\.weight" is missing'):
         engine.update_weights(other, 1)
     wrong = small(seed=1).state_dict()
     wrong["model.norm.weight"] = torch.ones(1)

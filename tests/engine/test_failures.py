@@ -248,7 +248,7 @@ def test_output_that_is_no_number_fails_its_request(small: Any, value: float) ->
     engine.runner.trunk = broken  # type: ignore[method-assign]
     run(engine)
     for request in [*requests, score]:
-        assert request.completion.finish_reason == "error" and "not a number" in str(request.error)
+        assert request.completion.finish_reason == "error" and "NaN or infinite" in str(request.error)
         assert request.completion.token_ids == []
     assert good.completion.finish_reason == "length"
     at_rest(engine)

@@ -71,9 +71,9 @@ HOSTILE = {
     "long": ("start: " + '"a" | ' * 20_000 + '"b"', "65,536"),
     "many rules, GBNF": ("root ::= a\n" * 400, "rules"),
     "long chain, GBNF": ("root ::= a0\n" + chain(200, "a{} ::= " + '"x" ' * 50 + "a{}", "a200"), "rules times"),
-    "open text": ('start: "a', 'a " without'),
-    "open expression": ("start: /a\nb/", "a / without"),
-    "open quotes": ('start: "a" ' + '"\\' * 30_000, 'a " without'),
+    "open text": ('start: "a', 'a " that is not closed'),
+    "open expression": ("start: /a\nb/", "a / that is not closed"),
+    "open quotes": ('start: "a" ' + '"\\' * 30_000, 'a " that is not closed'),
     "half a character": ('start: "\ud800"', "surrogate"),
 }
 

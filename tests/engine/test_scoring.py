@@ -121,7 +121,7 @@ def test_what_cannot_be_scored(small: Any) -> None:
     assert len(engine.score([ids(1, 50)])[0]) == 49
     with pytest.raises(EngineError, match="51 tokens, the limit is 50"):
         engine.score([ids(1, 51)])
-    with pytest.raises(EngineError, match=r"outside 0\.\.39"):
+    with pytest.raises(EngineError, match=r"vocabulary, 0 to 39"):
         engine.score([[1, 40]])
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(EngineError, match="temperature"):

@@ -158,22 +158,22 @@ def changed(tensors: dict[str, Tensor], name: str, tensor: Tensor | None) -> dic
 def test_tensors_that_do_not_fit_change_nothing(small: Any, kind: str) -> None:
     new = small(seed=2)
     tensors, hashes = dict(new.state_dict()), tensor_hashes(new)
-    name, version, message = last(tensors), 1, "exists on one side only"
+    name, version, message = last(tensors), 1, "is missing"
     given: dict[str, str] | None = None
     if kind == "missing":
         tensors = changed(tensors, name, None)
     elif kind == "extra":
-        tensors["more"] = torch.zeros(2)
+        tensors["more"], message = torch.zeros(2), "is not in the model"
     elif kind == "shape":
         tensors, message = changed(tensors, name, tensors[name].flatten()[:1]), "has shape \\[1\\]"
     elif kind == "type":
         tensors, message = changed(tensors, name, tensors[name].to(torch.int64)), "is torch.int64"
     elif kind == "version":
-        version, message = -1, "A weight version is a number from 0"
+        version, message = -1, "must be an integer of at least 0"
     else:
         given = hashes
         if kind == "hash":
-            tensors, message = changed(tensors, name, tensors[name] + 1e-3), "arrived damaged"
+            tensors, message = changed(tensors, name, tensors[name] + 1e-3), "is corrupt"
         elif kind == "no hash":
             given, message = {k: v for k, v in hashes.items() if k != name}, "must come together"
         else:
@@ -189,7 +189,7 @@ def test_another_tokenizer_is_refused(small: Any, tokenizer: Tokenizer, tmp_path
     other = Tokenizer.train(["some other words, some other merges"] * 20, 320)
     other.save(path)
     (path / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="has another tokenizer"):
+    with pytest.raises(CheckpointError, match="has a different tokenizer"):
         load_weights(Engine(small(seed=1), tokenizer), path, 1)
     tokenizer.save(path)
     assert load_weights(Engine(small(seed=1), tokenizer), path, 1).version == 1

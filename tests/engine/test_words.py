@@ -144,7 +144,7 @@ def test_a_stop_that_is_not_allowed_never_comes_and_an_only_one_comes_at_once(en
         ({"allowed_token_ids": ()}, "empty"),
         ({"allowed_token_ids": (MERGED.vocab_size,)}, "vocabulary"),
         ({"allowed_token_ids": (-1,)}, "vocabulary"),
-        ({"allowed_token_ids": (5,), "grammar": GrammarSpec("json")}, "excludes"),
+        ({"allowed_token_ids": (5,), "grammar": GrammarSpec("json")}, "cannot be combined"),
         ({"bad_words": ("a", "")}, "empty"),
         ({"bad_words": ("é" * 256,) * 9}, "4,096 bytes"),
     ],

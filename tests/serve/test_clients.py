@@ -502,8 +502,8 @@ def test_responses_forms(real: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"previous_response_id": "resp_1"}, "keeps nothing"),
-        ({"conversation": "c"}, "keeps nothing"),
+        ({"previous_response_id": "resp_1"}, "stores nothing"),
+        ({"conversation": "c"}, "stores nothing"),
         ({"background": True}, "background is not supported"),
         ({"input": []}, "input"),
         ({"tools": [{"type": "function", "name": "f"}] * 5000}, "tools: List should have at most"),
@@ -521,7 +521,7 @@ def test_responses_that_cannot_be_given(real: Server, fields: Any, word: str) ->
 
 
 def test_what_is_not_there_says_why(real: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="embeddings is not supported"):
+    with pytest.raises(openai.NotFoundError, match="Embeddings are not supported"):
         real.openai().embeddings.create(model="glm", input="x")
     with pytest.raises(openai.NotFoundError):
         real.openai().responses.retrieve("resp_1")

@@ -158,7 +158,7 @@ def test_thoughts_are_folded_and_shown_on_demand(scripted: Chat) -> None:
         "SPEED",
         "let me see",
         "SPEED",
-        "The last answer has no thoughts.",
+        "The last answer has no reasoning.",
     ]
     assert SPEED.findall(said.err)[0] == ("18", "")
     assert engine.texts[1].endswith("<|user|>hi<|assistant|><think></think>Hello!<|user|>so<|assistant|><think>")
@@ -263,11 +263,11 @@ def test_a_bare_list_of_messages_keeps_the_tools_of_the_chat(scripted: Chat, tmp
         ("/max ²", ["²"]),
         ("/retry", ["no question"]),
         ("/undo", ["no question"]),
-        ("/save", ["name of a file"]),
+        ("/save", ["needs a file name"]),
         ("/save FOLDER/config.json/x.json", ["config.json"]),
         ("/load /nowhere", ["/nowhere", "no such file"]),
         ("/load FOLDER", ["directory"]),
-        ("/load FOLDER/config.json", ["no conversation"]),
+        ("/load FOLDER/config.json", ["not a conversation"]),
         ("/load FOLDER/model.safetensors", ["not a JSON file"]),
         ("/load BAD", ["messages[0]", "'king'"]),
         ("word " * 500, ["limit is 2047", "/clear"]),
@@ -286,9 +286,9 @@ def test_bad_input_gets_one_sentence(scripted: Chat, folder: Path, tmp_path: Pat
 
 def test_templates_differ_in_what_can_be_chosen(scripted: Chat) -> None:
     said, _ = scripted([], "/thinking off\n", version="5.3")
-    assert said.errors == ["A model with the template of GLM-5.3 always thinks."]
+    assert said.errors == ["The template of GLM-5.3 cannot switch thinking off."]
     said, _ = scripted([], "/effort high\n", version="5.0")
-    assert said.errors == ["The template of GLM-5.0 knows no efforts."]
+    assert said.errors == ["The template of GLM-5.0 has no effort levels."]
 
 
 def test_control_characters_of_the_model_do_not_reach_the_terminal(scripted: Chat) -> None:
@@ -393,12 +393,12 @@ def terminal(endless: Path) -> Iterator[Terminal]:
 
 
 def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    """Ctrl-C ends an answer and keeps the chat, at the prompt it is harmless; Ctrl-D leaves."""
+    """Ctrl-C ends an answer and keeps the chat, at the prompt it is harmless; Ctrl-D ends the chat."""
     file = tmp_path / "talk.json"
     terminal.until(r"/help lists the commands")
     terminal.until("> ")
     terminal.interrupt()
-    terminal.until(r"Ctrl-D leaves", again=terminal.interrupt)
+    terminal.until(r"Ctrl-D to end", again=terminal.interrupt)
     terminal.until("> ")
     terminal.type("hello \\\n")
     terminal.until(r"\.\.\. ")

@@ -114,7 +114,7 @@ def _add_watching(app: FastAPI, pool: WorkerPool, metrics: RouterMetrics) -> Non
         if pool.stopping:
             raise Stopping("The server is shutting down.")
         if not pool.up:
-            raise ApiError(503, "No engine is up at the moment; try again in a while.", code="no_engine", retry_after=5)
+            raise ApiError(503, "No engine is ready; retry later.", code="no_engine", retry_after=5)
         return {"status": "ok", "workers": {"up": pool.up, "of": len(pool.places)}}
 
     @app.get("/metrics")

@@ -29,7 +29,7 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
     async with pool.pushing if path in (UPDATE, PAUSE, CONTINUE) else contextlib.nullcontext():
         workers = pool.live()
         if not workers:
-            raise ApiError(503, "No engine is up at the moment; try again in a while.", code="no_engine", retry_after=5)
+            raise ApiError(503, "No engine is ready; retry later.", code="no_engine", retry_after=5)
         if path == UPDATE and method == "POST":
             body, pushed = _with_version(body, pool.version + 1)
         answers = dict(
@@ -102,7 +102,7 @@ def _sums(bodies: list[dict[str, Any]]) -> dict[str, int]:
 
 def _body(answer: httpx.Response | None) -> dict[str, Any]:
     if answer is None:
-        return ApiError(503, "The process ended before it answered.", code="engine_lost").body()
+        return ApiError(503, "The engine process ended before it answered.", code="engine_lost").body()
     try:
         found = answer.json()
     except ValueError:

@@ -134,7 +134,7 @@ class WorkerPool:
                         return self._choose(affinity, {worker.rank for worker in avoid if self._holds(worker)})
                     await self._changed.wait()
         except TimeoutError:
-            text = "No engine is up at the moment; try again in a while."
+            text = "No engine is ready; retry later."
             raise ApiError(503, text, code="no_engine", retry_after=5) from None
         raise Stopping("The server is shutting down.")
 
@@ -150,7 +150,7 @@ class WorkerPool:
     def _at(self, rank: int) -> Worker:
         worker = self.places[rank].worker
         if worker is None:
-            raise EngineError(f"Rank {rank} is on the ring without a worker.")
+            raise EngineError(f"Rank {rank} is on the hash ring, but has no worker.")
         return worker
 
     def _holds(self, worker: Worker) -> bool:
@@ -189,7 +189,7 @@ class WorkerPool:
         for place in self.places:
             if str(place.rank) == rank:
                 return place
-        raise ApiError(404, f"There is no worker {rank:.20}; there are 0 to {len(self.places) - 1}.")
+        raise ApiError(404, f"There is no worker {rank:.20}; the workers are 0 to {len(self.places) - 1}.")
 
     async def _drained(self, worker: Worker) -> None:
         await worker.idle()
@@ -211,7 +211,7 @@ class WorkerPool:
                     return
                 if place.wanted:
                     place.replaced += 1
-                    log.warning("Engine process %d %s; another one takes its place.", place.rank, reason)
+                    log.warning("Engine process %d %s; a new one is started.", place.rank, reason)
             while not place.wanted:
                 await self._changed.wait()
             if loop.time() - began > self.patience.stable:
@@ -236,7 +236,7 @@ class WorkerPool:
             if not isinstance(error, Exception):
                 raise
             # Whatever the error, the rank is retried.
-            log.error("Engine process %d does not come up: %s", place.rank, str(error) or type(error).__name__)
+            log.error("Engine process %d does not start: %s", place.rank, str(error) or type(error).__name__)
             place.state = "down"
             return None
 
@@ -250,10 +250,10 @@ class WorkerPool:
         if self.pushed is not None:
             answer = await worker.client.post(UPDATE, json=self.pushed)
             if answer.status_code != 200:
-                raise EngineError(f"It cannot take the weights of version {self.version}: {answer.text:.500}")
+                raise EngineError(f"The engine cannot load the weights of version {self.version}: {answer.text:.500}")
             found = (await worker.client.get(VERSION)).json()["weight_version"]
             if int(found) != self.version:
-                raise EngineError(f"It has weights of version {found}, the others have {self.version}.")
+                raise EngineError(f"The engine has weights of version {found}, the others have {self.version}.")
         if self.paused:
             await worker.client.post(PAUSE, json={"mode": "in_place"})
 
@@ -269,7 +269,7 @@ class WorkerPool:
                 if ended.done():
                     return f"ended with {ending(ended.result())}"
                 if worker.doomed:
-                    return "was given up"
+                    return "was stopped"
                 health = await worker.health(self.patience.answer)
                 if self.stopping:
                     break
@@ -278,7 +278,7 @@ class WorkerPool:
                     worker.hung = True
                     return f"missed {worker.missed} heartbeats"
                 if health == "failed":
-                    return "has a broken engine"
+                    return "has a failed engine"
                 if health == "leaving":
                     break
             self._leave(self.places[worker.rank])

@@ -65,7 +65,7 @@ class Relay(Response):
         try:
             self._url = httpx.URL(scheme="http", host="worker", raw_path=target)
         except (httpx.InvalidURL, ValueError):
-            raise ApiError(400, "The address of the request is malformed.") from None
+            raise ApiError(400, "The URL of the request is malformed.") from None
         self._passed_on = [pair for pair in request.scope["headers"] if pair[0] not in NOT_PASSED_ON]
         self._began = False  # part of an answer was sent
 
@@ -77,7 +77,8 @@ class Relay(Response):
                 finished = await first_of(working, gone(receive))
         except TimeoutError:
             if not self._began:
-                text = f"No answer came within {self._limits.request_seconds:g} seconds, the time limit of this server."
+                seconds = self._limits.request_seconds
+                text = f"The engine did not answer within {seconds:g} seconds, the time limit of this server."
                 raise TooLate(text) from None
             finished = True  # no last event: the client sees that the connection broke
         finally:
@@ -98,12 +99,12 @@ class Relay(Response):
                     return await self._ask(worker, send)
             except httpx.TransportError as error:
                 if worker.hung and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    text = "The engine hung while it worked on this request, and was ended; no other one is asked."
+                    text = "The engine hung during this request and was ended; the request is not retried."
                     raise ApiError(503, text, code="engine_hung", retry_after=5) from None
                 lost.append(worker)
                 self._pool.suspect(worker)
                 await asyncio.sleep(PAUSE_SECONDS)
-        text = f"{ATTEMPTS} engines in a row ended while they worked on this request."
+        text = f"{ATTEMPTS} engines in a row ended during this request."
         raise ApiError(503, text, code="engine_lost", retry_after=5)
 
     async def _ask(self, worker: Worker, send: Send) -> None:
@@ -149,7 +150,9 @@ class Relay(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _last_words(self) -> bytes:
-        error = ApiError(503, "The engine ended before this answer was complete; ask again.", code="engine_lost")
+        error = ApiError(
+            503, "The engine ended before the answer was complete; send the request again.", code="engine_lost"
+        )
         if speaks_anthropic(self._path):
             return event(error.body(anthropic=True), "error").encode()
         if self._path == "/v1/responses":

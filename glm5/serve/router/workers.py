@@ -140,7 +140,7 @@ async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worke
             await _until_ready(process, job)
     except TimeoutError:
         await worker.kill()
-        raise EngineError(f"It was not ready within {seconds:g} seconds.") from None
+        raise EngineError(f"The engine process was not ready within {seconds:g} seconds.") from None
     except BaseException:
         await worker.kill()
         raise

@@ -129,7 +129,7 @@ def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:
     refused = kind.REFUSED.get(name)
     if refused is None:
         known = nearest(short, {*implemented(kind), *kind.IGNORED, *kind.REFUSED})
-        raise ApiError(400, f"{path} is no field of this request{known}; leave it out.", param=path, code="unknown")
+        raise ApiError(400, f"{path} is not a field of this request{known}; leave it out.", param=path, code="unknown")
     if not any(_same(value, neutral) for neutral in refused.neutral):
         raise ApiError(400, f"{path} is not supported; {refused.instead}.", param=path, code="unsupported")
 
@@ -172,8 +172,8 @@ def _told(refused: Mapping[str, Refused]) -> Iterator[str]:
 # Lists of fields that other servers know and this one does not implement. Sources: the APIs of OpenAI and Anthropic,
 # and the extensions of vLLM, SGLang, llama.cpp, z.ai and OpenRouter.
 
-TEXT_ONLY = "the model reads text only"
-NO_STORE = "this server keeps nothing between requests; send the whole conversation"
+TEXT_ONLY = "the model accepts text only"
+NO_STORE = "this server stores nothing between requests; send the whole conversation"
 
 HOSTED = frozenset(
     """user user_id metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options

@@ -52,7 +52,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
         if error.error_count() > MOST_ERRORS:  # listing them would hold up all threads
-            text = f"The body has {error.error_count():,} mistakes; correct them."
+            text = f"The body has {error.error_count():,} errors; fix them."
             raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
         # If a field has several forms, a list that is too long is the form that was meant.
@@ -63,7 +63,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
         raise ApiError(400, f"{where[:200]}: {message}." if where else f"{message}.", param=param) from None
     check(body)
     if not finite(body):
-        raise ApiError(400, "A number of the body is NaN or infinite, which JSON does not have; leave it out.")
+        raise ApiError(400, "The body has a number that is NaN or infinite, which JSON does not allow; leave it out.")
     return body
 
 
@@ -107,7 +107,7 @@ class Penalties(Fields):
 
 def _check_token(token: int, given: Any, tokenizer: Tokenizer, field: str) -> None:
     if not 0 <= token < tokenizer.vocab_size:
-        text = f"{field}: {given!r:.40} is no token id of this model (0 to {tokenizer.vocab_size - 1})."
+        text = f"{field}: {given!r:.40} is not a token id of this model (0 to {tokenizer.vocab_size - 1})."
         raise ApiError(400, text, param=field)
 
 

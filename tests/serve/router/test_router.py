@@ -456,7 +456,7 @@ def test_a_late_worker_gets_what_the_others_have() -> None:
     paths = [request.url.path for request in played.asked[1]]
     assert paths == ["/update_weights_from_disk", "/get_weight_version", "/pause_generation"]
     assert json.loads(played.asked[1][-1].content) == {"mode": "in_place"}
-    with pytest.raises(EngineError, match="cannot take the weights"):
+    with pytest.raises(EngineError, match="cannot load the weights"):
         asyncio.run(played.pool._catch_up(played.worker(0, says("no", 400))))
 
 

@@ -103,7 +103,7 @@ class Answer:
     def _stop(self, reply: Reply) -> dict[str, Any]:
         reason, sequence = "end_turn", None
         if reply.finish_reason == "abort":
-            raise ApiError(503, "The request was aborted by whoever runs this server.", code="aborted")
+            raise ApiError(503, "The request was aborted by the operator of this server.", code="aborted")
         if reply.finish_reason == "tool_calls":
             reason = "tool_use"
         elif reply.finish_reason == "length":

@@ -25,7 +25,7 @@ HOSTED = frozenset(
     anthropic_beta billing_policy fallbacks fallback_credit_token user session_id prompt_cache_key request_id""".split()
 )
 """Client metadata and service options; accepted, without effect."""
-OWN_TOOLS_ONLY = "only tools of type custom work"
+OWN_TOOLS_ONLY = "only tools of type custom are supported"
 
 Block = Mapping[str, Any]
 
@@ -204,7 +204,7 @@ class MessagesRequest(Prompting, Sampling):
         if form is None:
             return None
         if prompt.tools:
-            text = 'output_config.format does not go together with tools; leave one out, or set tool_choice to "none".'
+            text = 'output_config.format cannot be combined with tools; leave one out, or set tool_choice to "none".'
             raise ApiError(400, text, param="output_config", code="unsupported")
         return must_match(prompt, form.definition)
 
@@ -280,8 +280,8 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     for i, block in enumerate(content, first):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind != "text" or not isinstance(block.get("text"), str):
-            what = f"a block of type {kind!r:.60}" if isinstance(kind, str) and kind != "text" else "no text block"
-            raise DataError(f"{where}[{i}] is {what}; the model reads text only.")
+            what = f"a block of type {kind!r:.60}" if isinstance(kind, str) and kind != "text" else "not a text block"
+            raise DataError(f"{where}[{i}] is {what}; {TEXT_ONLY}.")
         texts.append(block["text"])
     return "".join(texts)
 
@@ -290,7 +290,7 @@ def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:
     """A tool in OpenAI function format."""
     kind, name, schema = tool.get("type"), tool.get("name"), tool.get("input_schema")
     if kind not in (None, "custom"):
-        raise DataError(f"tools[{i}] is of type {kind!r:.60}, which this server does not run; only custom tools work.")
+        raise DataError(f"tools[{i}] has the type {kind!r:.60}; {OWN_TOOLS_ONLY}.")
     if not isinstance(name, str) or not name or not isinstance(schema, Mapping):
         raise DataError(f"tools[{i}] needs a name and an input_schema.")
     function: dict[str, Any] = {"name": name}

@@ -118,7 +118,7 @@ class Generation:
             return await asyncio.to_thread(self._whole, None, empty)
         if any(params.max_new_tokens == 0 for params in self.params):
             raise ApiError(
-                400, "max_new_tokens: 0 goes for all prompts of a batch or for none.", param="sampling_params"
+                400, "max_new_tokens must be 0 for all prompts of a batch or for none.", param="sampling_params"
             )
         jobs = list(zip(self.params, self.prompts, strict=True))
         tops = self.body.top_logprobs_num if self.body.return_logprob else None

@@ -89,7 +89,7 @@ async def health_generate(request: Request) -> dict[str, str]:
             finally:
                 stream.cancel()
     except TimeoutError:
-        raise ApiError(503, f"No token came within {HEALTH_SECONDS:g} seconds.", code="slow") from None
+        raise ApiError(503, f"No token was generated within {HEALTH_SECONDS:g} seconds.", code="slow") from None
     return {"status": "ok"}
 
 
@@ -122,7 +122,7 @@ async def proceed(request: Request) -> dict[str, Any]:
     service = service_of(request)
     await _optional(service, request, NoFields)
     service.thread.pause(False)
-    return {"status": "ok", "message": "Goes on."}
+    return {"status": "ok", "message": "Generation continues."}
 
 
 @routes.post("/abort_request")
@@ -139,7 +139,7 @@ async def flush_cache(request: Request) -> dict[str, Any]:
     """Empty the prefix cache. Answers 400 if a sample is running."""
     service = service_of(request)
     if service.thread.samples:
-        text = f"The cache is in use by {service.thread.samples} samples; end or abort them first."
+        text = f"The cache is in use by {service.thread.samples} samples; wait for them or abort them first."
         raise ApiError(400, text, code="busy")
     await service.thread.call(lambda engine: engine.flush_cache())
     return {"status": "ok", "message": "The prefix cache is empty."}
@@ -157,7 +157,7 @@ async def _update(service: Service, body: UpdateRequest) -> Response:
     present = service.weight_version
     version = present + 1 if body.weight_version is None else int(body.weight_version)
     if version <= present:
-        text = f"weight_version: {version} is not above {present}, the version that the server has; versions only grow."
+        text = f"weight_version: {version} is not greater than {present}, the present version of the server."
         return _refused(ApiError(409, text, param="weight_version", code="old_version"))
     try:
         ours = service.thread.engine.model
@@ -175,7 +175,7 @@ async def _update(service: Service, body: UpdateRequest) -> Response:
     except (Glm5Error, OSError) as error:
         found = ApiError.of(error) if isinstance(error, Glm5Error) else ApiError(400, str(error))
         return _refused(ApiError(found.status, str(found), param="model_path", code=found.code))
-    message = f"The weights are now those of version {version}."
+    message = f"The weights were updated to version {version}."
     return JSONResponse(
         {"success": True, "message": message, "num_paused_requests": waiting if service.thread.paused else 0}
     )

@@ -33,7 +33,7 @@ class NativeSampling(Sampling):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if len([form for form in (self.json_schema, self.regex, self.ebnf) if form is not None]) > 1:
-            raise ValueError("json_schema, regex and ebnf exclude each other")
+            raise ValueError("only one of json_schema, regex and ebnf may be given")
         self.seed = self.sampling_seed if self.seed is None else self.seed
         return self
 
@@ -66,7 +66,7 @@ class GenerateRequest(Fields):
         **PROMPTS,
         "custom_logit_processor": no(""),
         "return_text_in_logprobs": no(False),
-        "model": no(instead="this route answers for the one model there is"),
+        "model": no(instead="this server has one model"),
     }
 
     text: str | Texts | None = None

@@ -47,7 +47,7 @@ async def responses(request: Request) -> Response:
 @routes.post("/v1/embeddings")
 async def embeddings() -> Response:
     """404 with the reason."""
-    text = "embeddings is not supported; the model generates text and was not trained to embed it."
+    text = "Embeddings are not supported; the model only generates text."
     raise ApiError(404, text, code="unsupported")
 
 
@@ -233,7 +233,7 @@ def _status(reply: Reply) -> str:
 
 
 def _aborted() -> ApiError:
-    return ApiError(503, "The request was aborted by whoever runs this server.", code="aborted")
+    return ApiError(503, "The request was aborted by the operator of this server.", code="aborted")
 
 
 def _usage(stream: Stream, reply: Reply) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from glm5.serve.surfaces.fields import COMMON, HOSTED, NO_STORE, SAMPLER_DETAILS
 from glm5.serve.surfaces.openai.schema import ChatRequest
 from glm5.serve.surfaces.schema import Count, Effort, Items, Sampling, TemplateKwargs, Tools
 
-FUNCTIONS_ONLY = "only tools of type function work"
+FUNCTIONS_ONLY = "only tools of type function are supported"
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 Item = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ class InputItem(Fields):
 
     IGNORED = frozenset({"id", "status", "phase", "encrypted_content", "caller", "namespace", "async"})
     REFUSED = {
-        name: no(instead="only messages, reasoning, function calls and their outputs are read")
+        name: no(instead="only messages, reasoning, function calls and their outputs are supported")
         for name in ("action", "queries", "results", "code", "server_label", "tools")
     }
     INSIDE = {"content": TextPart, "output": TextPart, "summary": TextPart}
@@ -98,7 +98,7 @@ class FunctionTool(Fields):
 class FunctionChoice(Fields):
     """`tool_choice` as an object."""
 
-    REFUSED = {"tools": no(instead="send these tools only"), "mode": no(instead="use required or auto")}
+    REFUSED = {"tools": no(instead="send only these tools"), "mode": no(instead="use required or auto")}
 
     type: Any = None
     name: Any = None
@@ -118,7 +118,7 @@ class ResponsesRequest(Sampling):
         **COMMON,
         "previous_response_id": no(instead=NO_STORE),
         "conversation": no(instead=NO_STORE),
-        "prompt": no(instead="send the instructions and the input themselves"),
+        "prompt": no(instead="send instructions and input instead"),
         "background": no(False),
         "truncation": no("disabled", instead="shorten the input"),
         "context_management": no([]),
@@ -201,7 +201,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
     else:
         what = "message, reasoning, function_call and function_call_output"
-        raise ApiError(400, f"{where} has the type {kind!r:.60}; this server reads {what}.", param=where)
+        raise ApiError(400, f"{where} has the type {kind!r:.60}; this server supports {what}.", param=where)
 
 
 def _answer(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         known = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
         if not known:
-            raise ApiError(400, f"{where}[{i}] is no text part; {TEXT_ONLY}.", param=where)
+            raise ApiError(400, f"{where}[{i}] is not a text part; {TEXT_ONLY}.", param=where)
         texts.append(part["text"])
     return "".join(texts)
 

@@ -29,7 +29,7 @@ class StructuredOutputs(Fields):
     REFUSED = {
         "structural_tag": no("", instead="use a JSON schema, a grammar, or tools with tool_choice"),
         "whitespace_pattern": no(""),
-        "disable_additional_properties": no(False, instead="say additionalProperties in the schema"),
+        "disable_additional_properties": no(False, instead="set additionalProperties in the schema"),
     }
 
     schema_text: dict[str, Any] | str = Field(default="", alias="json")
@@ -72,7 +72,7 @@ class OpenAISampling(Sampling):
         found += [GrammarSpec("grammar", g) for g in (*grammars, self.ebnf, self.grammar_text) if g]
         found += [GrammarSpec("json")] * asked.json_object
         if len(found) > 1:
-            text = "An answer can have one form; give one of json, regex, choice, grammar and json_object."
+            text = "An answer can have one output format; give one of json, regex, choice, grammar and json_object."
             raise ApiError(400, text, param="structured_outputs")
         return found[0] if found else None
 

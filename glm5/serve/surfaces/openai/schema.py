@@ -54,7 +54,7 @@ class Call(Fields):
     """One of `messages[].tool_calls`."""
 
     IGNORED = frozenset({"type", "index", "provider_specific_fields", "extra_content"})
-    REFUSED = {"custom": no(instead="call functions")}
+    REFUSED = {"custom": no(instead="use function calls")}
     INSIDE = {"function": CalledFunction}
 
     id: Any = None
@@ -90,7 +90,7 @@ class Tool(Fields):
 
     IGNORED = frozenset({"strict", "cache_control"})
     REFUSED = {
-        name: no(instead="only tools of type function work")
+        name: no(instead="only tools of type function are supported")
         for name in ("custom", "web_search", "file_search", "code_interpreter", "mcp", "retrieval")
     }
 
@@ -105,7 +105,7 @@ class Tool(Fields):
 class ToolChoice(Fields):
     """`tool_choice` as an object."""
 
-    REFUSED = {"allowed_tools": no(instead="send these tools only"), "custom": no(instead="name a function")}
+    REFUSED = {"allowed_tools": no(instead="send only these tools"), "custom": no(instead="name a function")}
     INSIDE = {"function": FunctionName}
 
     type: Any = None
@@ -124,7 +124,7 @@ class Conversation(Fields):
         "input_ids": no(instead="use /generate"),
         "reasoning": no(instead="use reasoning_effort or chat_template_kwargs"),
         "reasoning_budget": no(-1, instead="use thinking_token_budget"),
-        "add_special_tokens": no(False, instead="the chat template writes them"),
+        "add_special_tokens": no(False, instead="the chat template adds them"),
         **PROMPTS,
     }
     INSIDE = {"messages": ChatMessage, "tools": Tool, "tool_choice": ToolChoice}
@@ -239,7 +239,7 @@ class ChatRequest(Conversation, OpenAISampling):
         if form.type != "text" and other is not None:
             raise ApiError(400, "Give response_format or structured_outputs, not both.", param="response_format")
         if prompt.tools:
-            text = 'A form of the answer excludes tools; leave one out, or set tool_choice to "none".'
+            text = 'An output format cannot be combined with tools; leave one out, or set tool_choice to "none".'
             raise ApiError(400, text, param="response_format", code="unsupported")
         if other is not None:
             return replace(other, after_thinking=prompt.thinking)
@@ -290,7 +290,7 @@ class CompletionRequest(OpenAISampling):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of is not supported beyond n; leave it out")
+            raise ValueError("best_of must equal n; leave it out")
         if self.max_tokens == 0 and (not self.echo or self.n > 1 or self.stream):
             raise ValueError("max_tokens: 0 needs echo: true, n: 1 and no stream")
         if self.echo and self.stream and self.logprobs is not None:

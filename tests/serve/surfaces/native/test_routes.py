@@ -363,5 +363,5 @@ def test_updates_take_turns(
         assert client.get("/get_weight_version").json() == {"weight_version": "4"}
         assert ask(client, text="abc", sampling_params={"max_new_tokens": 2})["meta_info"]["weight_version"] == "4"
     said = sorted(answer["message"] for answer in answers if answer["success"])
-    assert most == 1 and said == [f"The weights are now those of version {i}." for i in range(1, 5)]
+    assert most == 1 and said == [f"The weights were updated to version {i}." for i in range(1, 5)]
     assert sum(not answer["success"] for answer in answers) == 4
