@@ -20,7 +20,8 @@ TORCH := $(shell sed -n '/^torch==/p' requirements.lock)
 FROM := $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)")
 # A worker takes a run of neighbouring tests, which share what they set up, and at the end some of another's. Bytecode of
 # tests is kept whatever the environment says: without it, each worker compiles them all.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Three of them on two cores: many tests wait for a process or a time limit.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all demo smoke serve lint bench clean
@@ -58,7 +59,7 @@ test: $(READY)  ## the tests that every change must pass: two cores, no network,
 	$(PYTEST) -m "not slow and not browser"
 
 test-all: $(READY)  ## every test that this machine can run
-	$(PYTEST)
+	GLM5_EXAMPLES=50 $(PYTEST)
 
 demo: $(READY)  ## all stages on a small model, into runs/laptop
 	$(BIN)/glm5 pipeline recipes/laptop.toml

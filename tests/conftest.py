@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # torch costs seconds, and many tests do without
     from glm5.model.glm5 import GLM5ForCausalLM
     from glm5.train.loop import StageIO
 
-hypothesis.settings.register_profile("glm5", deadline=None, derandomize=True, database=None, max_examples=50)
+EXAMPLES = int(os.environ.get("GLM5_EXAMPLES", "20"))  # of a property test; `make test-all` takes more
+hypothesis.settings.register_profile("glm5", deadline=None, derandomize=True, database=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("glm5")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from glm5.data.shards import build_shards, open_shard
 from glm5.data.sources import Document, read_sources
 from glm5.errors import CheckpointError, ConfigError, DataError
 
-pytest.importorskip("datasketch")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("datasketch") is None, reason="needs datasketch")
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = Tokenizer.byte_level()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import random
 import re
 import sys
@@ -18,7 +19,7 @@ from glm5.data.dedup import bands, distinct, group, select, shingle_hashes, simi
 from glm5.data.documents import Document
 from glm5.errors import ConfigError
 
-pytest.importorskip("datasketch")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("datasketch") is None, reason="needs datasketch")
 
 WORDS = [f"w{i}" for i in range(3000)]
 

@@ -87,8 +87,14 @@ def test_requests_run_in_the_order_in_which_they_came(small: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- preemption
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("variant", ["mla", "gqa", "gdn"])
+@pytest.mark.parametrize(
+    ("variant", "prefix_cache"),
+    [("mla", True), ("gdn", False)]
+    + [
+        pytest.param(*more, marks=pytest.mark.slow)
+        for more in [("mla", False), ("gqa", True), ("gqa", False), ("gdn", True)]
+    ],
+)
 def test_a_preempted_request_loses_and_repeats_nothing(small: Any, variant: str, prefix_cache: bool) -> None:
     if variant == "mla":
         model = small()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers  # its models load at first use, which takes seconds
 from torch import Tensor
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import packed_context
@@ -34,10 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(config: GLM5Config, seed: int, scramble: Scramble) -> Glm4MoeForCausalLM:
+def theirs(config: GLM5Config, seed: int, scramble: Scramble) -> transformers.Glm4MoeForCausalLM:
     """Their model, built from their own class with their own names, and randomised."""
-    model = Glm4MoeForCausalLM(
-        Glm4MoeConfig(
+    model = transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -85,7 +85,7 @@ def test_our_files_in_their_model(
     name: str, tmp_path: Path, build_grouped: Build, tokens: Tokens, parity: SimpleNamespace
 ) -> None:
     model = build_grouped(2, **SHAPES[name])
-    again = parity.there_and_back(model, Glm4MoeForCausalLM, tokens(2, 40, seed=2), tmp_path)
+    again = parity.there_and_back(model, transformers.Glm4MoeForCausalLM, tokens(2, 40, seed=2), tmp_path)
     assert again.config == model.config.replace(num_nextn_predict_layers=0)
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("glm4_moe", ["Glm4MoeForCausalLM"])

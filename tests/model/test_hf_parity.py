@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers  # its models load at first use, which takes seconds
 from torch import Tensor
-from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from glm5.config.model import GLM5Config
 from glm5.model.context import packed_context
@@ -50,10 +50,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(config: GLM5Config, seed: int, scramble: Callable[[torch.nn.Module, int], None]) -> GlmMoeDsaForCausalLM:
+def theirs(config: GLM5Config, seed: int, scramble: Callable[[torch.nn.Module, int], None]) -> Any:
     """Their model, built from their own class and randomised."""
     values = {k: v for k, v in config.to_dict().items() if k not in ("latent_norm_eps", "num_nextn_predict_layers")}
-    model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**values)).eval()
+    model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**values)).eval()
     scramble(model, seed)
     return model
 
@@ -84,7 +84,7 @@ def test_our_files_in_their_model(
     parity: SimpleNamespace,
 ) -> None:
     model = build(2, **SHAPES[name], **EPS)
-    parity.there_and_back(model, GlmMoeDsaForCausalLM, tokens(2, 40, seed=2), tmp_path, **EPS)
+    parity.there_and_back(model, transformers.GlmMoeDsaForCausalLM, tokens(2, 40, seed=2), tmp_path, **EPS)
 
 
 @pytest.mark.parametrize("name", ["plain", "IndexShare by frequency", "widths of whole vectors", "all experts"])

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers  # its models load at first use, which takes seconds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import GlmMoeDsaForCausalLM
 
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
@@ -76,7 +76,7 @@ def test_sharded_save(model: GLM5ForCausalLM, tmp_path: Path, limit: int | str) 
 
 def test_transformers_reads_our_shards(model: GLM5ForCausalLM, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    theirs, info = GlmMoeDsaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    theirs, info = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
 
@@ -252,7 +252,7 @@ def test_stacked_experts_load_and_are_saved_apart(folder: Path, model: GLM5ForCa
 
 def test_transformers_stacks(model: GLM5ForCausalLM, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "ours")
-    theirs = GlmMoeDsaForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", save_original_format=False)
     assert "model.layers.1.mlp.experts.gate_up_proj" in read_header(tmp_path / "theirs" / SINGLE)
     loaded = GLM5ForCausalLM.from_pretrained(tmp_path / "theirs", num_nextn_predict_layers=0)

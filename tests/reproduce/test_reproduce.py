@@ -237,7 +237,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-SLOW = ("icepop", "topk", "reasoning-rl")
+SLOW = ("icepop", "topk", "reasoning-rl", "distillation", "dsa-bonus")
 """These take the path of `lag`, which `make test` runs."""
 
 

@@ -136,7 +136,7 @@ def test_arithmetic_family_runs_and_repeats(talker: Any, tokenizer: Any, stage_i
     assert_same(*models)
 
 
-@pytest.mark.parametrize("failing", [0, 4])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, failing: int
 ) -> None:
@@ -325,7 +325,7 @@ def test_pushes_that_are_too_rare_are_refused() -> None:
     "changes",
     [
         {},
-        {"train_ticks": 0, "env_ticks": 0},
+        pytest.param({"train_ticks": 0, "env_ticks": 0}, marks=pytest.mark.slow),
         {"train_ticks": 0, "concurrency": 64, "max_tokens": 1, "max_turns": 1},  # groups are ready when it saves
         {"train_ticks": 0, "concurrency": 64, "max_tokens": 2, "prompts": 1, "max_staleness": 1},  # environments busy
     ],
@@ -347,7 +347,13 @@ def test_an_asynchronous_run_can_be_interrupted_too(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"max_staleness": 0}, {"train_ticks": 24, "env_ticks": 8, "concurrency": 48}, {"push_every": 2}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"max_staleness": 0},
+        pytest.param({"train_ticks": 24, "env_ticks": 8, "concurrency": 48}, marks=pytest.mark.slow),
+        {"push_every": 2},
+    ],
 )
 def test_an_asynchronous_stage_saves_states(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, changes: dict[str, Any]

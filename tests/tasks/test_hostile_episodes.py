@@ -1,7 +1,7 @@
 """Episodes whose sampled code is hostile, through the real path: token ids in, parsing, sandbox, grading, trajectory.
 
 The wanted values have nothing to do with the arguments, so a reward means that they leaked. Every hidden number carries
-a canary. `make test` plays 60 such episodes, `make test-all` a thousand more.
+a canary. `make test` plays 40 such episodes, `make test-all` a thousand more.
 """
 
 from __future__ import annotations
@@ -302,8 +302,8 @@ def check(trajectories: Sequence[Trajectory]) -> Counter[str]:
     return Counter(f"{trajectory.domain} {trajectory.outcome.value}" for trajectory in trajectories)
 
 
-def test_sixty_hostile_episodes_pay_nothing_and_leak_nothing(identities: set[int]) -> None:
-    assert check(play_hostile(range(60))).total() == 60
+def test_forty_hostile_episodes_pay_nothing_and_leak_nothing(identities: set[int]) -> None:
+    assert check(play_hostile(range(40))).total() == 40
     assert len(identities) > 20 and not survivors(identities)
 
 
