@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -188,13 +189,17 @@ async def run(url: str, pid: int, directory: str, minutes: float) -> dict[str, A
         await abuse.again(abuse.probe, time.monotonic() + QUIET_SECONDS)
         after = await numbers(client)
     settled = min(SETTLED_MINUTES, minutes / 2) * 60
-    middle = next((size for at, size in sizes if at >= settled), sizes[-1][1])
-    last = statistics.median(size for _, size in sizes[-5:])
+    minutely = [  # medians, for a body of megabytes or a step of scoring is there one moment and gone the next
+        statistics.median(size for _, size in found)
+        for _, found in itertools.groupby(sizes, key=lambda sample: int(sample[0] // 60))
+    ]
+    middle, last = minutely[min(int(settled // 60), len(minutely) - 1)], minutely[-1]
     probe = {"quiet": quantiles(calm), "abused": quantiles(rough), "afterwards": quantiles(abuse.waits)}
     return {
         "minutes": minutes,
         "resident_mb": {"start": round(sizes[0][1]), "settled": round(middle), "end": round(last),
-                        "most": round(max(size for _, size in sizes)), "settled_minutes": settled / 60},
+                        "most": round(max(size for _, size in sizes)), "settled_minutes": settled / 60,
+                        "by_minute": [round(size) for size in minutely]},
         "end_over_settled": round(last / middle, 3),
         "probe_ms": probe,
         "probe_p99_ratio": round(probe["abused"]["p99"] / probe["quiet"]["p99"], 1) if rough and calm else None,

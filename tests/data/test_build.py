@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
         ({"max_bad": 0}, DataError, "1 of the first 3 records"),
         ({"tokenizer": "absent"}, CheckpointError, "cannot read"),
         ({"sources": ["absent"]}, DataError, "neither a file"),
-        ({"sources": []}, DataError, "hold no text"),
+        ({"sources": []}, DataError, "contain no text file"),
     ],
 )
 def test_what_goes_wrong_leaves_nothing_behind(

@@ -185,6 +185,6 @@ def test_neighbouring_rows_do_not_come_from_one_long_file() -> None:
 def test_a_shard_smaller_than_a_row_is_refused() -> None:
     with pytest.raises(DataError, match="fewer than one row"):
         StreamLoader(make_shard([3, 4]), rows=1, row_length=8, seed=0)
-    with pytest.raises(DataError, match="no token"):
+    with pytest.raises(DataError, match="The shard is empty"):
         BestFitLoader(make_shard([]), rows=1, row_length=8, seed=0)
     assert BestFitLoader(make_shard([3, 4]), rows=1, row_length=8, seed=0).rows_per_epoch == 1

@@ -101,7 +101,7 @@ def test_weights_as_whole_parts() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"web": 1.0, "coed": 1.0}, r'no source "coed" \(did you mean "code"\?\); there are web, code'),
+        ({"web": 1.0, "coed": 1.0}, r'Unknown source "coed" \(did you mean "code"\?\); choose one of web, code'),
         ({"web": 1.0}, '"code" has no weight'),
         ({"web": 1.0, "code": -0.5}, '"code" is -0.5'),
         ({"web": float("nan"), "code": 1.0}, '"web" is nan'),
@@ -235,9 +235,9 @@ def test_sources_are_shuffled_apart(tokenizer: Any) -> None:
 
 
 def test_wrong_options_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r'no source "wbe" \(did you mean "web"'):
+    with pytest.raises(ConfigError, match=r'Unknown source "wbe" \(did you mean "web"'):
         make(tokenizer, weights={"wbe": 1, "code": 1})
-    with pytest.raises(ConfigError, match='no source "c0de"'):
+    with pytest.raises(ConfigError, match='Unknown source "c0de"'):
         make(tokenizer, fim_rate=0.5, fim_shards=["c0de"])
     with pytest.raises(ConfigError, match='"code" has no weight'):
         make(tokenizer, weights={"web": 1})

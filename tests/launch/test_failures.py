@@ -233,7 +233,7 @@ def test_a_context_without_room_for_answers(shell: Any, tiny: Any, tmp_path: Pat
         (["eval", "/nowhere", "--suite", "arithmetic"], ["/nowhere"]),
         (["generate", "/nowhere", "x"], ["/nowhere"]),
         (["generate", "{final}", "x", "--tokenizer", "/nowhere"], ["/nowhere"]),
-        (["generate", "{final}", "999999", "--ids"], ["0..399"]),
+        (["generate", "{final}", "999999", "--ids"], ["0 to 399"]),
         (["generate", "{final}", ""], ["empty"]),
         (["generate", "{final}", "x", "--max-tokens", "0"], ["max_tokens"]),
         (["adapt", "{final}", "--data", "/nowhere", "--out", "{tmp}/out"], ["/nowhere"]),
