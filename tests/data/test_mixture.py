@@ -243,7 +243,7 @@ def test_wrong_options_are_refused(tokenizer: Any) -> None:
         make(tokenizer, weights={"web": 1})
     with pytest.raises(DataError, match="fewer than one row"):
         make(tokenizer, {"web": make_shard(0, 2)})
-    with pytest.raises(pydantic.ValidationError, match="add up to at most 1"):
+    with pytest.raises(pydantic.ValidationError, match="it must be at most 1"):
         DataOptions(recall_share=0.4, interleave_share=0.3, negatives_share=0.2, needle_share=0.2)
     for wrong in ({"fim_rate": 1.5}, {"packing": "first_fit"}, {"recal_share": 0.1}):
         with pytest.raises(pydantic.ValidationError):
