@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 from glm5 import Engine, SamplingParams
-from glm5.config.recipe import OptimConfig, PretrainStage, RunRecipe, TokenizerStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import PretrainStage, RunRecipe, TokenizerStage
 from glm5.launch.pipeline import run_pipeline
 
 

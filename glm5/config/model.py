@@ -44,6 +44,7 @@ from glm5.config.keys import (
     SizeOrNone,
 )
 from glm5.config.presets import PRESETS, SEARCHED_PATTERN
+from glm5.config.rope import head_dim_of, rope_of
 from glm5.errors import ConfigError, nearest
 from glm5.files import read_small
 
@@ -318,12 +319,12 @@ class GLM5Config(BaseModel):
             raise ConfigError(
                 f'{where}: unknown key "{unknown[0]}"{nearest(unknown[0], known)}; strict_config=False ignores it.'
             )
-        values.update(_rope(raw, where, gqa))
+        values.update(rope_of(raw, where, gqa))
         nope, rope, whole = (raw.get(f"qk_{part}head_dim") for part in ("nope_", "rope_", ""))
         if whole is not None and isinstance(nope, int) and isinstance(rope, int) and whole != nope + rope:
             raise ConfigError(f"{where}: qk_head_dim is not qk_nope_head_dim + qk_rope_head_dim.")
         if gqa:
-            values = {"head_dim": _head_dim(raw), "routed_scaling_factor": 1.0, **values, "attention_type": "gqa"}
+            values = {"head_dim": head_dim_of(raw), "routed_scaling_factor": 1.0, **values, "attention_type": "gqa"}
         else:
             values.setdefault("use_dsa", values.get("index_topk", 2048) is not None)
         eos = values.get("eos_token_id")
@@ -382,35 +383,4 @@ class GLM5Config(BaseModel):
 
 
 _MAX_FILE_BYTES = 4 << 20
-_PLAIN_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _NULLABLE = ("index_topk", "pad_token_id", "index_topk_pattern")
-
-
-def _head_dim(raw: Mapping[str, Any]) -> int | None:
-    """The meaning of an absent `head_dim` in GQA files."""
-    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
-
-
-def _rope(raw: Mapping[str, Any], where: str, gqa: bool) -> dict[str, Any]:
-    """The RoPE base from its nested or top-level key. Refuses scaling types that GLM-5 does not use."""
-    nested = raw.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping):
-        raise ConfigError(f"{where}: rope_parameters must be an object.")
-    scaled = [key for key in nested if key not in _PLAIN_ROPE and nested[key] is not None]
-    kinds = {nested.get(key) or "default" for key in ("rope_type", "type")}  # older files say "type"
-    if kinds != {"default"} or scaled or raw.get("rope_scaling"):
-        raise ConfigError(
-            f"{where}: only plain RoPE (rope_type default) is supported for this architecture"
-            + (f", so remove {scaled[0]}." if scaled else ".")
-        )
-    theta = nested.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(f"{where}: rope_theta is missing and has no default; set it in rope_parameters.")
-    if not gqa:
-        return {"rope_theta": theta}
-    # An absent factor means 0.5 in these files: reading it as 1 would rotate the wrong half of every head.
-    return {
-        "rope_theta": theta,
-        "partial_rotary_factor": nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5)),
-    }

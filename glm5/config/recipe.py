@@ -12,37 +12,14 @@ from glm5.config.by_kind import ByKind
 from glm5.config.data import DataOptions
 from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
+from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
+from glm5.config.reward_model import RewardModelConfig
 from glm5.config.schedule import MOST_DEPTHS, BatchRamp, ByTokens
 from glm5.config.schema import Frozen
 from glm5.config.stages import expand
 from glm5.errors import nearest
 from glm5.register import Register
-
-
-class OptimConfig(Frozen):
-    """Optimizer and schedule of a stage. Rates are per step; `clip` bounds the gradient norm."""
-
-    steps: int = Field(ge=0)
-    lr: float = Field(gt=0)
-    final_lr: float = Field(0.0, ge=0)
-    warmup: int = Field(0, ge=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    kind: Literal["muon", "adamw"] = "muon"
-    muon_split: bool = True
-    momentum: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, gt=0)
-    ns_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of Newton-Schulz; the published recipes use bf16."""
-    save_every: int = Field(25, ge=0)
-    """Steps between resumable states; 0 writes none."""
-    monitor_every: int = Field(10, ge=0)
-    """Steps between checks of attention logits, expert loads and prediction accuracy; 0 never checks."""
-    evaluate_every: int = Field(0, ge=0)
-    """Steps between evaluations on held-out text within the stage; 0 evaluates only at its end."""
-    stall_seconds: float = Field(1800.0, ge=0)
-    """A step that takes longer ends the process and prints the stack of every thread; 0 waits for ever."""
 
 
 class Stage(Frozen):
@@ -267,28 +244,6 @@ class AgenticStage(RewardStage):
     concurrency: int | None = Field(64, ge=1)
     train_ticks: int = Field(24, ge=0)
     env_ticks: int = Field(4, ge=0)
-
-
-class RewardModelConfig(Frozen):
-    """The outcome reward model of General RL."""
-
-    kind: str = "learned"
-    """A name in the register of reward models (`glm5/rl/reward_models/registered.py`): "learned" (a scalar head on a
-    copy of the policy, trained on preference pairs), or one that other code adds."""
-    options: dict[str, Any] = {}
-    """Options of a reward model that has no keys of its own here."""
-    optim: OptimConfig | None = None
-    """Training of a reward model that is trained; "learned" needs it."""
-    pairs: int = Field(32, ge=1)
-    """Preference pairs per step of its training."""
-    held_out_pairs: int = Field(200, ge=1)
-    """Preference pairs that measure its accuracy."""
-
-    @model_validator(mode="after")
-    def _learned_is_trained(self) -> Self:
-        if self.kind == "learned" and self.optim is None:
-            raise ValueError('a reward model of kind "learned" needs `optim`, the steps and rates of its training')
-        return self
 
 
 class GeneralStage(RewardStage):

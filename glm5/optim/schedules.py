@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.errors import ConfigError, nearest
 
 SHAPES = ("cosine", "linear", "constant")

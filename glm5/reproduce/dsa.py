@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from glm5.config.data import DataOptions
-from glm5.config.recipe import DsaStage, OptimConfig, PretrainStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import DsaStage, PretrainStage
 from glm5.eval.harness import needle_score
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce.measure import block_loss, blocks, kept_attention

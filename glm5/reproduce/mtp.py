@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from glm5.config.recipe import OptimConfig, PretrainStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import PretrainStage
 from glm5.eval.text import bits_per_byte
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce.measure import DRAFTS, acceptance, pinned_prompts, text_numbers

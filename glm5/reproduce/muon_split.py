@@ -9,7 +9,8 @@ from torch import Tensor
 
 from glm5.config.arithmetic import attention_flops, component_counts
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import OptimConfig, PretrainStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import PretrainStage
 from glm5.data.packing import Batch
 from glm5.eval.text import bits_per_byte
 from glm5.model.context import packed_context

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from glm5.config.optim import OptimConfig
 from glm5.config.recipe import (
     AgenticStage,
     DistillStage,
     DsaStage,
     FamilyConfig,
-    OptimConfig,
     PolicyStage,
     PretrainStage,
     ReasoningStage,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.data.packing import Batch, pack_batch
 from glm5.errors import DataError
 from glm5.model.context import packed_context

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from glm5.chat import Tokenizer
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.files import atomic_write
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.learner import Learner, PolicyBatch

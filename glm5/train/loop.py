@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch, StepCounts
 from glm5.errors import DataError
 from glm5.files import atomic_write

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glm5.chat import Tokenizer
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.data.packing import Batch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.loop import build_optimizer

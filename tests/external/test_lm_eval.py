@@ -21,7 +21,7 @@ import torch
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.data.packing import Batch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.loop import build_optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import math
@@ -20,6 +21,7 @@ from glm5.chat import Tokenizer
 from glm5.config.model import GLM5Config
 from glm5.data.shards import open_shard
 from glm5.engine.engine import Engine
+from glm5.launch.adapt import Options
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import read_metrics
 
@@ -115,6 +117,9 @@ def test_adapt_makes_a_dense_model_sparse(
     shell: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("glm5.launch.adapt.build_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr(
+        "glm5.launch.adapt.Options", functools.partial(Options, held_out_tokens=256)
+    )  # scored ten times
     out, dense = tmp_path / "sparse", tiny.model("extend")
     done = shell.invoke(
         *("adapt", dense, "--data", tiny.data, "--out", out, "--steps", 1, "--row-length", 64, "--index-topk", 8)

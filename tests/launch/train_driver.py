@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 import glm5.train.loop as loop
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import OptimConfig, PretrainStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import PretrainStage
 from glm5.data.loader import Row, RowLoader
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter

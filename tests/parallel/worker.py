@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM

@@ -11,13 +11,9 @@ import pytest
 import torch
 
 from glm5.chat import Tokenizer, render_chat
-from glm5.config.recipe import (
-    AgenticStage,
-    GeneralStage,
-    OptimConfig,
-    ReasoningStage,
-    RewardModelConfig,
-)
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, GeneralStage, ReasoningStage
+from glm5.config.reward_model import RewardModelConfig
 from glm5.errors import DataError, GradingError
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import Message, Outcome, Trajectory, Turn

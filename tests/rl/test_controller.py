@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.config.recipe import AgenticStage, FamilyConfig, OptimConfig, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, FamilyConfig, ReasoningStage
 from glm5.errors import RolloutError
 from glm5.records import Outcome, Trajectory, Turn
 from glm5.rl.buffer import staleness

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import DistillStage, FamilyConfig, OptimConfig, RunRecipe
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import DistillStage, FamilyConfig, RunRecipe
 from glm5.engine.engine import Engine
 from glm5.errors import ConfigError
 from glm5.obs.metrics import read_metrics

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.config.recipe import FamilyConfig, OptimConfig, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import FamilyConfig, ReasoningStage
 from glm5.engine.runner import Runner
 from glm5.errors import RolloutError
 from glm5.obs.metrics import read_metrics

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from glm5.config.recipe import FamilyConfig, OptimConfig, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import FamilyConfig, ReasoningStage
 from glm5.obs.metrics import read_metrics
 from glm5.records import Message, StepResult
 from glm5.rl.algos.reasoning import ReasoningRL

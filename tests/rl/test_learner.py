@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.engine.engine import Engine
 from glm5.errors import DataError, EngineError
 from glm5.records import SamplingParams, TrainSample

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import AgenticStage, FamilyConfig, OptimConfig, PolicyStage, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, FamilyConfig, PolicyStage, ReasoningStage
 from glm5.engine.engine import Engine
 from glm5.errors import RolloutError
 from glm5.obs.metrics import read_metrics

@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import (
-    AgenticStage,
-    DistillStage,
-    FamilyConfig,
-    GeneralStage,
-    OptimConfig,
-    ReasoningStage,
-    RewardModelConfig,
-)
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, GeneralStage, ReasoningStage
+from glm5.config.reward_model import RewardModelConfig
 from glm5.errors import ConfigError
 from glm5.obs.metrics import read_metrics
 from glm5.rl.algos.agentic import AgenticRL

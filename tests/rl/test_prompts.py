@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.config.families import DifficultyConfig, FamilyConfig
-from glm5.config.recipe import OptimConfig, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import ReasoningStage
 from glm5.engine.engine import Engine
 from glm5.errors import ConfigError, DataError, RolloutError
 from glm5.obs.metrics import read_metrics

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, OptimConfig, PolicyStage, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, PolicyStage, ReasoningStage
 from glm5.errors import DataError
 from glm5.obs.metrics import read_metrics
 from glm5.records import Outcome, Trajectory, Turn

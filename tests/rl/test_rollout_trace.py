@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, OptimConfig, ReasoningStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, ReasoningStage
 from glm5.obs.metrics import read_metrics
 from glm5.records import Outcome, TrainSample, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL

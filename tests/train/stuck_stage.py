@@ -13,7 +13,8 @@ import torch
 
 import glm5.train.loop as loop
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter

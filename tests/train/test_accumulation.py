@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.model.context import packed_context
 from glm5.train.loop import TIMES, Trainer

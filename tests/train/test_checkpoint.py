@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.errors import CheckpointError
 from glm5.files import write_manifest
@@ -408,7 +409,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import OptimConfig
+from glm5.config.optim import OptimConfig
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import build_optimizer

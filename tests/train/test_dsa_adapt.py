@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from glm5.config.recipe import DsaStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import DsaStage
 from glm5.data.packing import Batch, pack_batch
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from glm5.config.model import GLM5Config
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.errors import DataError
 from glm5.model.context import packed_context

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from glm5.chat import Tokenizer, render_chat
-from glm5.config.recipe import FamilyConfig, OptimConfig, SftStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import FamilyConfig, SftStage
 from glm5.data.packing import Batch
 from glm5.data.sft import BadLines, read_conversations
 from glm5.data.sft_rows import SftRow, conversation_rows

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import CorpusStage, DsaStage, OptimConfig, PretrainStage
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import CorpusStage, DsaStage, PretrainStage
 from glm5.data.packing import Batch
 from glm5.model.context import packed_context
 from glm5.obs.metrics import read_metrics

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from glm5.config.recipe import GradientStage, OptimConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch
 from glm5.obs.metrics import read_metrics
 from glm5.parallel.ranks import Ranks

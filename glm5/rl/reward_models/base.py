@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Self
 
-from glm5.config.recipe import RewardModelConfig
+from glm5.config.reward_model import RewardModelConfig
 from glm5.errors import ConfigError, Glm5Error, GradingError
 from glm5.rl.start import StageStart
 from glm5.tasks import Family

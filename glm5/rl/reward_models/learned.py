@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from glm5.chat import Tokenizer, render_chat
-from glm5.config.recipe import OptimConfig, RewardModelConfig
+from glm5.config.optim import OptimConfig
+from glm5.config.reward_model import RewardModelConfig
 from glm5.data.packing import pack_batch
 from glm5.errors import ConfigError, DataError
 from glm5.model.context import packed_context
