@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,12 +128,11 @@ def split_by(pattern: object, behavior: str = "Isolated") -> dict[str, object]:
         (altered(normalizer={"type": "Lowercase"}), "normalizer"),
         (altered(model__dropout=0.5), "dropout"),
         (altered(model__end_of_word_suffix="</w>"), "end_of_word_suffix"),
-        (altered(pre_tokenizer=split_by({"Regex": "(a+)+$"})), "too complicated"),
-        (altered(pre_tokenizer=split_by({"Regex": r"[)](?:[x\]]|b)*"})), "too complicated"),
-        (altered(pre_tokenizer=split_by({"Regex": "a" * 1001})), "too complicated"),
-        (altered(pre_tokenizer=split_by({"String": "a"})), "too complicated"),
-        (altered(pre_tokenizer=split_by({"Regex": r"\s*\s*\s*\s*x|."})), "takes too long for repeated characters"),
-        (altered(pre_tokenizer=split_by({"Regex": "("})), "takes too long for repeated characters"),
+        (altered(pre_tokenizer=split_by({"Regex": "(a+)+$"})), "not that of a published tokenizer"),
+        (altered(pre_tokenizer=split_by({"Regex": r"[)](?:[x\]]|b)*"})), "not that of a published tokenizer"),
+        (altered(pre_tokenizer=split_by({"Regex": "a" * 1001})), "not that of a published tokenizer"),
+        (altered(pre_tokenizer=split_by({"String": "a"})), "not that of a published tokenizer"),
+        (altered(pre_tokenizer=split_by({"Regex": r"(?<=q)(?:\w*\w*\w*\w*z)|[\s\S]"})), "not that of a published"),
         (altered(pre_tokenizer=split_by({"Regex": "a"}, "Removed")), "would lose text"),
         (altered(pre_tokenizer={"type": "Whitespace"}), "Whitespace would change text"),
         (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": []}), "ByteLevel"),
@@ -151,9 +151,7 @@ def test_files_that_would_change_text_are_refused(content: str, told: str, tmp_p
         Tokenizer.load(tmp_path)
 
 
-def test_usual_patterns_are_accepted_and_truncation_in_a_file_is_ignored() -> None:
-    classes = {"Regex": r"[!\"#$%&'()*+,\-./\]]+|(?i:'s|'t)?|\p{N}{1,3}"}
-    assert Tokenizer(altered(pre_tokenizer=split_by(classes))).vocab_size == TRAINED.vocab_size
+def test_truncation_and_padding_in_a_file_are_ignored() -> None:
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     pad = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
     pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
@@ -232,9 +230,20 @@ def test_a_run_that_the_library_cannot_split_is_too_long() -> None:
         Tokenizer.byte_level().encode(" " * 12_000_000)
 
 
-def test_patterns_of_other_models_are_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    check_split({"pattern": {"Regex": gpt2}, "behavior": "Isolated"})
-    monkeypatch.setattr(split_pattern, "CPU_SECONDS", 2)
-    with pytest.raises(ValueError, match="takes too long"):  # quadratic
-        check_split({"pattern": {"Regex": r"\s*x|.| "}, "behavior": "Isolated"})
+@pytest.mark.parametrize("pattern", sorted(split_pattern.KNOWN))
+def test_known_patterns_take_runs_of_any_character(pattern: str) -> None:
+    """In linear time: a quadratic one would not end."""
+    check_split({"pattern": {"Regex": pattern}, "behavior": "Isolated"})
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for kind in " \n\ta1!'A中\u0301":
+        for end in ("", "x", "!"):
+            text = kind * 20_000 + end
+            assert "".join(piece for piece, _ in split.pre_tokenize_str(text)) == text
+
+
+def test_an_operator_may_vouch_for_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = altered(pre_tokenizer=split_by({"Regex": r"[!\"#$%&'()*+,\-./\]]+|(?i:'s|'t)?|\p{N}{1,3}"}))
+    with pytest.raises(ValueError, match="GLM5_TRUST_SPLIT_PATTERN=1"):
+        Tokenizer(own)
+    monkeypatch.setenv(split_pattern.TRUST, "1")
+    assert Tokenizer(own).vocab_size == TRAINED.vocab_size
