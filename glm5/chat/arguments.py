@@ -18,15 +18,15 @@ from glm5.chat.template import function_of
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 _ALL = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 _MAX_SCHEMA_DEPTH = 32
-_MAX_SCHEMA_NODES = 10_000
-"""Schemas, or values of an `enum`, that are read for one argument or one `$ref`. A larger one may be of any type."""
+_MAX_SCHEMA_NODES = 100_000
+"""Schemas and values of `enum` that are read for all tools of a request. Arguments after that may be of any type."""
 _MAX_VALUE_DEPTH = 128
 """Deeper values stay text: writing them as JSON later could exhaust the stack."""
 
 
 @dataclass(frozen=True)
 class ArgumentType:
-    """JSON types that an argument may have, and the strings among its enumerated values."""
+    """JSON types that an argument may have, and the strings among its enumerated values that look like other JSON."""
 
     types: frozenset[str] = _ALL
     options: frozenset[str] = frozenset()
@@ -60,62 +60,81 @@ class ArgumentType:
         return unfit or (text, json.dumps(text, ensure_ascii=False))
 
 
+_ANY = ArgumentType()
+
+
 class ToolSchemas:
     """The argument types of a set of tools (OpenAI function format). Unknown tools and arguments may be of any type.
 
-    The samples of a request share one, so each part of a schema is read once.
+    All schemas are read here, in the order of the tools and of their arguments, so that grammar and parser agree about
+    a schema that is too large. The samples of a request share one object.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._parameters: dict[str, Mapping[str, Any]] = {}
-        self._known: dict[tuple[str, str], ArgumentType] = {}
-        self._references: dict[str, dict[str, frozenset[str]]] = {}  # types by `$ref`, per tool
+        self._known: dict[str, dict[str, ArgumentType]] = {}
+        self._others: dict[str, ArgumentType] = {}  # of the arguments that a tool does not list
+        reader = _SchemaReader()
         for tool in tools or ():
             function = function_of(tool) if isinstance(tool, Mapping) else {}
             name, parameters = function.get("name"), function.get("parameters")
-            if isinstance(name, str) and isinstance(parameters, Mapping):
-                self._parameters[name] = parameters
+            if not isinstance(name, str) or not isinstance(parameters, Mapping):
+                continue
+            properties = parameters.get("properties")
+            listed = properties.items() if isinstance(properties, Mapping) else ()
+            known: dict[str, ArgumentType] = {}
+            self._known[name] = known
+            for key, schema in listed:
+                if reader.exhausted:
+                    break
+                known[key] = reader.read(schema, parameters)
+            rest = reader.read(parameters.get("additionalProperties"), parameters)
+            self._others[name] = _ANY if reader.exhausted else rest
 
     def type_of(self, tool: str | None, key: str) -> ArgumentType:
-        parameters = self._parameters.get(tool or "", {})
-        properties = parameters.get("properties")
-        if not isinstance(properties, Mapping) or key not in properties:
-            key, schema = "", parameters.get("additionalProperties")
-        else:
-            schema = properties[key]
-        known = self._known.get((tool or "", key))
-        if known is None:
-            options = frozenset(o for o in _options(schema, parameters) if isinstance(o, str))
-            walk = _Walk(parameters, self._references.setdefault(tool or "", {}))
-            known = ArgumentType(walk.types(schema) or _ALL, options)
-            self._known[tool or "", key] = known
-        return known
+        """The type of the argument `key` of `tool`."""
+        known = self._known.get(tool or "", {}).get(key)
+        return known or self._others.get(tool or "", _ANY)
 
 
-class _Walk:
-    """The JSON types that schemas of one tool allow. `seen` holds the references of `root` already followed."""
+class _SchemaReader:
+    """Reads the schemas of arguments. The target of a reference is read once, however often and in whatever spelling
+    it is referred to, and equal results are one object."""
 
-    def __init__(self, root: Mapping[str, Any], seen: dict[str, frozenset[str]]) -> None:
-        self._root, self._seen = root, seen
+    def __init__(self) -> None:
         self._left = _MAX_SCHEMA_NODES
+        self._targets: dict[int, frozenset[str]] = {}  # by identity: the tools outlive the reader
+        self._enums: dict[int, frozenset[str]] = {}
+        self._found: dict[tuple[frozenset[str], frozenset[str]], ArgumentType] = {}
 
-    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+    def read(self, schema: Any, root: Mapping[str, Any]) -> ArgumentType:
+        """The type of an argument with this schema, which may refer to parts of `root`."""
+        types, options = self._types(schema, root) or _ALL, self._options(schema, root)
+        return self._found.setdefault((types, options), ArgumentType(types, options))
+
+    @property
+    def exhausted(self) -> bool:
+        return self._left < 0
+
+    def _take(self, nodes: int) -> bool:
+        self._left -= nodes
+        return self._left >= 0
+
+    def _types(self, schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
         """JSON types that a schema allows; all of them if it does not say, or is too large or too deep."""
-        self._left -= 1
-        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH or self._left < 0:
+        if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH or not self._take(1):
             return _ALL
         ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
         if isinstance(ref, str):
-            if ref not in self._seen:
-                self._seen[ref] = frozenset()  # a schema that refers to itself adds nothing
-                # A limit of its own: the result must not depend on which argument is read first.
-                self._seen[ref] = _Walk(self._root, self._seen).types(_target(self._root, ref), depth + 1)
-            return self._seen[ref]
+            target = _target(root, ref)
+            if id(target) not in self._targets:
+                self._targets[id(target)] = frozenset()  # a schema that refers to itself adds nothing
+                self._targets[id(target)] = self._types(target, root, depth + 1)
+            return self._targets[id(target)]
         names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
-        spelled = (name.lower() for name in names[:_MAX_SCHEMA_NODES] if isinstance(name, str))
+        spelled = (name.lower() for name in names if isinstance(name, str)) if self._take(len(names)) else ()
         found = frozenset(_ALIASES.get(name, name) for name in spelled) & _ALL
         if not found and isinstance(enum, list | tuple):
-            found = frozenset().union(*map(_json_types, enum)) if len(enum) <= _MAX_SCHEMA_NODES else _ALL
+            found = frozenset().union(*map(_json_types, enum)) if self._take(len(enum)) else _ALL
         if not found and "const" in schema:
             found = _json_types(schema["const"])
         for word in ("anyOf", "oneOf", "allOf"):
@@ -123,16 +142,21 @@ class _Walk:
             if not found and isinstance(branches, list | tuple) and branches:
                 if len(branches) > self._left:
                     return _ALL
-                sets = [self.types(branch, depth + 1) for branch in branches]
+                sets = [self._types(branch, root, depth + 1) for branch in branches]
                 found = _ALL.intersection(*sets) if word == "allOf" else frozenset().union(*sets)
         return (found or _ALL) | ({"null"} if schema.get("nullable") is True else frozenset())
 
-
-def _options(schema: Any, root: Mapping[str, Any]) -> Sequence[Any]:
-    if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
-        schema = _target(root, schema["$ref"])
-    options = schema.get("enum") if isinstance(schema, Mapping) else None
-    return options if isinstance(options, list | tuple) and len(options) <= _MAX_SCHEMA_NODES else ()
+    def _options(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+        """The strings of an `enum` that are JSON of another type; for any other text they make no difference."""
+        if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            schema = _target(root, schema["$ref"])
+        options = schema.get("enum") if isinstance(schema, Mapping) else None
+        if not isinstance(options, list | tuple):
+            return frozenset()
+        if id(options) not in self._enums:
+            strings = [option for option in options if isinstance(option, str)] if self._take(len(options)) else []
+            self._enums[id(options)] = frozenset(option for option in strings if parse_json(option) is not None)
+        return self._enums[id(options)]
 
 
 def _target(root: Mapping[str, Any], ref: str) -> Any:

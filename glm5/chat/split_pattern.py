@@ -1,4 +1,4 @@
-"""The regular expressions with which a tokenizer.json may split text.
+"""How text is cut before it is encoded: at special tokens, by regular expressions, and into pieces of bounded length.
 
 A checkpoint's file is untrusted, and the library's engine backtracks: with a pattern made for it, a prompt of some
 hundred characters takes hours. Whether a pattern is harmless cannot be tried out, so only those of published tokenizers
@@ -8,6 +8,8 @@ are accepted, unless the operator vouches for another one.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -62,3 +64,34 @@ def check_split(step: dict[str, Any]) -> None:
             "its pattern for splitting text is not that of a published tokenizer and could make prompts take hours; if "
             f"you trust the file, set {TRUST}=1"
         )
+
+
+def pieces(text: str, longest: int = 1 << 18) -> Iterator[str]:
+    """`text` in pieces of at most `longest` characters that have the ids of the whole text.
+
+    It is cut after a single line end, at which the split rules of byte-level tokenizers always cut. A text without any
+    is cut anyway, which may change the ids next to the cut.
+    """
+    start = 0
+    while len(text) - start > longest:
+        end = text.rfind("\n", start + 1, start + longest)
+        while end > 0 and (text[end - 1].isspace() or text[end + 1].isspace()):
+            end = text.rfind("\n", start + 1, end)
+        end = end + 1 if end > 0 else start + longest
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def any_of(words: Iterable[str]) -> str:
+    """A regular expression for the longest of the words, factored by common beginnings: however many there are, each
+    place of a text costs at most the length of one word."""
+    tails: dict[str, list[str]] = {}
+    for word in words:
+        tails.setdefault(word[0], []).append(word[1:])
+    parts = []
+    for head, found in tails.items():
+        longer = [tail for tail in found if tail]
+        rest = f"(?:{any_of(longer)})" if longer else ""
+        parts.append(re.escape(head) + rest + ("?" if len(longer) < len(found) and longer else ""))
+    return "|".join(parts)

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from glm5.chat.split_pattern import SPLIT, check_split
+from glm5.chat.split_pattern import SPLIT, any_of, check_split, pieces
 from glm5.errors import CheckpointError, ConfigError, TooLongError
 from glm5.files import read_small
 
@@ -69,6 +69,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEFAULT_TEMPLATE_VERSION = "5.2"
 TEMPLATE_FILE = "chat_template.jinja"
+_LONG = 1 << 20  # characters of texts that are encoded in one call
+_MOST_ADDED, _MOST_ADDED_CHARS = 16_384, 128
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
@@ -123,8 +125,7 @@ class Tokenizer:
         self._bpe = tokenizers.Tokenizer.from_str(json.dumps(plain))
         self._bytes = self._byte_table(data["model"])
         self._special_ids = frozenset(self.special.values())
-        longest_first = sorted(self.special, key=len, reverse=True)
-        self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._special_pattern = re.compile(any_of(self.special))
         self.vocab_size = len(self._bytes)
         self._longest = max(map(len, self._bytes))
         self._most = 0
@@ -253,24 +254,37 @@ class Tokenizer:
             raise self._too_long()
         ids: list[int] = []
         for piece, special in self.split_special(text):
-            ids += [self.special[piece]] if special else self.encode(piece)
+            ids += self._spend([self.special[piece]]) if special else self.encode(piece)
         return ids
 
-    def split_special(self, text: str) -> list[tuple[str, bool]]:
+    def split_special(self, text: str) -> Iterator[tuple[str, bool]]:
         """`text` cut around the strings of special tokens, as (piece, whether it is one); no piece is empty."""
-        pieces = self._special_pattern.split(text)
-        return [(piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece]
+        start = 0
+        for match in self._special_pattern.finditer(text):
+            if match.start() > start:
+                yield text[start : match.start()], False
+            yield match[0], True
+            start = match.end()
+        if start < len(text):
+            yield text[start:], False
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text, in parallel, with special token strings as plain text."""
-        if self._left is not None and sum(map(len, texts)) > self._left * self._longest:
+        """`encode` of every text, with special token strings as plain text. Short texts are encoded in parallel, long
+        ones piece by piece, because the library takes some 300 bytes of memory per byte of text."""
+        size = sum(map(len, texts))
+        if self._left is not None and size > self._left * self._longest:
             raise self._too_long()  # refuse before spending seconds and gigabytes
-        found = self._bpe_ids(texts)
+        if size <= _LONG:
+            return [self._spend(ids) for ids in self._bpe_ids(texts)]
+        return [[i for piece in pieces(text) for i in self._spend(self._bpe_ids([piece])[0])] for text in texts]
+
+    def _spend(self, ids: list[int]) -> list[int]:
+        """The ids, counted against the limit of `bounded`. Raises TooLongError above it."""
         if self._left is not None:
-            self._left -= sum(map(len, found))
+            self._left -= len(ids)
             if self._left < 0:
                 raise self._too_long()
-        return found
+        return ids
 
     def _bpe_ids(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast variant does not track offsets; we do not need them.
@@ -328,9 +342,13 @@ def _checked(data: Any) -> dict[str, Any]:
     for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if data["model"].get(setting):
             raise ValueError(f"its model sets {setting}")
+    if len(data["added_tokens"]) > _MOST_ADDED:
+        raise ValueError(f"it adds more than {_MOST_ADDED:,} tokens")
     for token in data["added_tokens"]:
         if type(token["id"]) is not int or not isinstance(token["content"], str) or not token["content"]:
             raise ValueError("an added token has no text or no id")
+        if len(token["content"]) > _MOST_ADDED_CHARS:
+            raise ValueError(f"an added token has more than {_MOST_ADDED_CHARS} characters")
     splitter = data["pre_tokenizer"]
     steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
     for step in steps:

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.documents import Document
 from glm5.errors import DataError
@@ -19,7 +20,7 @@ from glm5.files import publish_dir, verify_manifest
 SPLITS = ("train", "held_out")
 _TYPES = ("uint16", "uint32")
 _ENCODED_DOCUMENTS = 1024
-_ENCODED_CHARACTERS, _PIECE = 1 << 20, 1 << 18
+_ENCODED_CHARACTERS = 1 << 20
 
 
 class Paths(Sequence[str]):
@@ -157,23 +158,6 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndar
             size += len(piece)
     encode()
     return [np.concatenate([*parts, np.array([end], dtype=dtype)]) for parts in found]
-
-
-def pieces(text: str, longest: int = _PIECE) -> Iterator[str]:
-    """`text` in pieces of at most `longest` characters that have the ids of the whole text.
-
-    It is cut after a single line end, at which the split rules of byte-level tokenizers always cut. A text without any
-    is cut anyway, which may change the ids next to the cut.
-    """
-    start = 0
-    while len(text) - start > longest:
-        end = text.rfind("\n", start + 1, start + longest)
-        while end > 0 and (text[end - 1].isspace() or text[end + 1].isspace()):
-            end = text.rfind("\n", start + 1, end)
-        end = end + 1 if end > 0 else start + longest
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def build_shards(

@@ -29,7 +29,7 @@ class IndexerState:
 class Indexer(nn.Module):
     """Scores every key for every query with a few small heads and one shared key head; RoPE on the first dimensions.
 
-    `rule` is another rule of selection, for experiments (see `set_rule`); a copy of the model does not have it.
+    `rule` is another rule of selection, for experiments (see `set_rule`); `GLM5ForCausalLM.clone` keeps it.
     """
 
     def __init__(self, config: GLM5Config) -> None:

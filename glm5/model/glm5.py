@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
+from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
@@ -153,6 +154,10 @@ class GLM5ForCausalLM(nn.Module):
             for name, tensor in self.state_dict().items():
                 if name in own or ".self_attn." not in name:
                     own[name].copy_(tensor)
+        rules = {name: module.rule for name, module in self.named_modules() if isinstance(module, Indexer)}
+        for name, module in fresh.named_modules():
+            if isinstance(module, Indexer):
+                module.rule = rules.get(name)
         return fresh
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:

@@ -86,5 +86,11 @@ def moe(
     scaling: float,
 ) -> Tensor:
     """Router, routed and shared experts: x [M, D], gate [E, D], bias [E] in fp32, stacks of gate_up [E, 2 I, D] and
-    down [E, D, I], the same two matrices of the shared expert -> [M, D]. Ties go to the lower expert."""
-    return _moe(x.contiguous(), gate, bias, [*stacks, *shared], top_k, normalise, scaling)
+    down [E, D, I], the same two matrices of the shared expert -> [M, D]. Ties go to the lower expert. Raises ValueError
+    if a tensor has another dtype or is not contiguous."""
+    matrices = [*stacks, *shared]
+    if bias.dtype != torch.float32:  # a model that was cast by other means than `cast`
+        bias = bias.float()
+    if any(tensor.dtype != x.dtype or not tensor.is_contiguous() for tensor in (gate, *matrices)):
+        raise ValueError(f"moe needs contiguous tensors of {x.dtype}")
+    return _moe(x.contiguous(), gate, bias.contiguous(), matrices, top_k, normalise, scaling)

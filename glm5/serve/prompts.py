@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from glm5.chat.arguments import ToolSchemas
@@ -31,11 +30,11 @@ class Prompt:
     thinking: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     begun: bool = False
+    schemas: ToolSchemas = field(init=False)
+    """The types of the tools' arguments, for all samples of the request."""
 
-    @functools.cached_property
-    def schemas(self) -> ToolSchemas:
-        """The types of the tools' arguments, for all samples of the request."""
-        return ToolSchemas(self.tools)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schemas", ToolSchemas(self.tools))
 
 
 @dataclass(frozen=True)

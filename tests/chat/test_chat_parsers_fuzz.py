@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -342,33 +343,39 @@ def test_reading_a_hostile_value_takes_seconds(unit: str) -> None:
     assert time.process_time() - began < 6
 
 
-def test_a_schema_is_walked_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools are part of a request, so their schemas may be as large as a body; keys and samples may be many."""
-    walked, real = 0, arguments._json_types
-
-    def counted(value: Any) -> frozenset[str]:
-        nonlocal walked
-        walked += 1
-        return real(value)
+def test_schemas_of_any_size_are_read_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools are part of a request: a schema may be as large as a body, with many keys, references and samples."""
+    read = 0
 
     class Branch(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            nonlocal walked
-            walked += key == "$ref"
+            nonlocal read
+            read += key == "$ref"
             return super().get(key, default)
 
-    monkeypatch.setattr(arguments, "_json_types", counted)
-    many = {"anyOf": [Branch(type="integer")] * 9000}
+    spellings = ["".join(parts) for parts in itertools.product(("~0", "~"), repeat=6)]
+    options = [str(i) for i in range(9000)]
     parameters = {
         "properties": {f"k{i}": {"$ref": "#/$defs/many"} for i in range(50)}
-        | {"large": {"anyOf": [Branch(type="integer")] * 20_000}, "enum": {"enum": [1] * 20_000}},
-        "$defs": {"many": many},
+        | {f"s{i}": {"$ref": f"#/$defs/{name}"} for i, name in enumerate(spellings)}
+        | {f"e{i}": {"$ref": "#/$defs/enum"} for i in range(50)}
+        | {"large": {"anyOf": [Branch(type="integer")] * 200_000}, "after": {"type": "integer"}},
+        "$defs": {
+            "many": {"anyOf": [Branch(type="integer")] * 9000},
+            "~" * 6: {"anyOf": [Branch(type="boolean")] * 9000},
+            "enum": {"type": "string", "enum": [*options, "red"]},
+        },
     }
     schemas = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     for _ in range(3):
         parser = ChatParser(schemas, thinking=False)
-        for key in ("large", "enum", *(f"k{i}" for i in range(50))):
+        for key in parameters["properties"]:
             parser.feed(f"<tool_call>f<arg_key>{key}</arg_key><arg_value>2</arg_value></tool_call>")
-    assert walked < 12_000
-    assert schemas.type_of("f", "k7").types == {"integer"}
-    assert len(schemas.type_of("f", "large").types) == len(schemas.type_of("f", "enum").types) == 7
+    assert read <= 18_000
+    found = {key: schemas.type_of("f", key) for key in parameters["properties"]}
+    assert found["k7"].types == {"integer"} and found["s63"].types == {"boolean"}
+    assert found["e0"].options == set(options) and all(found[f"e{i}"] is found["e0"] for i in range(50))
+    assert len(found["large"].types) == 7 and found["after"].types == {"integer"}
+    monkeypatch.setattr(arguments, "_MAX_SCHEMA_NODES", 20)
+    few = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert all(len(few.type_of("f", key).types) == 7 for key in ("s63", "after", "unknown"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer, split_pattern
 from glm5.chat import tokenizer as tokenizer_module
-from glm5.chat.split_pattern import check_split
+from glm5.chat.split_pattern import any_of, check_split, pieces
 from glm5.errors import CheckpointError, ConfigError, TooLongError
 
 TEXTS = ["the cat sat on the mat, the end.\n" * 4, "def f(x):\n    return x + 12345\n", "naïve 语言模型 🙂"]
@@ -178,13 +180,13 @@ def test_random_damage_is_a_clear_error_or_harmless(data: st.DataObject) -> None
 
 
 def test_split_special() -> None:
-    assert TRAINED.split_special("a<|user|><|user|>b") == [
+    assert list(TRAINED.split_special("a<|user|><|user|>b")) == [
         ("a", False),
         ("<|user|>", True),
         ("<|user|>", True),
         ("b", False),
     ]
-    assert TRAINED.split_special("") == []
+    assert list(TRAINED.split_special("")) == []
 
 
 def test_damaged_files_give_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,8 @@ def test_damaged_files_give_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_that_the_library_cannot_split_is_too_long() -> None:
     """The library gives up with a panic, which is no Exception and would end a server or a run."""
     with pytest.raises(TooLongError, match="too long to be split"):
-        Tokenizer.byte_level().encode(" " * 12_000_000)
+        Tokenizer.byte_level()._bpe_ids([" " * 12_000_000])
+    assert len(Tokenizer.byte_level().encode(" " * 12_000_000)) == 12_000_000  # in pieces
 
 
 @pytest.mark.parametrize("pattern", sorted(split_pattern.KNOWN))
@@ -247,3 +250,43 @@ def test_an_operator_may_vouch_for_a_pattern(monkeypatch: pytest.MonkeyPatch) ->
         Tokenizer(own)
     monkeypatch.setenv(split_pattern.TRUST, "1")
     assert Tokenizer(own).vocab_size == TRAINED.vocab_size
+
+
+WORDS = st.text("ab<|é", min_size=1, max_size=6)
+
+
+@given(st.sets(WORDS, min_size=1), st.text("ab<|é", max_size=60))
+def test_any_of_finds_the_longest_word(words: set[str], text: str) -> None:
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    assert re.findall(any_of(words), text) == re.findall(longest_first, text)
+
+
+def test_many_added_tokens_cost_a_text_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern of 15,000 alternatives took minutes per megabyte; this one goes along each place once."""
+    many = json.loads(altered())
+    first = max(token["id"] for token in many["added_tokens"]) + 1
+    many["added_tokens"] += [{"id": first + i, "content": f"<<{i}"} for i in range(15_000)]
+    tokenizer = Tokenizer(json.dumps(many))
+    assert list(tokenizer.split_special("<" * 100_000 + "<<14999")) == [("<" * 100_000, False), ("<<14999", True)]
+    for changed, told in ((["x"] * 20_000, "more than 16,384 tokens"), (["x" * 129], "more than 128 characters")):
+        many["added_tokens"] = [{"id": i, "content": text} for i, text in enumerate(changed)]
+        with pytest.raises(ValueError, match=told):
+            Tokenizer(json.dumps(many))
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, real = 0, Tokenizer._bpe_ids
+
+    def counted(self: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+        nonlocal read
+        read += sum(map(len, texts))
+        return real(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "_bpe_ids", counted)
+    for text in ("x<" * 4_000_000, "<|user|>" * 1_000_000):
+        with pytest.raises(TooLongError, match="more than 200000 tokens"):
+            Tokenizer.byte_level().bounded(200_000).encode(text, allow_special=True)
+    assert read <= 1 << 19
+    text = "def f(x):\n    return x\n\n\nclass A: pass\n" * 40_000
+    whole = TRAINED.encode(text)
+    assert whole == TRAINED.bounded(10**7).encode(text) == [i for part in pieces(text) for i in TRAINED.encode(part)]

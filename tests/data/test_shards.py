@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.shards import build_shards, encode_documents, open_shard, pieces
+from glm5.data.shards import build_shards, encode_documents, open_shard
 from glm5.data.sources import Document
 from glm5.errors import DataError
 from glm5.files import MANIFEST

@@ -163,6 +163,11 @@ def test_small_batch_moe(experts: int, top: int, normalise: bool, rows: int, dty
             expected[m] += 2.5 * scores[e] / total * swiglu_mlp(matrices[0][e], matrices[1][e], row)
         expected[m] += swiglu_mlp(matrices[2], matrices[3], row)
     found = small_batch_moe(x, gate, bias, matrices, top, normalise)
+    half = bias.to(torch.bfloat16)  # as in a model that was cast with torch's `.to`, which casts the bias too
+    rounded = small_batch_moe(x, gate, half, matrices, top, normalise)
+    assert torch.equal(rounded, small_batch_moe(x, gate, half.float(), matrices, top, normalise))
+    with pytest.raises(ValueError, match="moe needs contiguous tensors"):
+        small_batch_moe(x, gate, bias, [matrices[0].double(), *matrices[1:]], top, normalise)
     assert_near(found, expected, dtype)
 
 

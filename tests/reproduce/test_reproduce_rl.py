@@ -79,6 +79,10 @@ def test_a_model_with_a_rule_selects_by_it_until_it_is_taken_away(small: Any) ->
     set_rule(model, OtherRule(torch.Generator().manual_seed(0)))
     ruled = [run() for _ in range(2)]
     assert not torch.equal(ruled[0], ruled[1]) and not torch.equal(ruled[0], first)
+    rules = {module.rule for module in model.clone().modules() if isinstance(module, Indexer)}
+    assert rules == {next(m.rule for m in model.modules() if isinstance(m, Indexer))}, (
+        "the engine computes with a clone"
+    )
     set_rule(model, None)
     assert torch.equal(run(), first) and not torch.equal(first, usual)
 

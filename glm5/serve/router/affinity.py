@@ -55,10 +55,12 @@ def _by_beginning(fields: Mapping[str, Any]) -> Affinity:
             _digest(_start(next((fields[k] for k in ("prompt", "input", "text", "input_ids") if k in fields), "")))
         )
     system = [_text(fields["system"])] if fields.get("system") else []
-    rest = [message for message in messages if isinstance(message, dict)]
-    while rest and rest[0].get("role") in ("system", "developer"):
-        system.append(_text(rest.pop(0).get("content")))
-    first = _text(rest[0].get("content")) if rest else ""
+    first = ""
+    for message in (message for message in messages if isinstance(message, dict)):
+        if message.get("role") not in ("system", "developer"):
+            first = _text(message.get("content"))
+            break
+        system.append(_text(message.get("content")))
     if not system:
         return Affinity(_digest(first))
     return Affinity(_digest(*system), _digest(*system, first))
