@@ -18,6 +18,7 @@ from pathlib import Path
 from glm5.errors import CheckpointError, Glm5Error
 
 MANIFEST = "manifest.json"
+_MOST_MANIFEST = 64 << 20  # bytes
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -184,9 +185,9 @@ def verify_manifest(
     if not path.exists():
         return False
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_small(path, _MOST_MANIFEST))["files"]
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise error(f"{path} is damaged; the {kind} cannot be trusted. {remedy}") from None
     edited = []
     for name, (size, digest) in expected.items():

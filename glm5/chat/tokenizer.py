@@ -70,7 +70,7 @@ STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEFAULT_TEMPLATE_VERSION = "5.2"
 TEMPLATE_FILE = "chat_template.jinja"
 _LONG = 1 << 20  # characters of texts that are encoded in one call
-_MOST_ADDED, _MOST_ADDED_CHARS = 16_384, 128
+_MOST_ADDED, _MOST_ADDED_CHARS, _MOST_STEPS = 16_384, 128, 8
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
@@ -351,6 +351,8 @@ def _checked(data: Any) -> dict[str, Any]:
             raise ValueError(f"an added token has more than {_MOST_ADDED_CHARS} characters")
     splitter = data["pre_tokenizer"]
     steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    if len(steps) > _MOST_STEPS:
+        raise ValueError(f"its pre-tokenizer has more than {_MOST_STEPS} steps")
     for step in steps:
         if step["type"] == "Split":
             check_split(step)

@@ -15,12 +15,13 @@ from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.documents import Document
 from glm5.errors import DataError
-from glm5.files import publish_dir, verify_manifest
+from glm5.files import publish_dir, read_small, verify_manifest
 
 SPLITS = ("train", "held_out")
 _TYPES = ("uint16", "uint32")
 _ENCODED_DOCUMENTS = 1024
 _ENCODED_CHARACTERS = 1 << 20
+_MOST_INFO = 16 << 20  # bytes of shards.json
 
 
 class Paths(Sequence[str]):
@@ -184,7 +185,7 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
     """Memory-map one split. Raises DataError if the folder is not a shard folder, is damaged or belongs to another
     tokenizer."""
     try:
-        info: Mapping[str, Any] = json.loads((folder / "shards.json").read_text(encoding="utf-8"))
+        info: Mapping[str, Any] = json.loads(read_small(folder / "shards.json", _MOST_INFO))
         dtype = np.dtype(_TYPES[_TYPES.index(info["dtype"])])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{folder} contains no token shards; make them with `glm5 data build`.") from None
@@ -199,6 +200,8 @@ def open_split(folder: Path, split: str, dtype: np.dtype) -> Shard:
     """Memory-map the files of a `SplitWriter`. Raises DataError if one is missing or does not fit the others."""
     path, paths = folder / f"{split}.tokens", folder / f"{split}.paths"
     try:
+        if not all((folder / f"{split}.{part}").is_file() for part in ("tokens", "borders", "bytes")):
+            raise OSError
         borders = np.fromfile(folder / f"{split}.borders", dtype=np.int64)
         shard = Shard(
             tokens=np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype),

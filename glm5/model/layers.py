@@ -66,7 +66,8 @@ class MLP(nn.Module):
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
-        native = None if exact else small_batch.kernels_for(x, self.down_proj.weight)
+        up, down = self.gate_up_proj.weight, self.down_proj.weight
+        native = None if exact else small_batch.kernels_for(x, up, down)
         if native is not None:
-            return small_batch.mlp(native, x, self.gate_up_proj.weight, self.down_proj.weight)
+            return small_batch.mlp(native, x, up, down)
         return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)

@@ -78,20 +78,14 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        local = not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None
-        if local and small_batch.suits(x, self.experts.down_proj):
-            gate, routed, shared = self.gate, self.experts, self.shared_experts
-            return small_batch.moe(
-                x,
-                gate.weight,
-                gate.e_score_correction_bias,
-                (routed.gate_up_proj, routed.down_proj),
-                (shared.gate_up_proj.weight, shared.down_proj.weight),
-                gate.top_k,
-                gate.normalise,
-                gate.scaling,
-            )
-        weights, experts, scores = self.gate(x)
+        gate = self.gate
+        if not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None:
+            routed = (self.experts.gate_up_proj, self.experts.down_proj)
+            shared = (self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight)
+            if small_batch.suits(x, gate.weight, *routed, *shared):
+                bias = gate.e_score_correction_bias
+                return small_batch.moe(x, gate.weight, bias, routed, shared, gate.top_k, gate.normalise, gate.scaling)
+        weights, experts, scores = gate(x)
         if ctx.router_stats is not None:
             real = ctx.batch * ctx.length
             ctx.router_stats.append(RouterStats(self.layer, scores[:real], experts[:real]))

@@ -15,18 +15,21 @@ MOST_ROWS = 64
 """Largest number of rows for these kernels; with more rows BLAS is as fast."""
 
 
-def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a registered kernel of this module takes x [M, D]: few rows, no gradient, one dtype."""
-    return _few(x, weight) and registered(x) and weight.is_contiguous()
+def suits(x: Tensor, *weights: Tensor) -> bool:
+    """Whether a registered kernel of this module takes x [M, D]: few rows, no gradient, and all weights contiguous and
+    of its dtype."""
+    return _fit(x, weights) and registered(x)
 
 
-def kernels_for(x: Tensor, weight: Tensor) -> Kernels | None:
-    """The kernels if x [M, D] has few rows and needs no gradient; None if the caller must use the general form."""
-    return kernels(x) if _few(x, weight) and weight.is_contiguous() else None
+def kernels_for(x: Tensor, *weights: Tensor) -> Kernels | None:
+    """The kernels if they take x [M, D] (see `suits`); None if the caller must use the general form."""
+    return kernels(x) if _fit(x, weights) else None
 
 
-def _few(x: Tensor, weight: Tensor) -> bool:
-    return x.ndim == 2 and x.shape[0] <= MOST_ROWS and x.dtype == weight.dtype and not torch.is_grad_enabled()
+def _fit(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
+    if x.ndim != 2 or x.shape[0] > MOST_ROWS or torch.is_grad_enabled():
+        return False
+    return all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -86,11 +89,8 @@ def moe(
     scaling: float,
 ) -> Tensor:
     """Router, routed and shared experts: x [M, D], gate [E, D], bias [E] in fp32, stacks of gate_up [E, 2 I, D] and
-    down [E, D, I], the same two matrices of the shared expert -> [M, D]. Ties go to the lower expert. Raises ValueError
-    if a tensor has another dtype or is not contiguous."""
-    matrices = [*stacks, *shared]
+    down [E, D, I], the same two matrices of the shared expert -> [M, D]. Ties go to the lower expert. The caller asks
+    `suits` about all matrices."""
     if bias.dtype != torch.float32:  # a model that was cast by other means than `cast`
         bias = bias.float()
-    if any(tensor.dtype != x.dtype or not tensor.is_contiguous() for tensor in (gate, *matrices)):
-        raise ValueError(f"moe needs contiguous tensors of {x.dtype}")
-    return _moe(x.contiguous(), gate, bias.contiguous(), matrices, top_k, normalise, scaling)
+    return _moe(x.contiguous(), gate, bias.contiguous(), [*stacks, *shared], top_k, normalise, scaling)

@@ -136,6 +136,7 @@ def split_by(pattern: object, behavior: str = "Isolated") -> dict[str, object]:
         (altered(pre_tokenizer=split_by({"String": "a"})), "not that of a published tokenizer"),
         (altered(pre_tokenizer=split_by({"Regex": r"(?<=q)(?:\w*\w*\w*\w*z)|[\s\S]"})), "not that of a published"),
         (altered(pre_tokenizer=split_by({"Regex": "a"}, "Removed")), "would lose text"),
+        (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 9}), "more than 8 steps"),
         (altered(pre_tokenizer={"type": "Whitespace"}), "Whitespace would change text"),
         (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": []}), "ByteLevel"),
         (altered(pre_tokenizer=None), "NoneType"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -162,6 +163,18 @@ def test_names_are_read_when_they_are_asked_for(folder: Path) -> None:
             shard.paths[0]
     with pytest.raises(DataError, match="missing or damaged"):
         open_shard(folder, "train", verify=False)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+@pytest.mark.parametrize("name", ["manifest.json", "shards.json", "train.borders", "train.tokens", "train.bytes"])
+def test_files_of_shards_are_files(folder: Path, name: str, kind: str) -> None:
+    """A pipe would never answer, and a device never end."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name) if kind == "a pipe" else (folder / name).symlink_to("/dev/zero")
+    for verify in (True, False):
+        if verify or name != "manifest.json":
+            with pytest.raises(DataError):
+                open_shard(folder, "train", TOKENIZER, verify=verify)
 
 
 @pytest.mark.parametrize("place", [0, 1])
