@@ -28,7 +28,8 @@ def feeds_of(spans: Sequence[Span], drafts: Drafts | None) -> list[Feed]:
 def draw_tokens(
     runner: Runner, spans: Sequence[Span], hidden: Tensor, drafts: Drafts | None
 ) -> tuple[list[list[Sampled]], list[int]]:
-    """Tokens of every span from the trunk's hidden states [total, D], and how many drafts each window accepts.
+    """Draw the tokens of every span from the trunk's hidden states [total, D]. Returns them, and the number of accepted
+    drafts for each span that has drafts.
 
     A span in the middle of its prompt gets no token. A scored span gets its own tokens, with their log-probabilities.
     """

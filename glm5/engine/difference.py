@@ -1,4 +1,4 @@
-"""How far the fast mode of an engine is from the exact one, measured on tokens that it has just generated."""
+"""How far the fast mode of an engine is from the exact one, measured on tokens that the engine has just generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from glm5.records import Completion
 class Difference:
     """Log-probabilities of generated tokens, against the learner's forward pass over the same sequences and weights.
 
-    `unequal` of `tokens` differ in any bit; `mean_abs` and `max_abs` are in nats. An exact engine in fp32 has zeros.
+    Of the `tokens` compared, `unequal` differ in at least one bit. `mean_abs` and `max_abs` are in nats. All are zero
+    for an exact engine in fp32.
     """
 
     tokens: int

@@ -82,7 +82,8 @@ class Engine:
             raise EngineError(f"cache_tokens must be above {PAGE + ahead}, chunk and max_batch at least 1.")
         self.max_length = min(self.max_length, cache_tokens - ahead)
         self.cache_tokens, self.chunk = cache_tokens, chunk
-        self._prefix_cache = prefix_cache and not config.has_recurrent_layers  # a state cannot return to a branch
+        # A recurrent state cannot go back to the end of a cached prefix.
+        self._prefix_cache = prefix_cache and not config.has_recurrent_layers
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
         self.weight_version = 0
         self.counts = Counts([0] * self.drafts)
@@ -119,8 +120,8 @@ class Engine:
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Start over after a failure: fresh pages, cache and scheduler, same weights and version. Drops all requests
-        unfinished. Raises EngineBroken if the engine still cannot compute."""
+        """Start over after a failure: fresh pages, cache and scheduler, same weights and version. Drops all requests;
+        they stay unfinished. Raises EngineBroken if the engine still cannot compute."""
         for name in ("steps", "runner", "scheduler", "radix", "pool"):
             setattr(self, name, None)  # free the memory before allocating again
         self._build()
@@ -236,7 +237,7 @@ class Engine:
         if self._grammars is None:
             if self.tokenizer is None:
                 raise EngineError("Grammars and bad_words need a tokenizer; this model directory has none.")
-            with self._grammars_lock:  # other threads ask too
+            with self._grammars_lock:  # other threads may read this property too
                 self._grammars = self._grammars or Grammars(self.tokenizer)
         return self._grammars
 
@@ -252,7 +253,7 @@ class Engine:
 
     @property
     def accepted(self) -> list[int]:
-        """At k: how many verifications accepted draft k + 1 and all before it."""
+        """Entry k (from 0): the number of verifications that accepted at least the first k + 1 drafts."""
         return self.counts.accepted
 
     @torch.no_grad()
@@ -301,9 +302,9 @@ class Engine:
             self.radix.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Current values and counters since the start. `cached_tokens` are in the prefix cache, `hit_tokens` are prompt
-        tokens that it saved. `accepted[k]` counts the `rounds` that accepted draft k + 1 and all before it. `seconds`
-        is the time by phase."""
+        """Current values and counters since the start. `cached_tokens` are in the prefix cache. `hit_tokens` are prompt
+        tokens that were not computed because the prefix cache had them. `accepted[k]` counts the `rounds` that accepted
+        at least the first k + 1 drafts. `seconds` is the time by phase."""
         radix = self.radix
         return {
             "running": len(self.scheduler.running),

@@ -12,14 +12,17 @@ from glm5.errors import EngineError
 MAX_GRAMMAR = 64 * 1024
 """Maximum characters of a client's grammar."""
 MAX_QUOTED = 2000
-"""Maximum characters of one string, regular expression or comment in it."""
+"""Maximum characters of one string, regular expression or comment in a client's grammar."""
 MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
 """Maximum number of rules and brackets, of conjunctions and negations, and of repetitions, in this order. The library
-follows references by recursion and survives some 1,500 in a row; 200 conjunctions take it minutes."""
+follows references by recursion and fails if a chain of references is longer than about 1,500. It needs minutes for 200
+conjunctions."""
 MAX_HIDDEN = 1000
-"""Maximum number of colons and brackets inside strings and expressions too: the library may tokenize differently."""
+"""Maximum number of colons and brackets if those inside strings and expressions count too. The library may see other
+strings in the text than we do."""
 MAX_GBNF = 4_000_000
-"""Maximum of characters times rules in GBNF: the library reads the whole text again per link of a chain of rules."""
+"""Maximum of (number of characters) * (number of rules) in GBNF. In a chain of rules, the library reads the whole text
+again for each reference."""
 
 _GBNF = re.compile(r"(?m)^[ \t]*root[ \t]*::=")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*+"|(?://|#)[^\n]*+|/(?:\\.|[^/\\\n])*+/|(["/])')
@@ -36,10 +39,12 @@ def checked(text: str) -> str:
     limits = [(marks, limit, bare) for marks, limit in MAX_MARKS] + [(":([", MAX_HIDDEN, text)]
     for marks, limit, where in limits:
         if sum(map(where.count, marks)) > limit:
-            raise EngineError(f"The grammar has more than {limit} of {' '.join(marks)}, the limit of this server.")
+            raise EngineError(
+                f"The grammar has more than {limit} of the characters {' '.join(marks)}; this server allows no more."
+            )
     if odd := re.search(r"%(?!ignore\b)\w*|<[^>\s]*|@\w*", bare):
         raise EngineError(
-            f"The grammar has {odd[0][:50]!r}; only rules of strings, regular expressions and %ignore are allowed."
+            f"The grammar has {odd[0][:50]!r}; only rules (of strings and regular expressions) and %ignore are allowed."
         )
     return text
 
@@ -54,7 +59,7 @@ def _blank(quoted: re.Match[str]) -> str:
 
 def _translated(text: str) -> str:
     """Convert GBNF to Lark's notation."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark  # installed if any grammar can be enforced
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # part of llguidance
 
     rules = text.count("::=")
     if rules > MAX_MARKS[0][1] or rules * len(text) > MAX_GBNF:
@@ -62,5 +67,5 @@ def _translated(text: str) -> str:
         raise EngineError(f"The grammar is too large: at most {limits} are allowed in GBNF.")
     try:
         return str(gbnf_to_lark(text)).removeprefix("%llguidance {}")
-    except Exception as error:  # it raises plain Python errors
+    except Exception as error:  # the library raises plain Python errors
         raise EngineError(f"The grammar is not valid GBNF: {str(error)[:200]}.") from None

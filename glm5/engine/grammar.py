@@ -1,4 +1,4 @@
-"""Grammars: which tokens may come next, so that an answer is JSON of a schema, one of some choices, or a tool call.
+"""Grammars: which tokens may come next. So an answer is, for example, JSON of a schema, a given choice or a tool call.
 
 llguidance (extra `grammar`) computes the masks from grammars in Lark's notation, which `glm5.engine.grammar_rules`
 writes. This module adds the tokenizer, limits, clear errors, and some state around the library's matcher: a think block
@@ -28,16 +28,16 @@ from glm5.records import GrammarSpec
 KEPT_BYTES = 256 << 20
 """Compiled grammars are kept for later requests, up to this cost (see `OWN_BYTES`): 32 grammars of usual size."""
 KEPT_STEPS = 50_000
-"""Each is kept for at most this many sampled tokens, because every new text makes its lexer larger."""
+"""A compiled grammar is kept for at most this many sampled tokens, because every new text makes its lexer larger."""
 OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
-"""Cost of a compiled grammar: a constant plus an amount per character of its text. Usual grammars take 0.1 MB;
-expressions over Unicode classes take 4 MB at once, and all that `LEXER_STATES` allow some 20 MB."""
+"""Cost of a compiled grammar: a constant plus an amount per character of its text. Usual grammars take 0.1 MB.
+Expressions over Unicode classes take 4 MB from the start. A lexer with `LEXER_STATES` states takes some 20 MB."""
 LEXER_STATES = 16_000
 COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 2_000
 """Limits of the work at compile time and per token. A grammar that exceeds them is refused or fails."""
 FREE_SECONDS, SECONDS_PER_STEP = 2.0, 0.005
 """CPU time that all samples of a compiled grammar may take together: a fixed part, and a part per token. With 154,000
-ids usual grammars take 0.1 to 0.4 ms per token, a class of characters counted to 1000 takes 4."""
+ids, usual grammars take 0.1 to 0.4 ms per token; a character class repeated up to 1000 times takes 4 ms."""
 
 Result = TypeVar("Result")
 _THINKING = ("</think>", "<tool_call>")
@@ -84,7 +84,8 @@ class Grammars:
         return llguidance, llguidance.LLTokenizer(vocabulary, eos_token=list(self.tokenizer.stop_token_ids)), limits
 
     def has_room(self, spec: GrammarSpec, limit: int) -> bool:
-        """Whether this grammar and all others in use cost at most `limit` bytes. Unused kept grammars make room."""
+        """Whether this grammar and all others in use cost at most `limit` bytes. Drops kept grammars, the oldest first,
+        until they do; a dropped grammar that is in use still counts."""
         with self._lock:
             if spec.kind == "any" or self._fresh(spec) is not None:
                 return True
@@ -97,7 +98,7 @@ class Grammars:
         return sum(source.size for source in self._living)
 
     def _fresh(self, spec: GrammarSpec) -> _Source | None:
-        """The compiled grammar, if it is known and not worn. Worn ones are dropped."""
+        """The compiled grammar if it is known and not `worn`, else None. Drops all kept grammars that are `worn`."""
         for key in [key for key, source in self._kept.items() if source.worn]:
             del self._kept[key]
         found = self._known.get((spec.kind, spec.value, spec.many))
@@ -134,8 +135,8 @@ def _size(text: str) -> int:
 
 @dataclass(eq=False)
 class _Source:
-    """A compiled grammar that samples copy. The copies share a lexer that grows with use, so it is dropped after
-    `KEPT_STEPS` steps or if one of them failed. A slow one is kept: then it is refused if it is asked for again."""
+    """A compiled grammar that samples copy. The copies share a lexer that grows with use, so a grammar is dropped after
+    `KEPT_STEPS` steps, or if a copy failed. A slow grammar is kept, so that the next request for it is refused."""
 
     matcher: Any
     size: int
@@ -145,11 +146,13 @@ class _Source:
 
     @property
     def worn(self) -> bool:
+        """Whether the grammar must be dropped and compiled again for new requests."""
         return self.failed or (self.steps >= KEPT_STEPS and not self.slow)
 
     @property
     def slow(self) -> bool:
-        """Whether its samples have taken too much time. It takes no more steps then, so that it stays so."""
+        """Whether the samples of this grammar have taken too much time. A slow grammar takes no more steps, so it stays
+        slow."""
         return self.seconds > FREE_SECONDS + SECONDS_PER_STEP * self.steps
 
     def timed(self, work: Callable[..., Result], *arguments: object) -> Result:
@@ -177,9 +180,9 @@ class Compiled:
 
 
 class GrammarState:
-    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once its stop
-    token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer that cannot
-    end), `slow` says that the grammar takes too much time; in both cases the caller must end the sample."""
+    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once the
+    sample's stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer
+    that cannot end). `slow` says that the grammar takes too much time. In both cases the caller must end the sample."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -202,13 +205,14 @@ class GrammarState:
 
     @property
     def slow(self) -> bool:
-        """Whether all samples of its grammar have taken too much time."""
+        """Whether the samples of this grammar have together taken too much time."""
         return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, or after `drafted`. `mask` holds zeros, one bit per id.
 
-        After a draft that does not fit, all bits are set. If no token fits, the sample fails and gets stop tokens.
+        After a draft that does not fit, all bits are set. If no token fits, `failed` is set, and only the
+        bits of stop tokens are set in `mask`.
         """
         before, moved = self.failed, 0
         try:

@@ -5,8 +5,9 @@ budget with blanks. The chat template writes the same format, and the released m
 
 A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; the marks are special
 tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser (`glm5.chat.parsers`)
-reads an argument's text by its schema. The grammar admits exactly what it reads back as valid: plain text if only a
-string is allowed, JSON if no string is allowed, and if both are allowed, also text that is not JSON of the other types.
+reads an argument's text by the argument's schema. The grammar admits exactly the texts that the parser reads as valid:
+plain text if only a string is allowed; JSON if no string is allowed; if both are allowed, JSON of the other types and
+any text that is not JSON of these types.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from glm5.errors import EngineError
 from glm5.records import GrammarSpec
 
 MAX_TEXT = 256 * 1024
-"""Maximum characters of a schema, an expression or a list. The library's own limits bound what compiles."""
+"""Maximum characters of a schema, an expression or a list. What they compile to has limits of the library's own."""
 MAX_PATTERN = 2000
 MAX_CHOICES = 2000
 MAX_HOPS = 16
@@ -36,8 +37,8 @@ MAX_DIVISORS = 10_000
 MAX_WRITTEN = 1 << 20
 """Maximum characters of the grammar passed to the library."""
 MAX_SHARED = 4_000_000
-"""Maximum characters of the schemas of all arguments together; an argument with a reference counts its tool's schema
-again. Bounds our own work on forced calls."""
+"""Maximum characters of the schemas of all arguments together. Each argument with a reference adds the whole schema of
+its tool's parameters. Bounds our own work on forced calls."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -91,8 +92,8 @@ def _parsed(text: str, kind: type, what: str, form: str) -> Any:
 
 
 def _check_size(value: Any, what: str) -> None:
-    """Compile time of an object grows with the square of its optional properties. Time and memory grow with the
-    divisors of `multipleOf`: one state per remainder. Raises EngineError if a value exceeds these limits."""
+    """Raises EngineError if `value` would take too much time or memory to compile. The compile time of an object grows
+    with the square of its optional properties. A `multipleOf` needs one state per remainder."""
     level, remainders, together = [value], 0, 1
     for _ in range(MAX_NESTING):
         inner: list[Any] = []
@@ -102,7 +103,10 @@ def _check_size(value: Any, what: str) -> None:
                 states = _states(node["multipleOf"])
                 remainders, together = remainders + states, math.lcm(together, states)
                 if max(remainders, together) > MAX_DIVISORS:
-                    text = f"{what} has `multipleOf` of too many remainders; at most {MAX_DIVISORS} are allowed."
+                    text = (
+                        f"{what} has a `multipleOf` that is too large or has too many decimal places; at most "
+                        f"{MAX_DIVISORS} remainders are allowed."
+                    )
                     raise EngineError(text)
             properties = node.get("properties") if isinstance(node, dict) else None
             required = node.get("required") if isinstance(node, dict) else None
@@ -116,7 +120,8 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def _states(divisor: float) -> int:
-    """Number of remainders, in units of the divisor's last decimal place; above the limit if the divisor is not > 0."""
+    """Estimate of the number of remainders: the divisor as a fraction, numerator times denominator. Above the limit if
+    the divisor is not positive."""
     try:
         exact = Fraction(str(divisor))
     except ValueError:
@@ -231,8 +236,8 @@ class _Calls:
         self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
-        """A string or another type: the parser prefers JSON of another type to a string. If the schema restricts such a
-        type, its values have their own rule, and free text must not look like them."""
+        """A string or another type: the parser prefers JSON of another type to a string. If the schema restricts this
+        other type, its values get a rule of their own, and the rule for text excludes what looks like them."""
         bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
         literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
         unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))
@@ -382,7 +387,7 @@ def _is_free(schema: Any, root: _References, kind: str) -> bool:
 def _free_of(text: str, marks: Sequence[str], what: str) -> str:
     if any(mark in text for mark in marks):
         raise EngineError(
-            f"{what} contains {next(mark for mark in marks if mark in text)}, which would end it in a call."
+            f"{what} contains {next(mark for mark in marks if mark in text)}; in a call it would be cut off there."
         )
     return text
 

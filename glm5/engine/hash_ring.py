@@ -1,8 +1,8 @@
 """A consistent-hash ring with bounded load: all turns of an id go to the same rank (§4.1).
 
-Every rank owns many points of a circle. An id belongs to the rank of the next point after its own. A rank that joins
-takes an equal share from all others; a rank that leaves spreads its ids over all others; no other id moves. Nothing
-here depends on time, chance or call order: two processes with the same ranks agree.
+Every rank owns many points of a circle. An id is also a point, and belongs to the rank of the next point. A
+rank that joins takes an equal share from all others; a rank that leaves spreads its ids over all others; no other id
+moves. Nothing here depends on time, chance or call order: two processes with the same ranks agree.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ POINTS = 128
 """Points per rank. The shares of ranks differ by about 1 / sqrt(POINTS)."""
 SLACK = 0.25
 FLOOR = 2
-"""A rank with more than `(1 + SLACK) * mean + FLOOR` requests in flight sends ids on. Below the floor an engine has
-room in its batch, and a cached prefix is worth more than an even load."""
+"""A rank with `(1 + SLACK) * mean + FLOOR` or more requests in flight gets no new ones; another rank takes them. Below
+the floor an engine has room in its batch, and a cached prefix is worth more than an even load."""
 
 
 class HashRing:
@@ -78,9 +78,10 @@ class HashRing:
     def pick(self, key: str, load: Mapping[int, int], *, spill: str | None = None, avoid: Collection[int] = ()) -> int:
         """The rank for the next request of an id, given the number of requests in flight per rank.
 
-        This is the owner, unless it is in `avoid` or overloaded. Otherwise it is the first rank with room on the walk
-        from `spill`, a finer id (default: `key`). So requests that share a key can overflow to many ranks, and each
-        finer id overflows to one. Raises LookupError if no rank is left.
+        This is the owner of `key`, unless that rank is in `avoid` or overloaded. Then it is the first rank with room on
+        the walk from `spill`, a more specific id of the request (default: `key`). So the requests of one key can
+        overflow to many ranks, but those with the same `spill` overflow to the same rank. Raises LookupError if no rank
+        is left.
         """
         open_ranks = self._ranks.difference(avoid)
         if not open_ranks:

@@ -13,8 +13,9 @@ from glm5.records import SamplingParams
 
 @dataclass(frozen=True)
 class Speculation:
-    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted draft k + 1 and
-    all before it; `accept_length` = tokens per verification, including the verified token (1: no draft accepted)."""
+    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted at least the
+    first k + 1 drafts; `accept_length` = tokens per verification, including the verified token (1: no draft was
+    accepted)."""
 
     token_ids: list[list[int]]
     rounds: int

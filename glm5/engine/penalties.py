@@ -240,7 +240,8 @@ def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: 
 
 
 def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Forbid stop ids before `min_tokens`, except in a row with no other possible token (a complete grammar)."""
+    """Forbid stop ids before `min_tokens`, except in a row with no other possible token (for example, if its grammar
+    allows only the end)."""
     early = [
         (row, token)
         for row, state in enumerate(states)

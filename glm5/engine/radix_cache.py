@@ -107,7 +107,8 @@ class RadixCache:
         self.pool.free([best.page])
 
     def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Insert a sequence with its `pages`. Leave a partly filled last page out if its owner keeps writing to it."""
+        """Insert a sequence with its `pages`. If a request still writes to a partly filled last page, the caller leaves
+        this page out."""
         root = node = self._roots.get(namespace) or Node((), None, namespace=namespace)
         for at, page in zip(range(0, len(tokens), PAGE), pages, strict=False):
             key = tuple(tokens[at : at + PAGE])
@@ -152,7 +153,7 @@ class RadixCache:
         heapq.heapify(self._oldest)
 
     def _reclaim(self, count: int) -> None:
-        """Evict `count` pages in LRU order. The caller knows that so many are unreferenced."""
+        """Evict `count` pages in LRU order. At least `count` cached pages must be unreferenced."""
         goal = self.pool.unused + count
         while self.pool.unused < goal:
             if not self._oldest:
@@ -160,7 +161,7 @@ class RadixCache:
                 continue
             used, _, node = heapq.heappop(self._oldest)
             if used != node.used or node.page is None or self.pool.held(node.page):
-                continue  # used, evicted or referenced; its owner will touch it
+                continue  # used since, evicted or referenced; the next use adds a new entry
             if any(child.page is not None for child in node.children.values()):
                 continue  # evicted after its children
             parent = node.parent
@@ -169,8 +170,8 @@ class RadixCache:
                 heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
     def _collect(self) -> None:
-        """Search the whole tree for leaves to evict. If there is none, an unreferenced page has referenced children (a
-        sequence with its own pages for the same prefix): drop such a branch."""
+        """Search the whole tree for leaves to evict. There may be none: a sequence with its own pages for a prefix can
+        reference only the children of the cached pages. Then drop the oldest unreferenced page and all below it."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
         leaves = [node for node in loose if all(child.page is None for child in node.children.values())]
@@ -218,7 +219,7 @@ class RadixCache:
         if not self.pool.available:
             return False
         data, size = node.stored, len(node.tokens)
-        self._unstore(node)  # before making room, which could drop it
+        self._unstore(node)  # first: making room for the page could drop its stored copy
         (page,) = self.pool.alloc(1)
         self.pool.load(page, size, data)
         node.page = page

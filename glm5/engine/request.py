@@ -18,10 +18,10 @@ class Request:
 
     `tokens` are prompt and output. The pages contain the first `stored` of them. The model continues at `next`, which
     is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D] that predicts
-    the token after the last one; if it is set, the last token waits for its drafts and is not part of a prefill.
-    `namespace` None keeps the request out of the prefix cache. `number` counts requests, `row` is its row in the page
-    table. With `score` nothing is sampled: the completion gets the log-probabilities of the prompt's tokens after the
-    first. `error` is set if the request failed.
+    the token after the last one; if it is set, the last token is read together with the next drafts, not in a
+    prefill. `namespace` None keeps the request out of the prefix cache. `number` is the running number of the request,
+    `row` its row in the page table. With `score` nothing is sampled: the completion gets the log-probabilities of the
+    prompt's tokens after the first. `error` is set if the request failed.
     """
 
     prompt_ids: list[int]
@@ -58,12 +58,14 @@ class Request:
 
     @property
     def target(self) -> int:
-        """How many tokens the model must have read before the next one can be drawn or drafted, or all are scored."""
+        """Number of tokens that the model must read before the next token can be drawn or drafted. With `score`: before
+        all tokens have scores."""
         return self.length - (self.score or self.carried is not None)
 
     def agrees(self, other: Request, count: int) -> bool:
-        """Whether the first `count` tokens are those of another request. Compares each token once, for a prompt may
-        wait hundreds of steps for another one: `agreed` holds the tokens in common by request number, -1 if fewer."""
+        """Whether the first `count` tokens are equal to those of another request. A prompt may wait hundreds of steps
+        for another, so each token is compared once: `agreed` has, by the other's number, how many first tokens are
+        known to be equal, or -1 after a difference."""
         known = self.agreed.get(other.number, 0)
         if 0 <= known < count:
             known = count if self.tokens[known:count] == other.tokens[known:count] else -1

@@ -29,8 +29,8 @@ class Feed:
 class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
-    MLA takes all tokens in one flat batch without padding if it selects keys, and in exact mode. Other attention needs
-    rows of equal length, so feeds are grouped by length. In exact mode none of this changes a token's bits.
+    MLA takes all tokens in one flat batch without padding if it selects keys or the mode is exact. Otherwise attention
+    needs rows of equal length, so feeds are grouped by length. In exact mode none of this changes a token's bits.
     """
 
     def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:

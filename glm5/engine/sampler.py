@@ -18,7 +18,7 @@ from glm5.ops.cross_entropy import log_distribution, output_logits
 from glm5.records import SamplingParams
 
 SHORT = 256
-"""Tokens to check before sorting a whole vocabulary."""
+"""Number of likeliest tokens to sort first. The whole vocabulary is sorted only if they do not decide."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ def distributions(
     """The log-probabilities [n, V] in fp32 that the next token of each row is drawn from, after the request's
     penalties, biases, masks, temperature and filters. Impossible tokens have -inf.
 
-    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To verify drafts, pass a state once
-    per position, and in `drafted[i]` the tokens between those that the state of row i has recorded and the row. A
-    window of two drafts a, b has `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft that its
-    grammar forbids is not masked, because that draft is rejected. A greedy row (`state.greedy`) has the distribution at
-    temperature 1 without filters; its argmax is the choice.
+    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To verify drafts, pass the state
+    once per position. `drafted[i]` has the drafts that come before the token of row i and that its state has not
+    recorded. A window of two drafts a, b has `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft
+    that the grammar forbids is not masked, because that draft is rejected. A greedy row (`state.greedy`) has the
+    distribution at temperature 1 without filters; its argmax is the choice.
 
     The bits of a row without penalties, biases or masks do not depend on its neighbours' parameters. With `exact=False`
-    the number of rows may change its last digits.
+    the number of rows may change the last digits of a row.
     """
     rows = hidden.shape[0]
     if exact:
@@ -137,8 +137,9 @@ def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Apply min-p, then top-k, then top-p to log-distributions [n, V] after temperature, and renormalise.
 
     min-p keeps tokens with at least that fraction of the likeliest token's probability. top-k keeps the k likeliest of
-    them. top-p keeps the fewest likeliest tokens that reach that share of the remaining mass (the order of vLLM). Ties
-    fall to lower ids. Sorting a vocabulary is slow, so only the `SHORT` likeliest are sorted if that decides a row.
+    them. top-p keeps the smallest number of likeliest tokens that together have the share p of the remaining mass. This
+    is vLLM's order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so
+    only the `SHORT` likeliest are sorted if that decides a row.
     """
     cut = _Cut(params, logp)
     if logp.shape[1] <= SHORT:

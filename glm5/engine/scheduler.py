@@ -29,9 +29,9 @@ class Scheduler:
     Every running request that has read its prompt gets its next token in every step. Prompts are read in chunks within
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
     admitted when its known tokens fit. When pages run out, the youngest running request is preempted: it frees its
-    pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes what the prefix
-    cache has lost of it. While prompts are read or wait, scored rows get at most half the budget, and prompts pass
-    them.
+    pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes those of its
+    tokens that are no longer in the prefix cache. While prompts are read or wait, scored rows get at most half the
+    budget, and prompts may overtake them in the queue.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         scoring = self._share(budget) if any(r.score for r in self.running) else 0
         spans: list[Span] = []
         at = 0
-        while at < len(self.running):  # preemption removes requests from its end
+        while at < len(self.running):  # preemption removes requests from the end
             request = self.running[at]
             at += 1
             if request.carried is not None and request.next == request.length - 1:
@@ -93,8 +93,8 @@ class Scheduler:
         return True
 
     def admit(self, spans: list[Span]) -> None:
-        """Add requests from the queue to a plan until budget, rows or pages run out. Admits none while a running
-        request that is not scored has to wait."""
+        """Add requests from the queue to a plan until budget, rows or pages run out. Admits none if the plan leaves out
+        a running request, unless that is a request to score."""
         if not self.waiting or not self._rows:
             return
         if sum(not span.request.score for span in spans) < sum(not request.score for request in self.running):

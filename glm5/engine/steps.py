@@ -28,9 +28,9 @@ log = get_logger("engine")
 
 @dataclass
 class Counts:
-    """Counters of steps since the start. `accepted[k]` are the `rounds` that accepted draft k + 1 and all before it;
-    `seconds` is the time by phase; `failed_steps` are forward passes or draws that raised, `failed_requests` their
-    causes."""
+    """Counters of steps since the start. `accepted[k]` counts the `rounds` that accepted at least the first k + 1
+    drafts. `seconds` is the time by phase. `failed_steps` counts forward passes or draws that raised, `failed_requests`
+    the requests that caused this."""
 
     accepted: list[int]
     rounds: int = 0
@@ -149,7 +149,7 @@ class Steps:
         finally:
             for span in spans:
                 span.request.coming = 0
-            wait((coming,))  # in any case, two threads must not use one request
+            wait((coming,))  # also after an error: two threads must not use one request
         return coming.result()
 
     # Results.
@@ -186,7 +186,7 @@ class Steps:
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
         """Give a request its tokens. Returns how many tokens of the span are now part of its sequence. Raises
-        RequestFailed if a token has probability 0."""
+        RequestFailed if a log-probability is NaN or plus infinity."""
         request, done = span.request, span.request.completion
         taken = 0
         for token in fresh:
@@ -232,8 +232,8 @@ class Steps:
     def _apart(
         self, items: list[Item], work: Callable[[list[Item]], None], again: Callable[[Item], Item | None]
     ) -> None:
-        """Do `work` on all items except those whose requests make it raise. `again` returns the item to retry after a
-        failure that it may have caused itself, or None."""
+        """Do `work` on all items except those whose requests make it raise. Before an item is retried,
+        `again` returns it as it was before the failure, or None if it must not be retried."""
         parts, attempts = [items], 0
         while parts:
             part = parts.pop()

@@ -28,7 +28,7 @@ VISIBLE_MARKERS = (
 
 
 class StopMatcher:
-    """Text in, the part before the first stop string out.
+    """Takes text in pieces and returns the part before the first stop string.
 
     The first stop string is the one that is complete first; if several end at the same character, the longest counts.
     The output does not depend on how the text is cut. `matched` is the stop string once found, `cut` the number of
@@ -80,13 +80,13 @@ class StopMatcher:
 
 
 class StopStringDetector:
-    """Tokens of one sample in, its text out, up to the first stop string.
+    """Takes the tokens of one sample and returns its text up to the first stop string.
 
     Args:
         stops: stop strings; an empty one never matches.
         silent: further ids without text (the ids that stop the sample); special tokens outside `VISIBLE_MARKERS` are
             always silent.
-        min_tokens: a stop string counts only if it begins after so many tokens.
+        min_tokens: a stop string counts only if it begins after this many tokens.
         keep: the stop string is part of the text.
     """
 

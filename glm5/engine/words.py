@@ -58,7 +58,7 @@ class Words:
         return self.order[first:last]
 
     def holding(self, texts: Sequence[bytes]) -> NDArray[np.intp]:
-        """The ordinary tokens that contain one of `texts` (whole characters)."""
+        """The ordinary tokens that contain one of `texts`. Each of `texts` consists of whole characters."""
         if not texts:
             return self.order[:0]
         anywhere = re.compile(b"(?:" + b"|".join(map(re.escape, texts)) + b")[^\xff]*")
@@ -80,14 +80,15 @@ class Words:
 class Spelling:
     """Texts that ordinary tokens must not complete, however the texts are split into tokens.
 
-    The state, a number, is the longest suffix of the text so far that begins one of the texts; special tokens reset it.
+    The state is a number. It stands for the longest end of the answer so far that is the beginning of one of the texts.
+    Special tokens reset it.
     """
 
     def __init__(self, words: Words, texts: Sequence[str]) -> None:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
         self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
-        # Per state: the remainders of the texts that would complete them, up to the length of a token.
+        # Per state: the missing rest of each text that begins with the state, if a token can be that long.
         self._rests: dict[int, list[bytes]] = {}
         for text in self._texts:
             state = 0
@@ -95,7 +96,7 @@ class Spelling:
                 if n and len(text) - n <= words.longest:
                     self._rests.setdefault(state, []).append(text[n:])
                 state = self._next[state][char]
-        self._ends: dict[int, list[NDArray[np.intp]]] = {}  # the tokens that begin with these
+        self._ends: dict[int, list[NDArray[np.intp]]] = {}  # per state and rest: tokens that begin with it
         self._masks: dict[int, Mask] = {}
         self._whole = ~words.mask(words.holding(self._texts))
 

@@ -23,6 +23,6 @@ def mean_centred(rewards: Sequence[float]) -> list[float]:
 def distillation(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """sg[log pi_teacher(y_t) - log pi_student(y_t)] per token (Eq. 2, §3.5), from two tensors of equal shape.
 
-    If the student sampled the tokens, its expectation is minus the reverse KL(student || teacher).
+    If the student sampled the tokens, the expectation of this advantage is minus the reverse KL(student || teacher).
     """
     return (teacher_logprobs - student_logprobs).detach()

@@ -19,8 +19,8 @@ class Controller:
     """Schedules one stage. `max_staleness = 0` is synchronous RL.
 
     A rollout is (group, member): sample `member` of prompt `group`. Group g may start only if
-    g < (pushed + 1 + max_staleness) * prompts + dropped groups. Responses that are still too stale at the end are
-    dropped (§4.1).
+    g < (pushed + 1 + max_staleness) * prompts + dropped groups. Responses that are too stale when an update
+    would use them are dropped (§4.1).
     """
 
     def __init__(self, stage: PolicyStage) -> None:
@@ -37,7 +37,7 @@ class Controller:
         """Whether a weight push to the engine is under way; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
-        """While a state is due: the pushed version that still limits which groups may start."""
+        """While a state is due: the value of `pushed` when it became due, which limits the groups. Else None."""
 
     @property
     def concurrency(self) -> int:
@@ -91,11 +91,11 @@ class Controller:
         self.pushed, self.pushing = self.version, False
 
     def saves(self) -> bool:
-        """Whether to save a state now. Call it once after every update, after any push that can happen immediately.
+        """Whether to save a state now. Call it once after every update. If a push can happen at once, push first.
 
-        A state is due every `save_every` updates. It contains no rollouts. So once it is due, newly pushed weights
-        allow no further rollouts until all started rollouts are trained on. Runs with and without an interruption drain
-        in the same way and end with the same numbers.
+        A state is due every `save_every` updates. A state contains no rollouts. So while one is due, a push
+        allows no further groups to start; the state is saved after all started groups were used or dropped. Runs with
+        and without an interruption wait in the same way and end with the same numbers.
         """
         every = self._stage.optim.save_every
         if every and self.version % every == 0 and self._landing is None:
@@ -108,7 +108,7 @@ class Controller:
         self._landing = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed stage needs; complete only if `saves` returned True."""
+        """What a resumed stage needs. It is complete only if `saves` returned True."""
         return {"next_group": self._next[0], "buffer": self.buffer.counts}
 
     def restore(self, version: int, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from glm5.train.loop import build_optimizer, clip_gradients
 from glm5.train.losses import target_logprobs
 
 ROWS_PER_STEP = 16
-"""Packed rows per forward pass. It bounds memory and does not change gradients."""
+"""Packed rows per forward pass. This number bounds memory and does not change gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Learner:
             at += len(batch)
         self.version += 1
         numbers = total.numbers()
-        if "loss" in numbers:  # the sum of one mean per step
+        if "loss" in numbers:  # so far a sum of the steps' means
             numbers["loss"] /= len(batches)
         return numbers | {"grad_norm": sum(norms) / len(norms), "lr": rate}
 
@@ -150,9 +150,9 @@ class Learner:
     def forward(
         self, samples: Sequence[TrainSample], whole: Counts | None = None, old: Sequence[Tensor] | None = None
     ) -> PolicyBatch:
-        """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole`
-        counts the whole optimizer step; None: these samples are the whole step. `old` has the log-probabilities
-        before the update; None if it has taken no step yet."""
+        """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole` has
+        the counts of the optimizer step, or is None if these samples are the complete step. `old` has the
+        log-probabilities before the update, or is None if the update has taken no step yet."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
         logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)

@@ -24,7 +24,7 @@ from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import open_episode
 
 SPLIT = "rl"
-"""Split of rollouts and difficulty measurements; demonstrations and evaluations have no problem of it."""
+"""Split of rollouts and difficulty measurements; demonstrations and evaluations use no problem of this split."""
 
 SPAN = 100_000
 """Distance between the first problem indices of consecutive seeds."""
@@ -38,9 +38,10 @@ _log = get_logger(__name__)
 class PromptStream:
     """Maps a group number to a problem of the rollout split; depends only on group number, stage and seed.
 
-    In the first n groups, every family has its share of n to within one, so batches keep the ratios as closely as whole
-    numbers allow. No problem of a family repeats before all were used. Entries of one family with equal options share
-    its problems without overlap. Families with a `difficulty` need `measure` first.
+    For every n, the number of groups of each family among the first n differs by at most one from the family's exact
+    share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all were
+    used. If several entries have the same family and options, its problems are divided among them. Families with a
+    `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:
@@ -121,7 +122,7 @@ class PromptStream:
             rate = sum(count.rate for count in counts.values()) / len(counts)
             self.numbers |= {f"pass_rate/{label}": rate, f"kept_share/{label}": len(sampler.kept) / len(counts)}
             _log.info(
-                "%s: %d of %d problems of %s are kept; their pass rate is %.3f on average before the choice.",
+                "%s: %d of %d measured problems of %s are kept; the mean pass rate of all measured ones is %.3f.",
                 self.stage.name, len(sampler.kept), len(counts), label, rate,
             )  # fmt: skip
 

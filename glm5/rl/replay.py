@@ -30,8 +30,9 @@ from glm5.records import Outcome, Trajectory, Turn
 
 FILE = "rollouts.jsonl"
 MAX_TOKENS, TOKENS_PER_BYTE = 1 << 15, 32
-"""Tokens that the contexts and outputs of one trajectory may have together when a file is read: so many, and so many
-per byte of its line. A short line can share a long beginning among any number of turns; a hundred turns need some 8."""
+"""Maximum tokens of the contexts and outputs of one trajectory when a file is read: `MAX_TOKENS` plus
+`TOKENS_PER_BYTE` per byte of its line. There is a limit because any number of turns in a short line can refer to one
+long beginning. A usual episode of a hundred turns needs some 8 tokens per byte."""
 
 
 def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str = "", step: int = 1) -> None:
@@ -221,10 +222,10 @@ def _turn(item: Mapping[str, Any], last: Turn | None, where: str, left: int) -> 
     before = (*last.context_ids, *last.output_ids) if last else ()
     shared = _whole(item, "shared", where)
     if shared > len(before):
-        raise DataError(f"{where}: a turn shares {shared} tokens with the {len(before)} before it.")
+        raise DataError(f"{where}: a turn shares {shared} tokens with the previous turn, which has {len(before)}.")
     given, output = _ids(item, "given", where), _ids(item, "output", where)
     if shared + len(given) + len(output) > left:
-        raise DataError(f"{where}: the turns have far more tokens together than the line; they share too much.")
+        raise DataError(f"{where}: the turns have too many tokens for a line of this length; check `shared`.")
     logprobs = tuple(_number(value, "logprobs", where) for value in _typed(item, "logprobs", list, where))
     versions = _ids(item, "versions", where)
     if not len(output) == len(logprobs) == len(versions):

@@ -1,9 +1,9 @@
 """Shows one trajectory of an update token by token, for people: the loss's view of it and its ratios after the step.
 
-`RolloutTrace` observes the loss of an update and keeps one row with an advantage: the row with the ratio farthest from
-1 (the first of several), or, if all ratios are 1, the row with the largest advantage. After the step its tokens are
-scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The file depends
-only on the batch and the weights, so a resumed run writes the same file. Keys:
+`RolloutTrace` observes the loss of an update and keeps one row whose advantage is not 0: the row with the ratio
+farthest from 1 (the first of several), or, if all ratios are 1, the row with the largest advantage. After the step the
+row's tokens are scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The
+file depends only on the batch and the weights, so a resumed run writes the same file. Keys:
 
     step, loss                               the update, as in `metrics.jsonl`, and the name of its objective
     problem, domain, outcome, reward, teacher
@@ -75,7 +75,7 @@ class RolloutTrace:
     def write(
         self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
     ) -> bool:
-        """Write the row's file; call it after the step. Returns False and writes no file if no row had an advantage."""
+        """Write the row's file; call it after the step. Returns False without a file if all advantages were 0."""
         if self._seen is None:
             return False
         sample = self._seen.sample
@@ -95,7 +95,7 @@ def is_due(step: int, config: OptimConfig) -> bool:
 
 
 def _origin(sample: TrainSample, groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """Data of the trajectory that a row came from. It has a turn with exactly the row's tokens."""
+    """Data of the trajectory that a row came from: one of its turns has exactly the row's tokens."""
     row = tuple(sample.ids)
     for trajectory in (t for group in groups for t in group if t.group == sample.group):
         if any((*turn.context_ids, *turn.output_ids) == row for turn in trajectory.turns):

@@ -13,12 +13,12 @@ from glm5.train.loop import StageIO
 
 @dataclass(frozen=True)
 class StageStart:
-    """The same when an interrupted stage starts again.
+    """All these values are the same when an interrupted stage starts again.
 
     policy      the model with the stage's starting weights; copy it (`clone`) before changing anything
     io          `io.folder` is the stage's own folder, `io.metrics` the run's metrics, `io.name` the stage's name
-    checkpoint  the folder of a teacher's checkpoint: an earlier stage, "start" or a path. Raises ConfigError if its
-                tokenizer is not the run's
+    checkpoint  a function that returns the folder of a teacher's checkpoint. The argument is the name of an earlier
+                stage, "start" or a path. Raises ConfigError if the checkpoint's tokenizer is not the run's
     """
 
     policy: GLM5ForCausalLM

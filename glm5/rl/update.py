@@ -22,7 +22,7 @@ def update(
     groups: Sequence[Sequence[Trajectory]],
     observe: Observer | None = None,
 ) -> dict[str, float]:
-    """One update: advantages, train samples and optimizer steps, at the scheduled rate of the learner's version.
+    """One update: advantages, train samples, then optimizer steps at the scheduled rate of the learner's version.
     Returns the metrics of rollouts and update. Raises RolloutError if no trajectory has a sampled token."""
     numbers = rollout_numbers([t for group in groups for t in group], learner.version)
     samples, more = algorithm.samples(groups)

@@ -1,4 +1,4 @@
-"""Access control: API keys, allowed hosts, cross-site requests, concurrent requests. Free of torch, like `errors`."""
+"""Access control: API keys, allowed hosts, cross-site requests, concurrent requests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ ADMIN_PATHS = (
     "/abort_request",
     FLUSH_PATH,
 )
-"""Paths that change the server for everybody. They need the key if set; otherwise they answer only this machine."""
+"""Paths that change the server for everybody. They need the admin key; without an admin key, the API key. If the server
+has neither, they answer only this machine."""
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _PORTS = {"http": "80", "https": "443"}
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 WORKERS_PATH = "/workers"
-"""Router only: its engine processes, with actions on one of them below it. Protected like ADMIN_PATHS."""
+"""Path of a router only: the list of its engine processes. Paths under it act on one process. Protected like
+ADMIN_PATHS."""
 UNCOUNTED = (*OPEN_PATHS, "/metrics")
 """Not counted as concurrent requests: these, and ADMIN_PATHS, must work while a server is full."""
 MAX_KEY_BYTES = 4096
@@ -51,7 +53,7 @@ class Access:
     """Access rules apart from the API key.
 
     Attributes:
-        admin_key: opens ADMIN_PATHS, which the API key then does not open, and everything else.
+        admin_key: opens all paths. If it is set, the API key does not open ADMIN_PATHS.
         origins: other sites that may use this server, like "https://chat.example".
         proxies: addresses and networks with trusted X-Forwarded-For, -Host and -Proto headers.
     """
@@ -92,10 +94,11 @@ class Asker:
 class Guard:
     """ASGI middleware that refuses requests with a wrong key and cross-site requests made by a visitor's browser.
 
-    A browser sends a foreign page's requests without asking the user, and lets the page read the answers if its name
-    resolves to our address (DNS rebinding). Origin and Sec-Fetch-Site show the first, Host the second. Requests beyond
-    `requests` at once get 429. `observe` is called with the path and status of every answer. Every answer carries a
-    request id. With `trusted`, a router in front has checked access already; only `requests` applies.
+    A browser sends the requests of another site's page without asking the user. If the host name of that site resolves
+    to our address (DNS rebinding), the page can also read the answers. The headers Origin and Sec-Fetch-Site show
+    requests from another site; the header Host shows DNS rebinding. Requests beyond `requests` at once get 429.
+    `observe` is called with the path and status of every answer. Every answer carries a request id. With `trusted`, a
+    router in front has checked access already; only `requests` applies.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ def add_guard(
 
 
 def asker_of(scope: Scope, headers: Headers, networks: Collection[Network] = ()) -> Asker:
-    """The client of a request. X-Forwarded-For is read from the right, as long as trusted addresses report it."""
+    """The client of a request. X-Forwarded-For is read from the right, up to the first address that is not trusted."""
     peer = scope.get("client")
     client, host = (None if peer is None else str(peer[0])), headers.get("host", "")
     if not _is_among(client, networks):

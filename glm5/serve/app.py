@@ -70,7 +70,8 @@ def create_app(
         yield
         await asyncio.to_thread(thread.stop, limits.stop_seconds)
 
-    # FastAPI's documentation pages load scripts from other sites; its OpenAPI document lacks our bodies.
+    # FastAPI's documentation pages load scripts from other sites; its OpenAPI document does not
+    # have the schemas of our request bodies.
     app = FastAPI(title="glm5", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     for routes in (openai_routes, responses_routes, anthropic_routes, native_routes):
@@ -152,7 +153,8 @@ def run(
     """Serve a checkpoint directory until interrupted; port 0 selects a free port. Prints the address when ready.
 
     Raises:
-        UsageError: the address is taken or not ours, or it is reachable from other machines and there is no API key.
+        UsageError: the address is in use; or it is not an address of this machine; or other machines can reach it and
+            there is no API key.
         CheckpointError: no model, or no matching tokenizer.
     """
     hosts, limits = hosts_answered(host, api_key, access), fitted(limits or Limits())

@@ -1,5 +1,5 @@
-"""The listening socket, and limits of its connections: number, time to send a request, time to read an answer. Free of
-torch, for router and workers.
+"""The listening socket, and limits of its connections: number, time to send a request, time to read an answer. For
+router and workers, so it imports no torch.
 
 uvicorn bounds neither how long a client takes to send a request or to read an answer, nor the number of connections.
 Clients that send half a header and wait could take every file descriptor and so block the server.
@@ -37,7 +37,7 @@ BURST = 4
 """Connections accepted at once. asyncio would accept all waiting ones before it handles any, whatever the limit."""
 BACKLOG = 1024
 GRACE_SECONDS = 5.0
-"""Seconds between the answer to a body that does not arrive and the end of the connection."""
+"""If a body does not arrive in time: seconds from the error answer to the end of the connection."""
 SLOWEST = 1024
 """Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
         self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
         self._phase: tuple[Any, Any] = (h11.IDLE, None)
         self.since = self.loop.time()  # start of the phase
-        self._stalled: tuple[float, int] | None = None  # since when the client has not read, and the unsent bytes then
+        self._stalled: tuple[float, int] | None = None  # start of the measured time, and the unsent bytes then
         self._ticking = self.loop.call_later(self._every, self._tick)
         if len(self.connections) > limits.connections and not self._make_room():
             transport.write(FULL)
@@ -158,16 +158,17 @@ class Connection(H11Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether no complete request of this connection waits for its answer."""
+        """True if this connection has no complete request that still needs an answer."""
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 
     def drop(self) -> None:
-        """Close it now."""
+        """Close the connection now."""
         self.connections.discard(self)
         self.transport.abort()
 
     def _make_room(self) -> bool:
-        """Drop the oldest unfinished connections of the client with the most of them. False if there are no others."""
+        """Drop the oldest unfinished connections of the client that has the most of them. Returns False if no
+        connection except this one is unfinished."""
         others = [one for one in cast("Iterable[Connection]", self.connections) if one is not self and one.unfinished]
         if not others:
             return False

@@ -40,8 +40,8 @@ class EngineThread:
     """Runs the engine's step loop in a thread of its own. `max_samples` bounds waiting plus running samples.
 
     A request that cannot be computed fails alone (see `Engine.step`). If the engine itself fails, all requests in
-    progress end with EngineFailed, and the engine is rebuilt on the same weights. If that fails too, it is retried
-    later, and `check` raises meanwhile.
+    progress end with EngineFailed, and the engine is rebuilt on the same weights. If rebuilding fails too, it is
+    tried again later, and `check` raises meanwhile.
     """
 
     def __init__(self, engine: Engine, max_samples: int = 256, metrics: Metrics | None = None) -> None:
@@ -68,7 +68,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until then."""
+        """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until it ends."""
         with self._wake:
             wanted = time.monotonic() + seconds
             self._deadline = wanted if self._deadline is None else min(self._deadline, wanted)
@@ -152,7 +152,7 @@ class EngineThread:
         names: Sequence[str] | None = None,
         deadline: float | None = None,
     ) -> list[Completion]:
-        """Score rows under all limits of requests (see `Engine.scored`). Raises like `submit_all`, and EngineError if
+        """Score rows; all limits of requests apply (see `Engine.scored`). Raises like `submit_all`, and EngineError if
         one of `names` is aborted."""
         params = SamplingParams(temperature=temperature, top_logprobs=top_logprobs)
         names = names or [""] * len(rows)
@@ -176,7 +176,7 @@ class EngineThread:
                 self._wake.notify()
 
     def abort(self, name: str | None) -> int:
-        """End the samples of prompts named `name`, or all if it is None. Returns how many there were."""
+        """End the samples of prompts named `name`, or all samples if `name` is None. Returns how many there were."""
         with self._wake:
             found = [(s, i) for s in self._streams for i in list(s.open) if name is None or s.names[i] == name]
         for stream, index in found:
@@ -342,7 +342,7 @@ class EngineThread:
             request, start = stream.requests[index], stream.sent[index]
             done, ids = request.completion, request.completion.token_ids[start:]
             if not request.done and (request.score or not ids):
-                continue  # scores are sent complete: new weights may restart them
+                continue  # send scores only when complete: after new weights, scoring starts again
             stream.sent[index] += len(ids)
             self._measure(stream, index, len(ids))
             tops = done.top_logprobs[start:] or [{} for _ in ids]

@@ -1,7 +1,7 @@
 """Error answers: one sentence and a status, in the format of the client's surface.
 
-The text of an unexpected error never leaves the server: it is logged, and the client gets a fixed sentence. Free of
-torch and of the engine, so a router can use the same formats.
+The text of an unexpected error never leaves the server: it is logged, and the client gets a fixed sentence. This
+module imports neither torch nor the engine, so a router can use the same formats.
 """
 
 from __future__ import annotations

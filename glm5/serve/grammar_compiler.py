@@ -1,5 +1,5 @@
-"""Compiles grammars and prepares `bad_words` in separate threads, so neither the engine thread nor the event loop waits
-for them."""
+"""Compiles grammars and prepares `bad_words` in separate threads. So neither the engine thread nor the event loop
+waits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ LISTS = 4
 
 
 def check_forms(params: Sequence[SamplingParams]) -> None:
-    """Raise EngineError if the prompts of a request use too many different grammars, ApiError if they have too many
-    different lists: with a large vocabulary each takes megabytes, and up to a second to prepare."""
+    """Raise EngineError if the prompts of a request use too many different grammars, ApiError if one field (such as
+    `bad_words`) has too many different lists. With a large vocabulary, each list takes megabytes, and up to a second to
+    prepare."""
     for field in ("bad_words", "stop", "allowed_token_ids"):
         values = {id(value): value for p in params if (value := getattr(p, field))}  # prompts may share one
         if (count := len(set(values.values()))) > LISTS:
@@ -40,8 +41,8 @@ def check_forms(params: Sequence[SamplingParams]) -> None:
 
 class Compiler:
     """Compiles at most `workers` grammars at once, with `waiting` queued or compiling. A request waits up to `seconds`
-    for its own. Requests for the same grammar share the work. `glm5.engine.grammar` bounds the size and the work of a
-    grammar, so every compilation ends. All grammars in use together cost at most `in_use` bytes."""
+    for its grammar. Requests for the same grammar share the work. `glm5.engine.grammar` bounds the size and the work of
+    a grammar, so every compilation ends. All grammars in use together cost at most `in_use` bytes."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class Compiler:
         self._readers: dict[GrammarSpec, int] = {}
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
-        """The compiled grammar. Call it from one event loop only. Unstarted work is dropped with its last waiter.
+        """The compiled grammar. Call it from one event loop only. Work that has not begun is dropped
+        when no request waits for it any more.
 
         Raises:
             EngineError: the grammar cannot be enforced, or did not compile in time.
@@ -96,7 +98,7 @@ class Compiler:
                     work.add_done_callback(lambda _: self._work.pop(spec, None))
 
     async def spell(self, params: Sequence[SamplingParams]) -> None:
-        """Prepare all `bad_words`, so that the engine finds them done. Raises EngineError for bad ones."""
+        """Prepare all `bad_words`, so the engine need not do it. Raises EngineError if a list of them is not valid."""
         for words in dict.fromkeys(p.bad_words for p in params if p.bad_words):
             check_bad_words(words)
             await asyncio.to_thread(self._spelled, words)

@@ -1,4 +1,4 @@
-"""Bodies of requests in, JSON and server-sent events out. Work for a client that disconnects is cancelled.
+"""Reads bodies of requests; writes JSON and server-sent events. Work for a client that disconnects is cancelled.
 
 The JSON encoder holds the GIL until it is done, so long answers are encoded in pieces.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:  # a router runs without torch
     from glm5.serve.samples import Stream
 
 DRAINED = 8
-"""A body of up to this many times the limit is read to its end and dropped: while it writes, a client cannot read the
-error."""
+"""A body that is too long, up to this many times the limit, is read to its end and dropped. A client that is still
+writing could not read the error."""
 PIECE = 64
 """Entries of an iterator that are encoded at once."""
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 GRACE_SECONDS = 10.0
-"""A client that has not read its answer so many seconds after the deadline is disconnected."""
+"""A client that has not read its answer this many seconds after the deadline is disconnected."""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

@@ -103,14 +103,14 @@ class Metrics:
 
 _COUNTED = {
     "prompt_tokens": "Tokens of accepted prompts.",
-    "cached_tokens": "Tokens of prompts, for each sample, that the prefix cache held.",
+    "cached_tokens": "Prompt tokens found in the prefix cache, counted for each sample.",
     "generated_tokens": "Tokens that were sampled.",
     "scored_tokens": "Tokens of prompts that were scored.",
     "engine_failures": "Failures of the engine itself; each ends what is under way and replaces the engine.",
 }
 _TIMED = {
-    "time_to_first_token": "From the acceptance of a request to the first token of a sample.",
-    "time_per_token": "Between tokens of a sample; of several that came together, each has its share.",
+    "time_to_first_token": "Time from the acceptance of a request to the first token of a sample.",
+    "time_per_token": "Time between tokens of a sample; tokens that come together share the time equally.",
 }
 
 

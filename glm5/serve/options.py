@@ -1,5 +1,5 @@
-"""Options of one server: its limits, and its engine's options. Free of torch, and plain values, so a router can pass
-them on."""
+"""Options of one server: its limits, and its engine's options. Plain values and no import of torch, so a
+router can pass them on."""
 
 from __future__ import annotations
 

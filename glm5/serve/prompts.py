@@ -63,7 +63,8 @@ def render(
         turn = normalise(messages[-1], last)
         if turn.role != "assistant" or turn.tool_calls or len(messages) == 1:
             raise DataError(
-                f"{last} cannot be continued; only an assistant message without tool calls, after another message, can."
+                f"{last} cannot be continued; it must be an assistant message without tool calls, and must not be the "
+                "first message."
             )
     ids, thinking = tokenizer.chat_format.render(
         messages[:-1] if ending == "continue" else messages,
@@ -97,7 +98,7 @@ def encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
 
 
 def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
-    """The answer must be a call of tool `name`, or of any tool if it is None; thinking ends at once.
+    """The answer must be a call of tool `name`, or of any tool if `name` is None; thinking ends at once.
 
     Raises:
         ApiError: there is no such tool.

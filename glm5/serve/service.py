@@ -31,7 +31,8 @@ log = get_logger("serve")
 MAX_SCORES = 1 << 20
 """Maximum log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
 READ = 2
-"""Read at most this many times the context of a prompt: enough to report the length of a prompt slightly too long."""
+"""Of a prompt, read at most this many times the context length: enough to report the exact length of a prompt that is
+only a little too long."""
 MAX_ANSWER_SCORES = 1 << 21
 """Maximum log-probabilities of generated tokens in one answer: up to some 70 MB, and five times that in memory."""
 Job = tuple[Sampling, Prompt]
@@ -88,8 +89,8 @@ class Service:
     async def make(
         self, prompt: Callable[..., Prompt], tokenizer: Tokenizer, *arguments: Any, count: int = 0
     ) -> Prompt:
-        """Render or encode in a thread, and not much more text than fits. Raises ApiError if `count` messages cannot
-        fit at one token each, and TooLate if a foreign template takes too long."""
+        """Render or encode a prompt in a thread; text far beyond the end of the context is not read. Raises ApiError if
+        `count` messages cannot fit at one token each, and TooLate if a foreign template takes too long."""
         if count >= self.max_length:
             text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
@@ -201,7 +202,8 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
 
 
 async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
-    """Feed the replies as tokens come. A sample that ends by its text is ended in the engine too."""
+    """Feed the replies as tokens come. If the text of a sample shows that it has ended (as after
+    a stop string), the sample is ended in the engine too."""
     async for delta in stream:
         reply = replies[delta.index]
         if reply.finish_reason is None:
@@ -211,7 +213,7 @@ async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tupl
 
 
 async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
-    """Run all replies to their end. All samples in the engine end with it, also after an error."""
+    """Run all replies to their end. Then all samples of `stream` are cancelled, also after an error."""
     try:
         async for _ in follow(stream, replies):
             pass
@@ -220,7 +222,7 @@ async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
 
 
 def cached_tokens(stream: Stream) -> int:
-    """Cached prompt tokens: for each prompt the maximum over its samples."""
+    """Cached prompt tokens: the maximum over the samples of each prompt, added up over all prompts."""
     total, at = 0, 0
     for part in stream.parts:
         total += max(request.completion.cached_len for request in stream.requests[at : at + part.params.n])

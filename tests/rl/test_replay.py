@@ -53,7 +53,7 @@ def test_turns_that_share_a_long_beginning_have_a_bound(tmp_path: Path, monkeypa
     monkeypatch.setattr(replay, "MAX_TOKENS", 10)
     assert len(replay.read(file)[0]) == 1
     monkeypatch.setattr(replay, "MAX_TOKENS", 9)
-    with pytest.raises(DataError, match="line 1: the turns have far more tokens together than the line"):
+    with pytest.raises(DataError, match="line 1: the turns have too many tokens for a line of this length"):
         replay.read(file)
     monkeypatch.undo()
     turns = [Turn(tuple(range(3000 + 20 * i)), (1,) * 20, (-1.0,) * 20, (0,) * 20, "stop") for i in range(100)]
@@ -160,7 +160,7 @@ def test_batches_are_told_apart(tmp_path: Path) -> None:
         (lambda row: row.update(reward=math.inf), '"reward" contains inf'),
         (lambda row: row.update(outcome="won"), 'unknown outcome "won"; choose one of solved, '),
         (lambda row: row.update(turns=[3]), "a turn is not an object"),
-        (lambda row: row["turns"][0].update(shared=1), "shares 1 tokens with the 0 before it"),
+        (lambda row: row["turns"][0].update(shared=1), "shares 1 tokens with the previous turn, which has 0"),
         (lambda row: row["turns"][1].update(shared=-1), '"shared" is -1'),
         (lambda row: row["turns"][1].update(output=[5, 6]), "2 output tokens have 1 logprobs and 1 versions"),
         (lambda row: row["turns"][0].update(output=[-1, 3]), '"output" contains a value'),

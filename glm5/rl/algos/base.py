@@ -21,7 +21,7 @@ class Algorithm(ABC):
     runs when a recipe is checked."""
 
     takes: ClassVar[type[PolicyStage]] = PolicyStage
-    """The stages, by their class in the recipe, that have the keys it reads."""
+    """The recipe class of the stages that have the keys that this algorithm reads."""
     objective: Objective
     penalty: KLPenalty | None
 
@@ -39,7 +39,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """Train samples with advantages, and numbers for the metrics."""
+        """The train samples, with their advantages, and numbers for the metrics."""
 
     @abstractmethod
     def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:

@@ -1,4 +1,4 @@
-"""General RL: exact rules filter, an outcome reward model ranks the answers that pass (§3.4). Eq. 1 loss."""
+"""General RL: exact rules remove answers; an outcome reward model ranks those that pass (§3.4). The loss is Eq. 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GeneralRL(ReasoningRL):
         return cls(stage, stage_reward_model(stage), **stage.algorithm_options)
 
     def prepare(self, start: StageStart) -> dict[str, float]:
-        """Train or load the reward model; its numbers begin with `reward_model_`."""
+        """Train or load the reward model. The names of the numbers begin with `reward_model_`."""
         self.tokenizer = start.tokenizer
         families = [make_family(family.name, **family.options) for family in self.stage.families]
         return {f"reward_model_{name}": n for name, n in self.reward_model.prepare(start, families).items()}

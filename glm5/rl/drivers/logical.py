@@ -113,7 +113,8 @@ class LogicalDriver:
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
 
-        Call it once: its threads end with it, also after an error. Pending answers of environments are discarded.
+        Call it once: the driver's threads end with this call, also after an error. Pending
+        answers of environments are discarded.
         """
         with self._threads:
             self._measure()
@@ -178,8 +179,8 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which an environment that is asked now answers: a multiple of `env_ticks`. New turns then start
-        together and share one prefill, instead of interrupting decoding one by one."""
+        """The tick at which the answer of an environment counts if it is asked now: a multiple of `env_ticks`. So new
+        turns start together and share one prefill, instead of interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 

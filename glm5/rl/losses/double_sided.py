@@ -24,7 +24,7 @@ from glm5.rl.losses.tokens import Objective, Terms, Tokens, ratio_of
 
 @dataclass(frozen=True)
 class DoubleSided(Objective):
-    """sg(f(r) A) log pi. The paper does not give its bounds; the defaults keep ratios in (0.5, 2)."""
+    """sg(f(r) A) log pi. The paper does not give the bounds; our defaults keep ratios in (0.5, 2)."""
 
     eps_low: float = 0.5
     eps_high: float = 1.0

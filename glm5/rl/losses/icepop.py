@@ -4,7 +4,8 @@
 
     rho = pi_train_old / pi_infer_old,  pop(rho) = rho inside [1/beta, beta] and 0 outside,  r = pi_theta / pi_train_old
 
-pop depends on old policies only and carries no gradient. On-policy, r is 1 and its gradient is that of log pi_theta.
+pop depends on old policies only and carries no gradient. On-policy, r is 1, and the gradient of r is the gradient of
+log pi_theta.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     k3 = e^d - 1 - d     unbiased, never negative; GRPO's choice (arXiv:2402.03300, Eq. 4)
 
 In a loss only the gradient matters, and the gradients differ. On-policy, the gradient of k2 is an unbiased estimate of
-that of KL(policy || reference), and k3's of that of KL(reference || policy). The gradient of k1 has mean 0: it
-regularises nothing. For stale tokens these statements are only approximate.
+the gradient of KL(policy || reference). The gradient of k3 is an unbiased estimate of the gradient of
+KL(reference || policy). The gradient of k1 has mean 0: it regularises nothing. For stale tokens these statements are
+only approximate.
 """
 
 from __future__ import annotations

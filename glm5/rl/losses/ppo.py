@@ -42,13 +42,13 @@ class PPO(Objective):
 
 @dataclass(frozen=True)
 class GRPO(PPO):
-    """Eq. 1 without pop: it ignores the mismatch between engine and learner."""
+    """Eq. 1 without pop, so the mismatch between engine and learner is ignored."""
 
     against: Literal["rollout", "old"] = "old"
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Three tensors [B, T]: min(r A, clip(r) A), the factor of A in it, and whether this factor is clipped."""
+    """Three tensors [B, T]: min(r A, clip(r) A), the factor of A in this minimum, and whether the factor is clipped."""
     limited = ratio.clamp(1.0 - low, 1.0 + high)
     clipped = limited * advantages < ratio * advantages
     surrogate = torch.minimum(ratio * advantages, limited * advantages)

@@ -24,11 +24,12 @@ class Tokens:
     mask              True for sampled tokens; values at other positions are ignored
     logprobs          of the learner, with gradient
     rollout_logprobs  of the engine, at the time of sampling
-    old_logprobs      of the learner before the first step on this batch; None in the first step: detached `logprobs`
+    old_logprobs      of the learner before the first step on this batch; None in the first step; `old` is
+                      then the detached `logprobs`
     ref_logprobs      of a reference model
     entropy           of the learner's distributions, in nats
-    fresh             True for tokens sampled with exactly the learner's weights; None: all are
-    whole             counts of the whole optimizer step; None: this micro-batch is the whole step
+    fresh             True for tokens sampled with exactly the learner's weights; None if all are
+    whole             counts of the optimizer step; None if this micro-batch is the complete step
     """
 
     logprobs: Tensor
@@ -65,9 +66,9 @@ class Tokens:
 class Terms:
     """Values of an evaluated equation, all [B, T].
 
-    `objective` is maximised and carries the gradient. `weight` is the factor of the advantage in it. `ratio` is the
-    importance ratio. `masked` marks tokens that the equation drops because of their ratio; `clipped` marks tokens with
-    a clipped ratio.
+    `objective` is maximised and carries the gradient. `weight` is the factor of the advantage in the objective. `ratio`
+    is the importance ratio. `masked` marks tokens that the equation drops because of their ratio; `clipped` marks
+    tokens with a clipped ratio.
     """
 
     objective: Tensor

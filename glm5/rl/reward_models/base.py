@@ -19,7 +19,7 @@ class RewardModel(ABC):
     `glm5.rl.reward_models.REWARD_MODELS`. `__init__` should be cheap: it also runs when a recipe is checked."""
 
     domains: Collection[str] = (GeneralFamily.domain,)
-    """The task families, by their `domain`, whose episodes it scores; the others keep the reward of their graders."""
+    """The task families, by their `domain`, whose episodes the model scores. Others keep their graders' reward."""
 
     @classmethod
     def of(cls, config: RewardModelConfig) -> Self:
@@ -30,10 +30,11 @@ class RewardModel(ABC):
         return cls(**config.options)
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
-        """Train or load it; returns numbers for the stage's results.
+        """Train or load the model; returns numbers for the stage's results.
 
-        Called once before the first update, and again when an interrupted stage resumes. It must then end with the same
-        scores: seed every draw, or keep files in `start.io.folder`. `families` are those of the stage, in its order.
+        Called once before the first update, and again when an interrupted stage resumes. The model must then give the
+        same scores as before: seed every draw, or keep files in `start.io.folder`. `families` are those of the stage,
+        in its order.
         """
         return {}
 

@@ -83,8 +83,8 @@ class LearnedRewardModel(RewardModel):
         return cls(config.optim, config.pairs, config.held_out_pairs, **config.options)
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
-        """Train it; returns its accuracy on held-out pairs. The metrics are of the stage NAME/reward_model."""
-        family = next(family for family in families if isinstance(family, GeneralFamily))  # checked with the recipe
+        """Train the model; returns its accuracy on held-out pairs. The metrics have the stage NAME/reward_model."""
+        family = next(family for family in families if isinstance(family, GeneralFamily))  # the recipe check found one
         self._model, accuracy = train_preferences(
             start.policy,
             start.tokenizer,

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 HERE = Path(__file__).parent
 SCRIPTS = ("markdown.js", "state.js", "view.js", "stream.js", "chat.js")
-"""In this order; they share one scope."""
+"""The scripts are inlined in this order; they share one scope."""
 
 
 def page_route(model_name: str) -> APIRouter:
@@ -35,7 +35,8 @@ def page_route(model_name: str) -> APIRouter:
 
 
 def page_text(model_name: str) -> str:
-    """The document with its style and scripts inlined. Filled in one pass: a model's name cannot be a placeholder."""
+    """The document with its style and scripts inlined. All placeholders are replaced in one pass, so a model name that
+    looks like a placeholder stays as it is."""
     parts = {
         "model": html.escape(model_name),
         "style": _read("page.css"),

@@ -1,8 +1,8 @@
 """Session affinity: which requests should go to the same engine.
 
 Requests that share a prefix should go to the engine that has it in its prefix cache. The session id comes from a header
-or the body. Without one, the system prompt identifies a conversation, and under overload also the first message after
-it.
+or the body. Without a session id, the system prompt selects the engine. If that engine is overloaded, the system
+prompt and the first message after it select another.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ HEADERS = ("x-session-id", "x-smg-routing-key")
 FIELDS = ("session_id", "prompt_cache_key", "user")
 """Body fields, in descending order of priority."""
 BEGINNING = 256
-"""Characters of a plain prompt to compare, or four times the number of ids."""
+"""Length of the beginning of a plain prompt that selects the engine: this many characters, or a quarter as many ids."""
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """`key` selects the engine of a request; `spill` another if that is overloaded (see `HashRing.pick`)."""
+    """`key` selects the engine of a request. `spill` selects another if that is overloaded (see `HashRing.pick`)."""
 
     key: str
     spill: str | None = None
 
 
 def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
-    """The affinity of a request of any surface. A body that is not a JSON object goes anywhere; its engine reports
-    it."""
+    """The affinity of a request of any surface. A body that is not a JSON object may go to any engine, which
+    answers with an error."""
     for name in HEADERS:
         if headers.get(name):
             return Affinity(f"session:{headers[name]}")

@@ -97,8 +97,8 @@ def create_router(
 
 
 def _target(request: Request) -> str:
-    """The path to request from a worker: the route's own path, never the client's text, which libraries normalise
-    differently. A name in it becomes one segment without dots."""
+    """The path to request from a worker: the route's own path. The path that the client wrote is not passed on,
+    because libraries normalise paths in different ways. A name in the path becomes one segment without dots."""
     path: str = request.scope["route"].path
     if NAME not in path:
         return path
@@ -152,7 +152,8 @@ def run(
     address when all are ready.
 
     Raises:
-        UsageError: no engines; the address is taken or not ours, or reachable by others and there is no API key.
+        UsageError: no engines; or the address is in use; or it is not an address of this machine; or other machines
+            can reach it and there is no API key.
         Glm5Error: the engines failed to start; with their message.
     """
     if engines < 1:
@@ -202,5 +203,5 @@ class _Server(Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._pool.stop()
         await super().shutdown(sockets)
-        # Before uvicorn re-raises the signal that stopped it, which ends this process.
+        # Close the pool here: next, uvicorn raises its stop signal again, which ends this process.
         await self._pool.close()

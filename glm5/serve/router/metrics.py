@@ -42,7 +42,7 @@ class RouterMetrics:
             ("retries_total", "counter", "Requests that went to another worker because theirs was lost.",
              {"": self.retries}),
             ("streams_cut_total", "counter", "Streams that ended early because their worker was lost.", {"": self.cut}),
-            ("requests_moved_total", "counter", "Requests that went elsewhere because their worker was busy or away.",
+            ("requests_moved_total", "counter", "Requests that went elsewhere: their worker was overloaded or lost.",
              {"": self.moved}),
             ("workers_replaced_total", "counter", "Processes that took the place of a lost one.",
              {_label(place.rank): place.replaced for place in places}),

@@ -1,7 +1,8 @@
 """The engine processes of a router: started, monitored, replaced, drained, and updated with new weights.
 
 The rank of a worker is on the hash ring while it takes requests. A worker that ends or misses its heartbeats leaves the
-ring and is killed. Its successor has the same rank and gets their current state (weights, a pause) before it joins.
+ring and is killed. A new worker with the same rank replaces it. Before the new worker joins the ring, it gets
+the present state of the others (weights, a pause).
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class WorkerPool:
         return self.places[worker.rank].worker is worker
 
     def suspect(self, worker: Worker) -> None:
-        """Check a worker that broke a connection now, before its next heartbeat."""
+        """Check a worker at once, before its next heartbeat, because it broke a connection."""
         worker.stirred.set()
 
     def condemn(self, worker: Worker) -> None:
@@ -178,7 +179,7 @@ class WorkerPool:
         return place
 
     def resume(self, rank: str) -> Place:
-        """Bring a drained rank back; one that is still draining finishes first."""
+        """Bring a drained rank back. If its worker is still draining, the worker finishes first."""
         place = self._place(rank)
         place.wanted = True
         self._news()

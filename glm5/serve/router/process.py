@@ -71,7 +71,8 @@ def main() -> None:
 def _serve(job: WorkerJob, control: TextIO) -> None:
     from glm5.serve.app import listen, load_app  # torch takes seconds to import; meanwhile the router may end
 
-    # The router disconnects slow clients. Here the router is the client, and only as fast as its own client.
+    # The client of this process is the router, which reads only as fast as its own client. The router disconnects
+    # slow clients itself, so the limit here is longer.
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
     app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, trusted=True)
 
@@ -84,7 +85,8 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
 
 
 def _first_line() -> bytes:
-    """Does not use `sys.stdin`: a thread that waits for its end would hold its lock when the interpreter exits."""
+    """The first line of stdin. Does not use `sys.stdin`: a thread that waits for input there would hold the lock of
+    `sys.stdin` when the interpreter exits."""
     line = b""
     while not line.endswith(b"\n"):
         if not (piece := os.read(0, 1 << 16)):
@@ -96,7 +98,7 @@ def _first_line() -> bytes:
 def _end_with_router(path: Path) -> None:
     while os.read(0, 1):
         pass
-    # No other process removes them. Other workers may still have their sockets in the folder.
+    # The router is gone, so nobody else removes the socket and its folder. Other sockets may still be in the folder.
     for remove in (path.unlink, path.parent.rmdir):
         with contextlib.suppress(OSError):
             remove()

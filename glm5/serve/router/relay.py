@@ -1,9 +1,10 @@
 """Relays one request to a worker and its answer back.
 
 If a worker is lost before the first byte of its answer was sent to the client, the request goes to another worker. If
-that worker was killed because it hung, the request is not retried: it may be the cause, and could hang all of them. A
-non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they come, in whole
-events; a stream whose worker is lost ends with its surface's error event. Workers' error answers are passed on too.
+the first worker was killed because it hung, the request is not retried: the request may be the cause, and could hang
+all workers. A non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they
+come, in whole events; a stream whose worker is lost ends with its surface's error event. Workers' error answers are
+passed on too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LAST_EVENTS = tuple(
 
 
 class Relay(Response):
-    """A worker's answer to a request after its body was read. `path` is the worker's path, in ASCII."""
+    """A worker's answer to a request whose body was read before. `path` is the worker's path, in ASCII."""
 
     def __init__(
         self,

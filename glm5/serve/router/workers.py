@@ -26,7 +26,7 @@ LONGEST_SOCKET = 100
 """Maximum bytes of a socket path; the operating system allows little more."""
 
 Health = Literal["ok", "leaving", "failed", "silent"]
-"""`leaving`: it was told to stop, finishes its answers and listens no more. `silent`: no answer came."""
+"""`leaving`: the worker was told to stop, finishes its answers and listens no more. `silent`: no answer came."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Patience:
     """Timeouts in seconds, and the count `misses`.
 
     Attributes:
-        start: for a worker to load its model.
-        beat: between two heartbeats of a worker.
-        answer: for the answer to a heartbeat.
+        start: maximum time in which a worker loads its model.
+        beat: time between two heartbeats of a worker.
+        answer: maximum time to wait for the answer to a heartbeat.
         misses: consecutive unanswered heartbeats before a worker counts as hung.
-        back_off: before the replacement of a worker that ended early; doubles each time, up to `back_off_most`.
+        back_off: pause before the replacement of a worker that ended early; doubles each time, up to `back_off_most`.
         stable: a worker that lives this long did not end early.
-        wait: for a worker, while none takes requests.
+        wait: maximum time that a request waits while no worker takes requests.
     """
 
     start: float = 900.0
@@ -62,9 +62,9 @@ class Worker:
         self.in_flight = 0
         self.missed = 0
         self.doomed = False  # to be killed and replaced
-        self.hung = False  # the reason why it is killed
+        self.hung = False  # whether it is killed because it hung
         self.path = path
-        self.stirred = asyncio.Event()  # check it now
+        self.stirred = asyncio.Event()  # set to have the worker checked at once
         self._idle = asyncio.Event()
         self._idle.set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)

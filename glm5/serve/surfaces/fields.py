@@ -1,11 +1,12 @@
 """The fields of requests. Every field of every object of a body is implemented, accepted or refused.
 
 A field is accepted without effect if it is client metadata or an option of a hosted service. It is refused by name if
-it would change the answer in a way that this server cannot; it may still have a neutral value, which asks for nothing.
-An unknown field is refused too, with the nearest known name. Only free parts are not checked: JSON schemas, arguments
+it asks for a change of the answer that this server cannot make; a neutral value, which asks for nothing, is allowed.
+An unknown field is refused too, with the nearest known name. Only these parts are not checked: JSON schemas, arguments
 of tools, metadata.
 
-The request classes are the table: `Fields.INSIDE` leads to the objects in them. `docs/serving.md` shows it.
+The request classes are the only list of all fields. `Fields.INSIDE` names the classes of the objects in a request.
+`docs/serving.md` shows the list as tables.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def check(body: Fields, where: str = "") -> None:
 
 
 def finite(value: Any) -> bool:
-    """Whether all numbers in a request are valid JSON: free parts may contain NaN, or overflow to infinity."""
+    """Whether all numbers in a request are valid JSON. Unchecked parts may contain NaN, or overflow to infinity."""
     left = [value]
     while left:
         one = left.pop()
@@ -147,7 +148,7 @@ def objects(kind: type[Fields], path: str = "") -> Iterator[tuple[str, type[Fiel
 
 
 def table(kind: type[Fields], shown: set[type[Fields]]) -> str:
-    """The table of one request in Markdown: a row per object that is not in `shown`, to which they are added."""
+    """The table of one request in Markdown: a row per object that is not in `shown`. Adds these objects to `shown`."""
     lines = ["| Object | Implemented | Accepted, no effect | Refused |", "|---|---|---|---|"]
     for path, part in objects(kind):
         if part in shown:

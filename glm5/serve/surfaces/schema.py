@@ -51,11 +51,11 @@ def parse(kind: type[Body], raw: bytes) -> Body:
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        if error.error_count() > MOST_ERRORS:  # listing them would hold up all threads
+        if error.error_count() > MOST_ERRORS:  # a list of them would block all threads
             text = f"The body has {error.error_count():,} errors; fix them."
             raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        # If a field has several forms, a list that is too long is the form that was meant.
+        # A field with several forms gives an error per form. If one is a list that is too long, the client meant it.
         first = next((one for one in found if one["type"] == "too_long"), found[0])
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -77,7 +77,7 @@ class TemplateKwargs(Fields):
 
 
 def _not_too_many_biases(given: Any) -> Any:
-    """Refuse a table that is too long before its entries are read, each of which could be a mistake."""
+    """Check the length of a table first: otherwise each of its entries could give an error."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         raise ValueError(f"Dictionary should have at most {MAX_BIASES} items, not {len(given)}")
     return given
@@ -137,7 +137,7 @@ class Sampling(Penalties):
         return self
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings; their field's name depends on the surface."""
+        """The stop strings. The name of their field depends on the surface."""
         return ()
 
     def samples(self) -> int:
@@ -149,7 +149,8 @@ class Sampling(Penalties):
         return None
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """The grammar of the answer to `prompt`. Several prompts are plain text and share one grammar."""
+        """The grammar of the answer to `prompt`. If a request has several prompts, all are plain text and share one
+        grammar."""
         return None
 
     def params(

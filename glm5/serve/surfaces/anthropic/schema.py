@@ -87,7 +87,7 @@ class ResultBlock(Fields):
 
 
 class ContentBlock(ResultBlock):
-    """A block of a message; a tool's input is free. A result with `is_error` begins with "Error: "."""
+    """A block of a message; a tool's input is not checked. A result with `is_error` begins with "Error: "."""
 
     IGNORED = ResultBlock.IGNORED | {"signature", "data", "caller", "toolset_name", "index"}
     REFUSED = {name: no(instead=TEXT_ONLY) for name in ("source", "tool_name", "title", "context", "file_id")}
@@ -103,7 +103,7 @@ class ContentBlock(ResultBlock):
 
 
 class Tool(Fields):
-    """One of `tools`; its schema and its examples are free. `strict` is enforced only if a call is forced."""
+    """One of `tools`; its schema and examples are not checked. `strict` is enforced only if a call is forced."""
 
     IGNORED = frozenset({"strict", "cache_control", "eager_input_streaming"})
     REFUSED = {"allowed_callers": no(["direct"])} | {

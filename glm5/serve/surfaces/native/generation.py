@@ -29,9 +29,9 @@ from glm5.serve.surfaces.native.schema import GenerateRequest, NativeSampling
 log = get_logger("serve")
 
 REPEATS = 32
-"""Cumulative events together may be this many times as long as the last one, ..."""
+"""Limit of the tokens in all cumulative events of a request: this many per generated token, plus `FREE`."""
 FREE = 1 << 14
-"""... plus this many tokens: the first 180 tokens or so come one by one."""
+"""Tokens that all cumulative events may have in any case. So the first 180 tokens or so come one by one."""
 LONG = 1024
 """Longer events, in tokens, are encoded in a thread."""
 

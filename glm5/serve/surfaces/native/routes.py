@@ -98,7 +98,8 @@ async def update_weights(request: Request) -> Response:
     """Replace the weights by those of a checkpoint directory, without ending requests."""
     service = service_of(request)
     body = await service.read(request, UpdateRequest)
-    async with service.updating:  # in turn: each version has one content, and only one copy is in memory
+    # One update at a time: a version number never stands for two sets of weights, and memory holds one extra copy.
+    async with service.updating:
         return await _update(service, body)
 
 
@@ -146,7 +147,7 @@ async def flush_cache(request: Request) -> dict[str, Any]:
 
 
 async def _optional(service: Service, request: Request, kind: type[Body]) -> Body:
-    """An optional body; an empty one gives the defaults."""
+    """Read an optional body; without a body, the fields have their defaults."""
     if request.headers.get("content-length") in (None, "0") and "transfer-encoding" not in request.headers:
         return kind()
     return await service.read(request, kind)

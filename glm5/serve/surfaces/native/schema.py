@@ -119,7 +119,7 @@ class GenerateRequest(Fields):
 
 
 class UpdateRequest(Fields):
-    """POST /update_weights_from_disk. Caches are always recomputed, and a pause continues."""
+    """POST /update_weights_from_disk. Caches are always recomputed. A paused server stays paused."""
 
     IGNORED = frozenset(
         """manifest is_async torch_empty_cache recapture_cuda_graph token_step flush_cache keep_pause""".split()

@@ -79,7 +79,7 @@ class InputItem(Fields):
 
 
 class FunctionTool(Fields):
-    """One of `tools`; its schema is free."""
+    """One of `tools`; its schema is not checked."""
 
     IGNORED = frozenset({"strict", "cache_control", "output_schema"})
     REFUSED = {"allowed_callers": no(["direct"]), "async": no(False)} | {
@@ -205,7 +205,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 
 
 def _answer(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
-    """The message being assembled, if it has none of `without` yet; else a new one."""
+    """The last message if it is an assistant message with none of the keys `without`; otherwise a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})

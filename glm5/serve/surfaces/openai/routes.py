@@ -212,7 +212,7 @@ def _head(service: Service, prefix: str) -> dict[str, Any]:
 async def _answer(
     request: Request, body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm
 ) -> Response:
-    """The answer in one piece or as events. All its samples in the engine end with it, also after an error."""
+    """The answer in one piece or as events. At its end, also after an error, all its samples are cancelled."""
     if body.stream:
         return EventResponse(_events(form, body, stream, replies), stream)
     if not await unless_gone(request, collect(stream, replies)):

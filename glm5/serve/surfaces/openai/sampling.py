@@ -40,9 +40,9 @@ class StructuredOutputs(Fields):
 
 
 class OpenAISampling(Sampling):
-    """Common fields of both OpenAI endpoints: sampling, streaming and the form of the answer. The form also has the
-    names of other servers: `structured_outputs`, `guided_*` (vLLM), `regex`, `ebnf` (SGLang), `grammar`, `json_schema`
-    (llama.cpp). Grammars are in Lark's notation or in GBNF. `do_sample: false` (z.ai) is greedy."""
+    """Common fields of both OpenAI endpoints: sampling, streaming and the form of the answer. The form can also be
+    given by fields of other servers: `structured_outputs`, `guided_*` (vLLM), `regex`, `ebnf` (SGLang), `grammar`,
+    `json_schema` (llama.cpp). Grammars are in Lark's notation or in GBNF. `do_sample: false` (z.ai) is greedy."""
 
     max_tokens: Count | None = None
     n: int = Field(default=1, ge=1, le=128)

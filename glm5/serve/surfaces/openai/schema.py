@@ -43,7 +43,7 @@ class FunctionName(Fields):
 
 
 class CalledFunction(FunctionName):
-    """`messages[].tool_calls[].function`; its arguments are free."""
+    """`messages[].tool_calls[].function`; its arguments are not checked."""
 
     IGNORED = frozenset({"parsed_arguments"})
 
@@ -62,7 +62,7 @@ class Call(Fields):
 
 
 class ChatMessage(Fields):
-    """One of `messages`. Of an answer that a client sends back, the text, the reasoning and the calls are read."""
+    """One of `messages`. If a client sends an answer back, only its text, reasoning and calls are read."""
 
     IGNORED = frozenset(
         """name type id index refusal annotations parsed phase weight train cache_control provider_specific_fields
@@ -85,8 +85,8 @@ class ChatMessage(Fields):
 
 
 class Tool(Fields):
-    """One of `tools`. The chat template writes the function as it is, so its fields are free. `strict` is enforced if a
-    call is forced, else only a wish."""
+    """One of `tools`. The chat template writes the function as it is, so its fields are not checked. `strict` is
+    enforced only if a call is forced."""
 
     IGNORED = frozenset({"strict", "cache_control"})
     REFUSED = {
