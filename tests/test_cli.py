@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -148,6 +149,17 @@ def fails(glm5: Glm5, arguments: list[str], code: int, words: list[str]) -> None
 def test_old_names_of_options_warn(glm5: Glm5) -> None:
     done = glm5("adapt", "nowhere", "--data", "none", "--out", "none", "--no-twin")
     assert done.returncode == 1 and done.stderr.startswith("warning: --twin is now --baseline")
+
+
+def test_processes_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """It may be a download or a clone, with a json.py of its own."""
+    (tmp_path / "json.py").write_text("raise SystemExit(77)")
+    child = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', 'import json']).returncode)"
+    for start, code in (("", 77), ("from glm5 import process; process.tune(); ", 0)):
+        command = [sys.executable, "-P", "-c", start + child]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("PYTHONSAFEPATH", None)
+        assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == code
 
 
 def test_json_is_the_only_thing_on_stdout(glm5: Glm5) -> None:

@@ -8,6 +8,7 @@ process limits time, memory and output, which jinja2 alone cannot do.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -124,7 +125,12 @@ class JinjaTemplate:
             env={key: os.environ[key] for key in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if key in os.environ},
         )
         self._end = weakref.finalize(self, _end, self._process)
-        hello = {"source": self._source, "memory": MEMORY_BYTES, "max_chars": MAX_OUTPUT_CHARS}
+        hello = {
+            "source": self._source,
+            "memory": MEMORY_BYTES,
+            "max_chars": MAX_OUTPUT_CHARS,
+            "seconds": math.ceil(self._seconds) + 60,
+        }
         reply = self._ask(json.dumps(hello), _STARTING_SECONDS)
         if "error" in reply:
             self.close()

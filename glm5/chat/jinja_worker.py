@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import resource
+import signal
 import sys
 from typing import Any
 
@@ -48,10 +49,12 @@ def main() -> None:
         answer(failure(error))
         return
     for line in sys.stdin:
+        signal.alarm(hello["seconds"])  # ends a rendering that nobody waits for, after the server was killed
         try:
             answer({"text": render(template, json.loads(line), hello["max_chars"])})
         except Exception as error:  # a hostile template can make jinja2 raise anything
             answer(failure(error))
+        signal.alarm(0)
 
 
 def environment() -> ImmutableSandboxedEnvironment:

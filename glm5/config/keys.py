@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 # A configuration is untrusted: its sizes must not make us count for hours or fill the memory with names.
-MOST_LAYERS, MOST = 1024, 1 << 24
+MOST_LAYERS, MOST_EXPERTS, MOST = 1024, 1 << 17, 1 << 24
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 Size = Annotated[int, Field(gt=0, le=MOST)]
 SizeOrNone = Annotated[int, Field(ge=0, le=MOST)]

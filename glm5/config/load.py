@@ -26,6 +26,7 @@ from glm5.errors import ConfigError, UsageError, nearest
 from glm5.files import read_small
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
+_MOST_FINDINGS = 100  # that are looked at for one message
 Layer = tuple[str, Mapping[str, Any]]  # (origin of the values, for messages; the values)
 
 
@@ -248,8 +249,8 @@ def _validate(data: dict[str, Any], schema: type[Model], layers: Sequence[Layer]
 def _explain(error: pydantic.ValidationError, data: Any, schema: type, layers: Sequence[Layer]) -> NoReturn:
     """Raise ConfigError about the first finding, with the number of the others. Unknown keys come first, because a
     misspelt key often also causes a missing one."""
-    findings = [(f, *_locate(f["loc"], data, schema)) for f in error.errors(include_url=False)]
-    findings.sort(key=lambda item: item[0]["type"] != "extra_forbidden")
+    found = sorted(error.errors(include_url=False), key=lambda finding: finding["type"] != "extra_forbidden")
+    findings = [(f, *_locate(f["loc"], data, schema)) for f in found[:_MOST_FINDINGS]]
     first, path, models = findings[0]
     key = ".".join(path)
     where = _origin(path, layers)
@@ -261,7 +262,7 @@ def _explain(error: pydantic.ValidationError, data: Any, schema: type, layers: S
     else:
         same = [f for f, other, _ in findings if other == path]
         what = _wrong_value(same, key)
-    others = len({tuple(p) for _, p, _ in findings}) - 1
+    others = len({tuple(p) for _, p, _ in findings}) - 1 + len(found) - len(findings)
     more = f" ({others} more {'problem' if others == 1 else 'problems'} in this recipe.)" if others else ""
     raise ConfigError(f"{where}: {what}.{more}") from None
 

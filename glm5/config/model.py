@@ -37,6 +37,7 @@ from glm5.config.keys import (
     MLA_SIZES,
     MODEL_TYPE,
     MOE_SIZES,
+    MOST_EXPERTS,
     MOST_LAYERS,
     VARIANT_KEYS,
     Layers,
@@ -153,6 +154,13 @@ class GLM5Config(BaseModel):
             self._require(MOE_SIZES)
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ValueError("num_experts_per_tok cannot exceed n_routed_experts")
+        if self.num_hidden_layers * self.n_routed_experts > MOST_EXPERTS:
+            raise ValueError(f"num_hidden_layers * n_routed_experts cannot exceed {MOST_EXPERTS:,}")
+        cached = self.cache_values_per_token + (self.index_head_dim if self.use_dsa else 0)
+        if cached > 16 * self.hidden_size + 1024:  # a file of some kilobytes could ask for gigabytes of cache
+            raise ValueError(
+                f"a layer caches {cached:,} numbers per token, far too many for hidden_size {self.hidden_size}"
+            )
         return self
 
     def _require(self, names: tuple[str, ...]) -> None:

@@ -91,7 +91,7 @@ def _start(folder: Path, key: Key) -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     environment |= dict.fromkeys(THREADS, "1")
-    command = [sys.executable, "-m", "glm5.reproduce.worker", str(folder), key[0], str(key[1])]
+    command = [sys.executable, "-P", "-m", "glm5.reproduce.worker", str(folder), key[0], str(key[1])]
     with (own / LOG).open("ab") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 

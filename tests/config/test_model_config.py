@@ -183,6 +183,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_bias": True}, "attention_bias: Input should be False"),
     "zero heads": ({"num_attention_heads": 0}, "num_attention_heads: .* greater than 0"),
     "absurd depth": ({"num_hidden_layers": 10**9, "indexer_types": None}, "num_hidden_layers: .* equal to 1024"),
+    "absurd experts": ({"n_routed_experts": 2000}, "num_hidden_layers \\* n_routed_experts cannot exceed 131,072"),
+    "absurd cache": ({"kv_lora_rank": 10**6}, "a layer caches 1,000,192 numbers per token"),
     "absurd width": ({"vocab_size": 2**40}, "vocab_size: .* equal to 16777216"),
     "negative top-k": ({"index_topk": -1}, "index_topk: .* greater than 0"),
     "missing": ({"v_head_dim": None}, "v_head_dim: Field required"),

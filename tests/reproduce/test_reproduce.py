@@ -414,10 +414,11 @@ def test_variants_wait_for_what_they_continue(tmp_path: Path, monkeypatch: pytes
 
 
 def test_workers_run_this_copy_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(runner.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda command, env, **_: started.append((command, env)))
     runner._start(tmp_path, ("base", 0))
-    (environment,) = started
+    ((command, environment),) = started
+    assert command[1] == "-P"  # nothing comes from the folder in which one happens to stand
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).parents[2])
 
 

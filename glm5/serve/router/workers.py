@@ -128,7 +128,7 @@ class Worker:
 async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
     """Start one of `count` workers and wait until it answers. Raises Glm5Error with its message on failure."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "glm5.serve.router.process"),
+        *(sys.executable, "-P", "-m", "glm5.serve.router.process"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=_environment(count),
@@ -169,9 +169,11 @@ class WorkerError(Glm5Error):
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Share the cores among the workers, unless the user has set the number of threads."""
+    """Share the cores among the workers, unless the user has set the number of threads. Workers find this package
+    even if it is not installed."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def private_folder() -> Path:
