@@ -101,8 +101,9 @@ class CustomStage(Stage):
     def run(self, state: RunState, io: StageIO) -> dict[str, float]:
         """Change or replace `state.model`; returns finite numbers for the results.
 
-        Afterwards the pipeline saves and evaluates the model. An interrupted stage starts again from the model before
-        it; keep what it should resume from in `io.folder`.
+        Afterwards the pipeline saves and evaluates the model, and nothing else of `state`: a resumed run would not have
+        another tokenizer or other data. An interrupted stage starts again from the model before it; keep what it should
+        resume from in `io.folder`.
         """
 
     @property

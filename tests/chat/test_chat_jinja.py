@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,6 +187,20 @@ def test_an_endless_template_is_killed_and_the_next_rendering_starts_afresh() ->
             template.text([USER])
         template._seconds = 30.0
         assert template.text([Message("user", "ho")]).strip() == "ok"
+
+
+def test_an_endless_rendering_ends_after_its_server_was_killed() -> None:
+    source = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+    hello = {"source": source, "memory": jinja_module.MEMORY_BYTES, "max_chars": 99, "seconds": 1}
+    command = [sys.executable, "-P", str(jinja_module._WORKER)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        worker.stdin.write(f"{json.dumps(hello)}\n{{}}\n".encode())
+        worker.stdin.flush()
+        try:
+            assert worker.wait(60) == -signal.SIGALRM
+        finally:
+            worker.kill()
 
 
 def test_bad_templates_and_bad_input(monkeypatch: pytest.MonkeyPatch, glm52: JinjaTemplate) -> None:
