@@ -103,6 +103,8 @@ class _SchemaReader:
     def __init__(self) -> None:
         self._left = _MAX_SCHEMA_NODES
         self._targets: dict[int, frozenset[str]] = {}  # by identity: the tools outlive the reader
+        self._open: dict[int, int] = {}  # targets that are being read, with their depth
+        self._lowest = 0  # depth of the outermost open target met again
         self._enums: dict[int, frozenset[str]] = {}
         self._found: dict[tuple[frozenset[str], frozenset[str]], ArgumentType] = {}
 
@@ -125,11 +127,7 @@ class _SchemaReader:
             return _ALL
         ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
         if isinstance(ref, str):
-            target = _target(root, ref)
-            if id(target) not in self._targets:
-                self._targets[id(target)] = frozenset()  # a schema that refers to itself adds nothing
-                self._targets[id(target)] = self._types(target, root, depth + 1)
-            return self._targets[id(target)]
+            return self._types_of_target(_target(root, ref), root, depth)
         names = [declared] if isinstance(declared, str) else declared if isinstance(declared, list | tuple) else []
         spelled = (name.lower() for name in names if isinstance(name, str)) if self._take(len(names)) else ()
         found = frozenset(_ALIASES.get(name, name) for name in spelled) & _ALL
@@ -145,6 +143,26 @@ class _SchemaReader:
                 sets = [self._types(branch, root, depth + 1) for branch in branches]
                 found = _ALL.intersection(*sets) if word == "allOf" else frozenset().union(*sets)
         return (found or _ALL) | ({"null"} if schema.get("nullable") is True else frozenset())
+
+    def _types_of_target(self, target: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+        """A schema that refers to itself adds nothing there. Only results that do not lack the types of a schema still
+        being read are kept."""
+        key, place = id(target), len(self._open)
+        if key in self._targets:
+            return self._targets[key]
+        if key in self._open:
+            self._lowest = min(self._lowest, self._open[key])
+            return frozenset()
+        self._open[key] = place
+        before, self._lowest = self._lowest, place
+        found = self._types(target, root, depth + 1)
+        del self._open[key]
+        if self._lowest >= place:
+            self._targets[key] = found
+            self._lowest = before
+        else:
+            self._lowest = min(before, self._lowest)
+        return found
 
     def _options(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         """The strings of an `enum` that are JSON of another type; for any other text they make no difference."""

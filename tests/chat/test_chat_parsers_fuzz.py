@@ -376,6 +376,15 @@ def test_schemas_of_any_size_are_read_once_for_all_samples(monkeypatch: pytest.M
     assert found["k7"].types == {"integer"} and found["s63"].types == {"boolean"}
     assert found["e0"].options == set(options) and all(found[f"e{i}"] is found["e0"] for i in range(50))
     assert len(found["large"].types) == 7 and found["after"].types == {"integer"}
+    either = {"anyOf": [{"$ref": "#/$defs/other"}, {"type": "string"}]}
+    other = {"anyOf": [{"$ref": "#/$defs/either"}, {"type": "integer"}]}
+    for keys in itertools.permutations(("either", "other")):
+        mutual = {
+            "properties": {key: {"$ref": f"#/$defs/{key}"} for key in keys},
+            "$defs": {"either": either, "other": other},
+        }
+        circle = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": mutual}}])
+        assert all(circle.type_of("f", key).types == {"string", "integer"} for key in keys)
     monkeypatch.setattr(arguments, "_MAX_SCHEMA_NODES", 20)
     few = ToolSchemas([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert all(len(few.type_of("f", key).types) == 7 for key in ("s63", "after", "unknown"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -291,3 +292,15 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_read_to_its_end(monkeyp
     text = "def f(x):\n    return x\n\n\nclass A: pass\n" * 40_000
     whole = TRAINED.encode(text)
     assert whole == TRAINED.bounded(10**7).encode(text) == [i for part in pieces(text) for i in TRAINED.encode(part)]
+
+
+@pytest.mark.parametrize("pattern", [p for p in sorted(split_pattern.KNOWN) if p.endswith(r"|\s+")])
+@given(text=st.text("ab1 \n/;'é中", min_size=20, max_size=80), longest=st.integers(3, 20))
+def test_pieces_end_where_known_patterns_split(pattern: str, text: str, longest: int) -> None:
+    def split(part: str) -> list[str]:
+        return [found for found, _ in splitter.pre_tokenize_str(part)]
+
+    splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    for before, after in itertools.pairwise(pieces(text, longest)):
+        if before.endswith("\n") and after[0].isalnum() and not before[-2:-1].isspace():
+            assert split(before + after) == split(before) + split(after)
