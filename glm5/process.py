@@ -10,6 +10,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
 
 
+def safe_path() -> None:
+    """Keep the current folder off the path of processes that this one starts."""
+    if not os.environ.get("PYTHONSAFEPATH"):
+        os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def tune() -> None:
     """Keep freed memory for reuse, let idle OpenMP threads sleep, keep the current folder off the path of child
     processes. Call before torch starts its threads.
@@ -18,7 +24,7 @@ def tune() -> None:
     again: half of the time of a forward and backward pass on two cores. Other C libraries are unchanged.
     """
     # Processes that this one starts must not import from the folder in which the user happens to stand.
-    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    safe_path()
     # OpenMP workers spin while they wait; on a busy machine that takes cores from the threads they wait for.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if sys.platform == "linux":

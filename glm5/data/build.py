@@ -33,6 +33,7 @@ from glm5.data.documents import Document, ReadReport, need_documents
 from glm5.data.shards import SPLITS, SplitWriter, encode_documents, id_dtype, open_split, publish_shards
 from glm5.data.sources import MAX_RECORD_BYTES, iter_sources
 from glm5.errors import ConfigError, DataError
+from glm5.process import safe_path
 
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 1024
@@ -184,6 +185,7 @@ def _encode(
             yield from _joined(_outline(batch), work([d.text for d in batch]))
         return
     tokenizer.save(staging / "tokenizer")
+    safe_path()
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (str(staging / "tokenizer"), dedup))
     pending: deque[tuple[list[_Outline], Future[list[_Result]]]] = deque()

@@ -39,7 +39,7 @@ def _native_norm(x: Tensor, weight: Tensor, eps: float, inverse: Tensor | None =
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis; statistics in fp32 (or wider), cast back before the weight is applied."""
-    if kernels(x) is not None and weight.dtype == x.dtype:
+    if kernels(x) is not None and weight.dtype == x.dtype and weight.is_contiguous():
         rows = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             return _RMSNorm.apply(rows, weight, eps).view(x.shape)

@@ -159,9 +159,11 @@ class PromptStream:
                 split=SPLIT,
                 env_seconds=stage.env_seconds,
             )
+            # A problem whose every episode failed is known to be so: a resumed stage must not measure it again.
+            found = {index: found.get(index, PassCount(0, 0)) for index in part}
             write_pass_counts(path, policy, key, found)
             known |= found
-        counts = {place: known[index] for place, index in enumerate(wanted) if index in known}
+        counts = {place: known[index] for place, index in enumerate(wanted) if known[index].tries}
         if not counts:
             raise RolloutError(
                 f"{stage.name}: the environment failed in every episode that was to measure the difficulty of "

@@ -31,14 +31,14 @@ FIELDS = {"policy": str, "family": str, "index": int, "passed": int, "tries": in
 
 @dataclass(frozen=True)
 class PassCount:
-    """How many of `tries` samples passed."""
+    """How many of `tries` samples passed. Without any (all episodes failed) the rate is nan."""
 
     passed: int
     tries: int
 
     @property
     def rate(self) -> float:
-        return self.passed / self.tries
+        return self.passed / self.tries if self.tries else math.nan
 
     def __add__(self, other: PassCount) -> PassCount:
         return PassCount(self.passed + other.passed, self.tries + other.tries)
@@ -115,7 +115,7 @@ def _read_row(line: str, where: str) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if not isinstance(row[name], kind) or isinstance(row[name], bool):
             raise DataError(f"{where}: {name} is {row[name]!r}; it must be {'text' if kind is str else 'an integer'}.")
-    if row["index"] < 0 or not 0 <= row["passed"] <= row["tries"] or row["tries"] < 1:
+    if row["index"] < 0 or not 0 <= row["passed"] <= row["tries"] or row["tries"] < 0:
         raise DataError(f"{where}: index={row['index']}, passed={row['passed']} of tries={row['tries']} cannot be.")
     return row
 

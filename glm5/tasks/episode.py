@@ -9,7 +9,6 @@ order. `play` is the simple lock-step driver.
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -247,12 +246,18 @@ class _FailedEnv:
         raise self._error
 
 
+MOST_REWARD = 1e6
+"""Largest absolute reward of an environment: its square, and sums of squares, must be numbers in fp32."""
+
+
 def _checked(result: StepResult) -> StepResult:
     """A validated step result. Raises RolloutError if it is unusable. ENV_ERROR gives no reward."""
     if not isinstance(result, StepResult):
         raise RolloutError(f"the environment answered with {type(result).__name__} instead of a StepResult.")
-    if not isinstance(result.reward, numbers.Real) or not math.isfinite(result.reward):
-        raise RolloutError(f"the environment gave the reward {result.reward!r:.40}, which is not a finite number.")
+    if not isinstance(result.reward, numbers.Real) or not abs(result.reward) <= MOST_REWARD:  # nan too
+        raise RolloutError(
+            f"the environment gave the reward {result.reward!r:.40}, which is not a number up to {MOST_REWARD:g}."
+        )
     reward = 0.0 if result.outcome is Outcome.ENV_ERROR else float(result.reward)
     return dataclasses.replace(result, reward=reward, outcome=Outcome(result.outcome), detail=dict(result.detail))
 

@@ -25,6 +25,12 @@ def test_rms_norm() -> None:
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 0.01), (x.requires_grad_(), weight.requires_grad_()))
 
 
+def test_rms_norm_with_a_weight_that_is_a_strided_view(backend: str) -> None:
+    x, wide = torch.randn(3, 8), torch.randn(16)
+    expected = x / (x.double().square().mean(-1, keepdim=True) + 0.01).sqrt() * wide[::2]
+    torch.testing.assert_close(rms_norm(x, wide[::2], 0.01).double(), expected, rtol=0, atol=1e-6)
+
+
 def test_rms_norm_of_half_precision_takes_its_statistics_in_fp32() -> None:
     x = torch.full((1, 8), 300.0, dtype=torch.float16)  # the square overflows fp16
     assert rms_norm(x, torch.ones(8, dtype=torch.float16), 1e-5).tolist() == [[1.0] * 8]

@@ -265,6 +265,27 @@ def run(model: Any, tokenizer: Any, io: Any, steps: int = 3, **changes: Any) -> 
     return loop
 
 
+def test_a_problem_that_could_not_be_measured_is_not_asked_again(
+    toy: str, tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed stage would otherwise train on other problems than the same stage in one piece."""
+    real = prompts_module.measure_pass_rates
+
+    def measuring(*args: Any, **options: Any) -> dict[int, PassCount]:
+        return {index: count for index, count in real(*args, **options).items() if index % 3}
+
+    monkeypatch.setattr(prompts_module, "measure_pass_rates", measuring)
+    asked = DifficultyConfig(problems=12, tries=4, low=0.0, high=1.0)
+    stage = stage_of([FamilyConfig(name="toy", difficulty=asked)], temperature=0.7)
+    whole, resumed = PromptStream(stage, SEED), PromptStream(stage, SEED)
+    whole.measure(KnownRates(tokenizer, 4), tokenizer, tmp_path / "r", "p")
+    monkeypatch.setattr(prompts_module, "measure_pass_rates", lambda *_, **__: pytest.fail("measured twice"))
+    resumed.measure(KnownRates(tokenizer, 4), tokenizer, tmp_path / "r", "p")
+    drawn = [[s.episode(g, tokenizer, THREADS).problem for g in range(12)] for s in (whole, resumed)]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 8
+    assert whole.numbers == resumed.numbers
+
+
 @pytest.mark.parametrize("rollouts", ["exact", "fast"])
 def test_a_stage_measures_the_policy_that_it_starts_from(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, rollouts: str

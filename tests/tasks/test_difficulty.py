@@ -46,7 +46,7 @@ GOOD = {"policy": "sft", "family": "math {}", "index": 1, "passed": 1, "tries": 
 @pytest.mark.parametrize(
     "line",
     ["{", "[]", "3", "[" * 50_000, "{}", json.dumps({**GOOD, "more": 1}), json.dumps({**GOOD, "index": "1"}),
-     json.dumps({**GOOD, "passed": 3}), json.dumps({**GOOD, "tries": 0, "passed": 0}),
+     json.dumps({**GOOD, "passed": 3}), json.dumps({**GOOD, "tries": -1, "passed": 0}),
      json.dumps({**GOOD, "index": -1}),
      json.dumps({**GOOD, "passed": -1}), json.dumps({**GOOD, "index": True}), json.dumps({**GOOD, "passed": 0.5}),
      json.dumps({**GOOD, "policy": None})],

@@ -239,6 +239,7 @@ class Mute(Exception):
     [(ZeroDivisionError(), "crash"), (SystemExit(3), "crash"), (GeneratorExit(), "crash"), (Mute(), "crash"),
      (StopIteration(), "crash"), (GradingError("out of order"), "grading"), (RolloutError("gone"), "rollout"),
      ("no result", "rollout"), (replace(WON, reward=float("nan")), "rollout"), (replace(WON, reward="1"), "rollout"),
+     (replace(WON, reward=1e160), "rollout"), (replace(WON, reward=float("-inf")), "rollout"),
      (replace(WON, outcome="lovely"), "crash"), (replace(WON, detail=7), "crash"),
      (StepResult(messages=("text",)), "crash"), (replace(WON, outcome=Outcome.ENV_ERROR), None)],
     ids=lambda value: type(value).__name__,
