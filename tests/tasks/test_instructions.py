@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from glm5.errors import ConfigError
 from glm5.records import Message, Outcome, ToolCall
+from glm5.tasks.instructions import text_units
 from glm5.tasks.instructions.family import FILLER, LEVELS, InstructionFamily, InstructionProblem, _most_together
 from glm5.tasks.instructions.rules import (
     CLOSERS,
@@ -227,3 +228,42 @@ def test_train_and_heldout_prompts_do_not_overlap(count: int) -> None:
     family = InstructionFamily()
     prompts = {split: {family.problem(split, index).prompt for index in range(count)} for split in ("train", "heldout")}
     assert min(map(len, prompts.values())) > count // 4 and not prompts["train"] & prompts["heldout"]
+
+
+def slow_sentences(text: str) -> list[str]:
+    """As `sentences_of`, looking at a whole piece again at every mark."""
+    pieces, start = [], 0
+    for match in text_units.SENTENCE_END.finditer(text):
+        piece = text[start : match.end()]
+        before = text[start : match.start()].lower().split()
+        short = match.group() == "." and before and before[-1].lstrip("(\"'") in text_units.ABBREVIATIONS
+        if any(any(map(str.isalpha, word)) for word in text_units.words_of(piece)) and not short:
+            pieces.append(piece)
+            start = match.end()
+    rest = text[start:]
+    whole = not text_units.words_of(rest) and not text_units.SENTENCE_END.search(rest)
+    return pieces if whole and text_units.say_something(pieces, 2) else []
+
+
+SCRAPS = st.sampled_from(
+    ["! ", ". ", "st. ", "(e.g. ", "rivers flow. ", "Dr. Who ran on? ", "12. ", "。", "川が。", "\n", "é's ", "xst. "]
+)
+
+
+@given(st.lists(SCRAPS, max_size=12).map("".join))
+def test_sentences_are_those_of_a_slow_reading(text: str) -> None:
+    assert text_units.sentences_of(text) == slow_sentences(text)
+
+
+def test_marks_cost_no_more_than_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, real = 0, text_units.has_letters
+
+    def counted(text: str) -> bool:
+        nonlocal looked
+        looked += len(text)
+        return real(text)
+
+    monkeypatch.setattr(text_units, "has_letters", counted)
+    assert text_units.sentences_of("! " * 20_000) == []
+    assert looked <= 50_000
+    assert text_units.read("\ufdfa" * 500) is None

@@ -22,6 +22,7 @@ LOOKS_LIKE = str.maketrans(
 SPELLED = re.compile(r"[\U0001f1e6-\U0001f1ff]{3}")  # three or more flag letters; a flag has two
 ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "st", "no", "vs", "e.g", "i.e"))
 SENTENCE_END = re.compile(r"""[.!?؟]+["'”’»)\]]*(?=\s|$)|[。।॥]+["'”’»)\]]*""")
+_BEFORE = 16  # characters that show whether an abbreviation is the last word before a dot
 BLANK_LINES = re.compile(r"\n[ \t]*\n")
 
 
@@ -29,6 +30,8 @@ BLANK_LINES = re.compile(r"\n[ \t]*\n")
 def read(text: str) -> str | None:
     """The text in NFKC form; None if it has invisible or deceptive characters or too long words."""
     shown = unicodedata.normalize("NFKC", text.replace("\r\n", "\n"))
+    if len(shown) > 2 * len(text) + 100:  # some characters become whole phrases
+        return None
     kept: list[str] = []
     for character in shown:
         category = unicodedata.category(character)
@@ -80,8 +83,8 @@ def skeleton(word: str) -> str:
     return "".join(letters).translate(LOOKS_LIKE)
 
 
-def has_letters(word: str) -> bool:
-    return any(map(str.isalpha, word))
+def has_letters(text: str) -> bool:
+    return any(map(str.isalpha, text))
 
 
 def say_something(units: Sequence[str], least: int) -> bool:
@@ -112,13 +115,14 @@ def paragraphs_of(text: str) -> list[str]:
 def sentences_of(text: str) -> list[str]:
     """Pieces that end in `.`, `!`, `?` or their equivalents in other scripts; empty if words follow the last piece or a
     piece says nothing. A number with its dot belongs to the next piece."""
-    pieces, start = [], 0
+    pieces, start, seen, letters = [], 0, 0, False
     for match in SENTENCE_END.finditer(text):
-        piece = text[start : match.end()]
-        before = text[start : match.start()].lower().split()
+        letters = letters or has_letters(text[seen : match.end()])  # each character once: a text may be all marks
+        seen = match.end()
+        before = text[max(start, match.start() - _BEFORE) : match.start()].lower().split()
         short = match.group() == "." and before and before[-1].lstrip("(\"'") in ABBREVIATIONS
-        if any(map(has_letters, words_of(piece))) and not short:
-            pieces.append(piece)
-            start = match.end()
+        if letters and not short:
+            pieces.append(text[start:seen])
+            start, letters = seen, False
     rest = text[start:]
     return pieces if not words_of(rest) and not SENTENCE_END.search(rest) and say_something(pieces, 2) else []
