@@ -358,8 +358,8 @@ def _checked(data: Any) -> dict[str, Any]:
             check_split(step)
         elif step["type"] not in ("ByteLevel", "Digits") or step.get("add_prefix_space"):
             raise ValueError(f"its pre-tokenizer {step['type']} would change text")
-    if not steps or steps[-1]["type"] != "ByteLevel":
-        raise ValueError("its pre-tokenizer does not end with ByteLevel")
+    if [step["type"] for step in steps].count("ByteLevel") != 1 or steps[-1]["type"] != "ByteLevel":
+        raise ValueError("its pre-tokenizer does not end with the only step ByteLevel")
     return data
 
 

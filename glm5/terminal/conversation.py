@@ -88,8 +88,10 @@ def _read_json(path: Path) -> Any:
 
 def _as_openai(message: Message) -> dict[str, Any]:
     written: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        written["reasoning_content"] = message.reasoning
+    if (
+        message.reasoning is not None or "</think>" in message.content
+    ):  # without reasoning, the tag would be read as one
+        written["reasoning_content"] = message.reasoning or ""
     if message.tool_calls:
         written["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}

@@ -140,6 +140,10 @@ def split_by(pattern: object, behavior: str = "Isolated") -> dict[str, object]:
         (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 9}), "more than 8 steps"),
         (altered(pre_tokenizer={"type": "Whitespace"}), "Whitespace would change text"),
         (altered(pre_tokenizer={"type": "Sequence", "pretokenizers": []}), "ByteLevel"),
+        (
+            altered(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 2}),
+            "only step ByteLevel",
+        ),
         (altered(pre_tokenizer=None), "NoneType"),
         (altered(added_tokens=[{"id": "7", "content": "<think>"}]), "added token"),
         (altered(added_tokens=[{"id": 7, "content": ""}]), "added token"),

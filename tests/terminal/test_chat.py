@@ -237,6 +237,12 @@ def test_a_saved_conversation_is_the_same_after_loading(scripted: Chat, tmp_path
     assert CALL in engine.texts[0] and '"name": "weather"' in engine.texts[0] and "20°" in engine.texts[0]
 
 
+def test_an_answer_that_mentions_a_think_tag_is_saved_whole(tmp_path: Path) -> None:
+    turns = [Message("user", "q"), Message("assistant", "The tag </think> ends it.")]
+    Conversation("", (), turns).save(tmp_path / "a.json")
+    assert [turn.content for turn in Conversation.load(tmp_path / "a.json").turns] == [turn.content for turn in turns]
+
+
 def test_a_bare_list_of_messages_keeps_the_tools_of_the_chat(scripted: Chat, tmp_path: Path) -> None:
     tools, file = tmp_path / "tools.json", tmp_path / "list.json"
     tools.write_text(json.dumps([TOOL]), encoding="utf-8")
