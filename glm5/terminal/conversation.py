@@ -88,9 +88,7 @@ def _read_json(path: Path) -> Any:
 
 def _as_openai(message: Message) -> dict[str, Any]:
     written: dict[str, Any] = {"role": message.role, "content": message.content}
-    if (
-        message.reasoning is not None or "</think>" in message.content
-    ):  # without reasoning, the tag would be read as one
+    if message.reasoning is not None or "</think>" in message.content:  # else reading takes the tag for its end
         written["reasoning_content"] = message.reasoning or ""
     if message.tool_calls:
         written["tool_calls"] = [

@@ -30,6 +30,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Message, SamplingParams
+from glm5.terminal.conversation import Conversation
 from glm5.terminal.screen import Screen
 from tests.serve.scripted_engine import ScriptedEngine
 
@@ -239,8 +240,9 @@ def test_a_saved_conversation_is_the_same_after_loading(scripted: Chat, tmp_path
 
 def test_an_answer_that_mentions_a_think_tag_is_saved_whole(tmp_path: Path) -> None:
     turns = [Message("user", "q"), Message("assistant", "The tag </think> ends it.")]
-    Conversation("", (), turns).save(tmp_path / "a.json")
-    assert [turn.content for turn in Conversation.load(tmp_path / "a.json").turns] == [turn.content for turn in turns]
+    Conversation(messages=turns).save(tmp_path / "a.json")
+    again = Conversation.load(tmp_path / "a.json").messages
+    assert [turn.content for turn in again] == [turn.content for turn in turns]
 
 
 def test_a_bare_list_of_messages_keeps_the_tools_of_the_chat(scripted: Chat, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import httpx
 from starlette.responses import JSONResponse, Response
 
 from glm5.serve.errors import ApiError
-from glm5.serve.router.pool import PAUSE, UPDATE, WorkerPool
+from glm5.serve.router.pool import PAUSE, UPDATE, WorkerPool, weights_stamp
 from glm5.serve.router.workers import Worker
 
 CONTINUE = "/continue_generation"
@@ -25,19 +25,20 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
     All workers get the same weight version. A worker that fails an update which others applied is replaced. A worker
     that is starting gets the update before it joins.
     """
-    pushed = None
+    pushed, stamp = None, weights_stamp("")
     async with pool.pushing if path in (UPDATE, PAUSE, CONTINUE) else contextlib.nullcontext():
         workers = pool.live()
         if not workers:
             raise ApiError(503, "No engine is ready; retry later.", code="no_engine", retry_after=5)
         if path == UPDATE and method == "POST":
             body, pushed = _with_version(body, pool.version + 1)
+            stamp = weights_stamp(str((pushed or {}).get("model_path", "")))
         answers = dict(
             zip((w.rank for w in workers), await asyncio.gather(*(_tell(w, method, path, body) for w in workers)))
         )
         well = {rank for rank, answer in answers.items() if answer is not None and answer.status_code == 200}
         if well and pushed is not None:
-            pool.pushed, pool.version = pushed, int(pushed["weight_version"])
+            pool.pushed, pool.version, pool.stamp = pushed, int(pushed["weight_version"]), stamp
             for worker in workers:
                 if worker.rank not in well:
                     pool.condemn(worker)

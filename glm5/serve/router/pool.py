@@ -50,6 +50,15 @@ class Place:
         }
 
 
+def weights_stamp(folder: str) -> tuple[tuple[str, int, int, int], ...]:
+    """Names, sizes, times and inodes of a folder's weight files; empty if it cannot be read."""
+    try:
+        files = sorted(Path(folder or "/nowhere").glob("*.safetensors*"))
+        return tuple((f.name, (s := f.stat()).st_size, s.st_mtime_ns, s.st_ino) for f in files)
+    except (OSError, ValueError):
+        return ()
+
+
 class WorkerPool:
     """`count` workers for one job (the pool sets its socket). Belongs to one event loop."""
 
@@ -59,6 +68,7 @@ class WorkerPool:
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
         self.pushed: dict[str, Any] | None = None  # the last weights: body of the update
+        self.stamp = weights_stamp(job.directory)  # of the folder that the current weights were read from
         self.version = 0
         self.paused = False
         self._job = job
@@ -247,7 +257,14 @@ class WorkerPool:
         return await launch(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
-        """Apply the current weights and pause state to a worker."""
+        """Apply the current weights and pause state to a worker. A folder that was overwritten since would give it
+        other weights under the same version."""
+        source = self._job.directory if self.pushed is None else str(self.pushed.get("model_path", ""))
+        if weights_stamp(source) != self.stamp:
+            raise EngineError(
+                f"The weights in {source} have changed since version {self.version} was read from them; push the new "
+                "weights, each version from a folder of its own."
+            )
         if self.pushed is not None:
             answer = await worker.client.post(UPDATE, json=self.pushed)
             if answer.status_code != 200:

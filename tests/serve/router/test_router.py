@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -575,3 +576,32 @@ def test_the_command_line_starts_what_it_is_told(monkeypatch: pytest.MonkeyPatch
         result = CliRunner().invoke(cli, ["serve", str(tmp_path), *wrong.split()])
         assert getattr(result.exception, "exit_code", result.exit_code) == 2
     assert len(started) == 3
+
+
+def test_an_engine_that_joins_late_does_not_read_other_weights_under_the_same_version(tmp_path: Path) -> None:
+    """A trainer may overwrite the folder that it pushed before it pushes again."""
+    asked: list[str] = []
+
+    class Client:
+        async def post(self, path: str, json: Any) -> httpx.Response:
+            asked.append(path)
+            return httpx.Response(200)
+
+        async def get(self, path: str) -> httpx.Response:
+            return httpx.Response(200, json={"weight_version": "3"})
+
+    async def work() -> None:
+        worker = SimpleNamespace(client=Client())
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(b"first")
+        pool = WorkerPool(1, WorkerJob(str(tmp_path), "", None, Limits(), EngineOptions()))
+        await pool._catch_up(worker)
+        pool.pushed, pool.version = {"model_path": str(tmp_path), "weight_version": 3}, 3
+        await pool._catch_up(worker)
+        assert asked == ["/update_weights_from_disk"]
+        (tmp_path / "new").write_bytes(b"other")
+        (tmp_path / "new").rename(file)
+        with pytest.raises(EngineError, match="have changed since version 3 was read"):
+            await pool._catch_up(worker)
+
+    asyncio.run(work())
