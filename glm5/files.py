@@ -97,7 +97,7 @@ def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
     Raises CheckpointError if another process is writing it, or if `path` is a file, or a folder with content but no
     manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too.
     """
-    path = path.absolute()
+    path = Path(os.path.realpath(path))  # a link to a folder stays one
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
         raise CheckpointError(f"{path} exists and is not a folder that glm5 wrote; choose another one, or remove it.")
     aside = path.with_name(f".{path.name}.writing")
@@ -153,6 +153,7 @@ def _lock(folder: Path) -> int | None:
 def recover_dir(path: Path) -> None:
     """Undo a crash between the two renames of `publish_dir`: restore the previous version, drop a half-written one, but
     leave alone what another process is writing."""
+    path = Path(os.path.realpath(path))
     aside, old = (path.with_name(f".{path.name}.{end}") for end in ("writing", "old"))
     held = _lock(aside)
     if held is None and aside.exists():

@@ -359,3 +359,14 @@ def test_side_files_of_a_checkpoint_are_files(kind: str, name: str, tmp_path: Pa
             (tmp_path / "tokenizer_config.json").unlink()
         Tokenizer.load(tmp_path)
         load_defaults(tmp_path)
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk")
+    for text in ("one", "two", "three"):
+        with publish_dir(link) as folder:
+            (folder / "file").write_text(text)
+        assert link.is_symlink() and (tmp_path / "disk" / "file").read_text() == text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link"]

@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def save_checkpoint(
     *,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Publish `path` with config, generation defaults and weights; other files in it (tokenizer) are kept.
+    """Publish `path` with config, generation defaults and weights; other files in it (tokenizer, adapters) are kept.
 
     Raises CheckpointError if `path` contains folders, because replacing it would remove them.
     """
@@ -67,7 +68,8 @@ def save_checkpoint(
     with publish_dir(path, foreign=True) as folder:
         if path.is_dir():
             for old in path.iterdir():
-                if old.is_file() and old.suffix != ".safetensors" and old.name not in (INDEX, MANIFEST):
+                weights = fnmatch(old.name, "model*.safetensors") or old.name in (INDEX, MANIFEST)
+                if old.is_file() and not weights:
                     shutil.copyfile(old, folder / old.name)
         write_checkpoint(model, folder, extra, max_shard_size=max_shard_size)
 

@@ -132,9 +132,13 @@ def test_sharded_checkpoint(model: GLM5ForCausalLM, folder: Path) -> None:
 
 
 def test_saving_keeps_the_tokenizer_and_adds_generation_settings(model: GLM5ForCausalLM, folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
+    kept = ("tokenizer.json", "adapter_model.safetensors")
+    for name in kept:
+        (folder / name).write_text("{}")
+    (folder / "model-00001-of-00002.safetensors").write_text("of an earlier checkpoint")
     model.save_pretrained(folder, extra={"temperature": 0.5})
-    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert [(folder / name).read_text() for name in kept] == ["{}", "{}"]
+    assert not (folder / "model-00001-of-00002.safetensors").exists()
     assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.5
     assert files.verify_manifest(folder)
 
