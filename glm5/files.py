@@ -90,16 +90,20 @@ def _error_number(error: Exception) -> int | None:
 
 
 @contextmanager
-def publish_dir(path: Path, *, foreign: bool = False) -> Iterator[Path]:
+def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Iterator[Path]:
     """Yield a new folder to fill; if the block succeeds, it becomes `path`, with a manifest of hashes.
 
     An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` is unchanged.
     Raises CheckpointError if another process is writing it, or if `path` is a file, or a folder with content but no
-    manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too.
+    manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too. A folder with a file like
+    the pattern `unlike` is of another kind, and never replaced.
     """
     path = Path(os.path.realpath(path))  # a link to a folder stays one
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
         raise CheckpointError(f"{path} exists and is not a folder that glm5 wrote; choose another one, or remove it.")
+    other = next(path.glob(unlike), None) if unlike and path.is_dir() else None
+    if other is not None:
+        raise CheckpointError(f"{path} holds {other.name}, which this would replace; choose another folder.")
     aside = path.with_name(f".{path.name}.writing")
     old = path.with_name(f".{path.name}.old")
     with disk_errors(path):

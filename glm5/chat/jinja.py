@@ -30,6 +30,7 @@ MAX_OUTPUT_CHARS = 2**24
 MEMORY_BYTES = 2**30
 _WORKER = Path(__file__).with_name("jinja_worker.py")
 _PRIVATE = re.compile(r"\\u(?:e[0-9a-f]{3}|f[0-8][0-9a-f]{2})")  # U+E000 to U+F8FF, as `json.dumps` writes them
+_MOST_ESCAPED = 6  # characters of JSON for one of a text
 _STARTING_SECONDS = 60.0  # until the first answer of the process, on a machine under load
 
 
@@ -81,13 +82,14 @@ class JinjaTemplate:
         """
         values = _values(messages, tools, add_generation_prompt, variables)
         written = json.dumps(values)
+        tokenizer.check_characters(len(written) // _MOST_ESCAPED)
         taken = set(_PRIVATE.findall(written))
         mark = next((char for char in map(chr, range(0xE000, 0xF900)) if _escaped(char) not in taken), None)
         if mark is None:
             raise DataError("the conversation uses every private-use character of Unicode; remove one of them.")
-        for char in sorted({name[0] for name in tokenizer.special}):
-            for key in ("messages", "tools"):
-                values[key] = _replaced(values[key], char, char + mark)
+        marked = {ord(name[0]): name[0] + mark for name in tokenizer.special}
+        for key in ("messages", "tools"):
+            values[key] = _translated(values[key], marked)
         ids: list[int] = []
         for piece, special in tokenizer.split_special(self._render(values)):
             # A template's `tojson(ensure_ascii=true)` escapes the mark.
@@ -212,14 +214,14 @@ def _plain(message: Message | Mapping[str, Any], index: int) -> dict[str, Any]:
     return plain
 
 
-def _replaced(value: Any, old: str, new: str) -> Any:
-    """`value` with `old` replaced in all its strings, keys included."""
+def _translated(value: Any, table: Mapping[int, str]) -> Any:
+    """`value` with the characters of `table` replaced in all its strings, keys included."""
     if isinstance(value, str):
-        return value.replace(old, new)
+        return value.translate(table)
     if isinstance(value, Mapping):
-        return {_replaced(key, old, new): _replaced(item, old, new) for key, item in value.items()}
+        return {_translated(key, table): _translated(item, table) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(item, old, new) for item in value]
+        return [_translated(item, table) for item in value]
     return value
 
 

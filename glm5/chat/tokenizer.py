@@ -69,7 +69,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEFAULT_TEMPLATE_VERSION = "5.2"
 TEMPLATE_FILE = "chat_template.jinja"
-_LONG = 1 << 20  # characters of texts that are encoded in one call
+_ENCODED_CHARACTERS = 1 << 20  # in one call of the library
 _MOST_ADDED, _MOST_ADDED_CHARS, _MOST_STEPS = 16_384, 128, 8
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
@@ -250,8 +250,7 @@ class Tokenizer:
         """Ids of `text`. With `allow_special`, strings of special tokens become their ids: only for trusted text."""
         if not allow_special:
             return self.encode_batch([text])[0]
-        if self._left is not None and len(text) > self._left * self._longest:
-            raise self._too_long()
+        self.check_characters(len(text))
         ids: list[int] = []
         for piece, special in self.split_special(text):
             ids += self._spend([self.special[piece]]) if special else self.encode(piece)
@@ -269,14 +268,32 @@ class Tokenizer:
             yield text[start:], False
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text, with special token strings as plain text. Short texts are encoded in parallel, long
-        ones piece by piece, because the library takes some 300 bytes of memory per byte of text."""
-        size = sum(map(len, texts))
-        if self._left is not None and size > self._left * self._longest:
-            raise self._too_long()  # refuse before spending seconds and gigabytes
-        if size <= _LONG:
-            return [self._spend(ids) for ids in self._bpe_ids(texts)]
-        return [[i for piece in pieces(text) for i in self._spend(self._bpe_ids([piece])[0])] for text in texts]
+        """`encode` of every text, in parallel, with special token strings as plain text. The library takes some 300
+        bytes of memory per byte of text, so it gets long texts in pieces, and few of them at a time."""
+        self.check_characters(sum(map(len, texts)))  # refuse before spending seconds and gigabytes
+        found: list[list[int]] = [[] for _ in texts]
+        batch: list[tuple[int, str]] = []
+        size = 0
+
+        def encode() -> None:
+            for (number, _), ids in zip(batch, self._bpe_ids([piece for _, piece in batch]), strict=True):
+                found[number] += self._spend(ids)
+            batch.clear()
+
+        for number, text in enumerate(texts):
+            for piece in pieces(text):
+                if size + len(piece) > _ENCODED_CHARACTERS:
+                    encode()
+                    size = 0
+                batch.append((number, piece))
+                size += len(piece)
+        encode()
+        return found
+
+    def check_characters(self, count: int) -> None:
+        """Raise TooLongError if so many characters certainly have more ids than `bounded` allows."""
+        if self._left is not None and count > self._left * self._longest:
+            raise self._too_long()
 
     def _spend(self, ids: list[int]) -> list[int]:
         """The ids, counted against the limit of `bounded`. Raises TooLongError above it."""

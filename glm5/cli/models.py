@@ -59,7 +59,7 @@ def init(
             "preset or make it smaller with --set."
         )
     model = GLM5ForCausalLM(config, seed=seed)
-    with publish_dir(out) as folder:
+    with publish_dir(out, unlike="shards.json") as folder:
         write_checkpoint(model, folder)
         used.save(folder)
     typer.echo(f"Wrote {preset} with {sum(p.numel() for p in model.parameters()):,} parameters to {out}.")

@@ -25,6 +25,8 @@ def tokenizer_train(
 
     documents = [d for d in read_sources(sources) if not d.held_out]
     trained = Tokenizer.train((d.text for d in documents), vocab_size)
+    if any(out.glob("*.safetensors")):
+        raise UsageError(f"{out} holds a checkpoint, whose tokenizer would no longer fit; choose another --out.")
     trained.save(out)
     typer.echo(f"Trained {trained.vocab_size} tokens on {len(documents)} documents; wrote {out}.")
 

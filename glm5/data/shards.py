@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import numpy as np
 
-from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.documents import Document
 from glm5.errors import DataError
@@ -20,7 +19,6 @@ from glm5.files import publish_dir, read_small, verify_manifest
 SPLITS = ("train", "held_out")
 _TYPES = ("uint16", "uint32")
 _ENCODED_DOCUMENTS = 1024
-_ENCODED_CHARACTERS = 1 << 20
 _MOST_INFO = 16 << 20  # bytes of shards.json
 
 
@@ -123,7 +121,7 @@ def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict
     The caller may put intermediate files into the folder and must delete them.
     """
     dtype = id_dtype(tokenizer)
-    with publish_dir(out) as folder, ExitStack() as stack:
+    with publish_dir(out, unlike="*.safetensors") as folder, ExitStack() as stack:
         writers = {split: SplitWriter(folder, split, dtype) for split in SPLITS}
         for writer in writers.values():
             stack.callback(writer.close)
@@ -136,29 +134,9 @@ def publish_shards(out: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, dict
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Ids of each text, followed by the end-of-text token.
-
-    The tokenizer takes some 300 bytes of memory per byte of text, so long texts are encoded in pieces.
-    """
+    """Ids of each text, followed by the end-of-text token."""
     end, dtype = tokenizer.special["<|endoftext|>"], id_dtype(tokenizer)
-    found: list[list[np.ndarray]] = [[] for _ in texts]
-    batch: list[tuple[int, str]] = []
-    size = 0
-
-    def encode() -> None:
-        for (number, _), ids in zip(batch, tokenizer.encode_batch([piece for _, piece in batch]), strict=True):
-            found[number].append(np.array(ids, dtype=dtype))
-        batch.clear()
-
-    for number, text in enumerate(texts):
-        for piece in pieces(text):
-            if size + len(piece) > _ENCODED_CHARACTERS:
-                encode()
-                size = 0
-            batch.append((number, piece))
-            size += len(piece)
-    encode()
-    return [np.concatenate([*parts, np.array([end], dtype=dtype)]) for parts in found]
+    return [np.array([*ids, end], dtype=dtype) for ids in tokenizer.encode_batch(texts)]
 
 
 def build_shards(

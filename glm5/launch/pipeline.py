@@ -85,9 +85,12 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
             progress.finish(stage.name, _summary(entries[-1]))
 
     def publish() -> None:
-        results = _results(recipe, state, entries)
-        _publish_final(state, Path(recipe.final) if recipe.final else run / "final")
-        atomic_write(run / "results.json", json.dumps(results, indent=1) + "\n")
+        results, file = json.dumps(_results(recipe, state, entries), indent=1) + "\n", run / "results.json"
+        final = Path(recipe.final) if recipe.final else run / "final"
+        if final.exists() and file.exists() and file.read_text(encoding="utf-8") == results:
+            return  # the run was finished before; what somebody added to the folder stays
+        _publish_final(state, final)
+        atomic_write(file, results)
 
     ranks.on_main(publish)
     return run

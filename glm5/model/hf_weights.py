@@ -65,7 +65,7 @@ def save_checkpoint(
     for inner in path.iterdir() if path.is_dir() else ():
         if inner.is_dir():
             raise CheckpointError(f"{path} holds the folder {inner.name}, which saving would remove; save elsewhere.")
-    with publish_dir(path, foreign=True) as folder:
+    with publish_dir(path, foreign=True, unlike="shards.json") as folder:
         if path.is_dir():
             for old in path.iterdir():
                 weights = fnmatch(old.name, "model*.safetensors") or old.name in (INDEX, MANIFEST)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from glm5.chat import SPECIAL_TOKENS, JinjaTemplate, Tokenizer, render_chat
 from glm5.chat import jinja as jinja_module
-from glm5.errors import CheckpointError, DataError
+from glm5.errors import CheckpointError, DataError, TooLongError
 from glm5.records import Message, ToolCall
 
 TOK = Tokenizer.train(["The user asks for the weather. reasoning effort max\n" * 3], 330)
@@ -201,6 +201,15 @@ def test_an_endless_rendering_ends_after_its_server_was_killed() -> None:
             assert worker.wait(60) == -signal.SIGALRM
         finally:
             worker.kill()
+
+
+def test_what_cannot_fit_is_refused_before_it_is_rendered(
+    glm52: JinjaTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process renders for all clients."""
+    monkeypatch.setattr(JinjaTemplate, "_render", lambda *_: pytest.fail("rendered"))
+    with pytest.raises(TooLongError, match="more than 100 tokens"):
+        glm52.ids([Message("user", "x" * 100_000)], tokenizer=TOK.bounded(100))
 
 
 def test_bad_templates_and_bad_input(monkeypatch: pytest.MonkeyPatch, glm52: JinjaTemplate) -> None:

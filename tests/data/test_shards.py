@@ -67,15 +67,16 @@ def test_long_texts_are_encoded_in_pieces_to_the_same_ids(parts: list[str], long
 
 
 def test_memory_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, real = [], Tokenizer.encode_batch
+    sizes, real = [], Tokenizer._bpe_ids
 
     def encode(self: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
         sizes.append(sum(map(len, texts)))
         return real(self, texts)
 
-    monkeypatch.setattr(Tokenizer, "encode_batch", encode)
+    monkeypatch.setattr(Tokenizer, "_bpe_ids", encode)
     texts = ["x = 1\n" * 400_000, "short", "y" * 600_000]
     found = encode_documents(texts, TOKENIZER)
+    assert TOKENIZER.encode_batch(texts) == [TOKENIZER.encode(text) for text in texts]  # whatever stands beside it
     assert max(sizes) <= 1 << 20 and [len(ids) - 1 for ids in found] == [len(text) for text in texts]
 
 

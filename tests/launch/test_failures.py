@@ -98,6 +98,26 @@ def test_damage_to_a_finished_stage_is_found(
         (run / file).write_bytes(before)
 
 
+def test_a_finished_run_keeps_what_was_added_to_it(shell: Any, finished: tuple[Path, Path]) -> None:
+    path, run = finished
+    (run / "final" / "README.md").write_text("mine")
+    assert shell.invoke("train", path, "--resume").code == 0
+    assert (run / "final" / "README.md").read_text() == "mine"
+    (run / "final" / "README.md").unlink()
+
+
+def test_one_kind_of_folder_does_not_replace_another(shell: Any, finished: tuple[Path, Path], tiny: Any) -> None:
+    model, weights = finished[1] / "final", (finished[1] / "final" / "model.safetensors").read_bytes()
+    words = [str(model), "holds"]
+    shell.fails(
+        1, [*words, "model.safetensors"], "data", "build", "--tokenizer", tiny.final, "--out", model, tiny.corpus
+    )
+    shell.fails(2, words, "tokenizer", "train", "--out", model, "--vocab-size", 400, tiny.corpus)
+    assert (model / "model.safetensors").read_bytes() == weights
+    shards = [str(tiny.data), "holds shards.json"]
+    shell.fails(1, shards, "init", "nano", "--out", tiny.data)
+
+
 def test_stages_that_were_deleted_run_again(shell: Any, finished: tuple[Path, Path]) -> None:
     path, run = finished
     expected = json.loads((run / "results.json").read_text(encoding="utf-8"))
