@@ -84,8 +84,8 @@ def pieces(text: str, longest: int = 1 << 18) -> Iterator[str]:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """A regular expression for the longest of the words, factored by common beginnings: however many there are, each
-    place of a text costs at most the length of one word."""
+    """A regular expression for the longest of the words, factored by common beginnings: each place of a text costs at
+    most the length of one word, and a choice between different next characters at each of its letters."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[0], []).append(word[1:])

@@ -70,7 +70,7 @@ STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEFAULT_TEMPLATE_VERSION = "5.2"
 TEMPLATE_FILE = "chat_template.jinja"
 _ENCODED_CHARACTERS = 1 << 20  # in one call of the library
-_MOST_ADDED, _MOST_ADDED_CHARS, _MOST_STEPS = 16_384, 128, 8
+_MOST_ADDED, _MOST_ADDED_CHARS, _MOST_STEPS = 1024, 128, 8
 MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
