@@ -74,7 +74,7 @@ def test_memory_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         return real(self, texts)
 
     monkeypatch.setattr(Tokenizer, "_bpe_ids", encode)
-    texts = ["x = 1\n" * 400_000, "short", "y" * 600_000]
+    texts = ["x = 1\n" * 200_000, "short", "y" * 300_000]
     found = encode_documents(texts, TOKENIZER)
     assert TOKENIZER.encode_batch(texts) == [TOKENIZER.encode(text) for text in texts]  # whatever stands beside it
     assert max(sizes) <= 1 << 20 and [len(ids) - 1 for ids in found] == [len(text) for text in texts]
