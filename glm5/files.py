@@ -104,6 +104,7 @@ def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Itera
     other = next(path.glob(unlike), None) if unlike and path.is_dir() else None
     if other is not None:
         raise CheckpointError(f"{path} holds {other.name}, which this would replace; choose another folder.")
+    busy = f"Another process is writing {path}; wait for it, or choose another folder."
     aside = path.with_name(f".{path.name}.writing")
     old = path.with_name(f".{path.name}.old")
     with disk_errors(path):
@@ -111,12 +112,10 @@ def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Itera
         try:
             aside.mkdir(parents=True)
         except FileExistsError:
-            raise CheckpointError(
-                f"Another process is writing {path}; wait for it, or choose another folder."
-            ) from None
+            raise CheckpointError(busy) from None
         held = _lock(aside)
         if not aside.exists():  # it looked abandoned to another process in the moment before it was locked
-            raise CheckpointError(f"Another process is writing {path}; wait for it, or choose another folder.")
+            raise CheckpointError(busy)
         try:
             yield aside
             write_manifest(aside)

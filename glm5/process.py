@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
@@ -14,6 +15,11 @@ def safe_path() -> None:
     """Keep the current folder off the path of processes that this one starts."""
     if not os.environ.get("PYTHONSAFEPATH"):
         os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def python_path() -> str:
+    """PYTHONPATH for processes that run this copy of the package, installed or not."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def tune() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from glm5.chat.jinja import JinjaTemplate
 from glm5.chat.template import RULES, opens_thinking, render_chat
-from glm5.chat.tokenizer import TemplateSetting, Tokenizer
+from glm5.chat.tokenizer import Tokenizer
+from glm5.chat.tokenizer_files import TemplateSetting
 from glm5.errors import CheckpointError, ConfigError, DataError
 from glm5.records import Message
 

@@ -49,7 +49,7 @@ def main() -> None:
         answer(failure(error))
         return
     for line in sys.stdin:
-        signal.alarm(hello["seconds"])  # ends a rendering that nobody waits for, after the server was killed
+        signal.alarm(hello["seconds"])  # if the server was killed, nobody else ends a rendering
         try:
             answer({"text": render(template, json.loads(line), hello["max_chars"])})
         except Exception as error:  # a hostile template can make jinja2 raise anything

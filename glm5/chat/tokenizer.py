@@ -14,16 +14,24 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 
-from glm5.chat.split_pattern import SPLIT, any_of, check_split, pieces
+from glm5.chat.split_pattern import SPLIT, any_of, pieces
+from glm5.chat.tokenizer_files import (
+    DEFAULT_TEMPLATE_VERSION,
+    TEMPLATE_FILE,
+    TemplateSetting,
+    checked,
+    chosen_template,
+    read_text,
+    reason_of,
+    stored_template,
+)
 from glm5.errors import CheckpointError, ConfigError, TooLongError
-from glm5.files import read_small
 
 if TYPE_CHECKING:
     from glm5.chat.formats import ChatFormat
@@ -67,11 +75,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     "<|video|>",
 )
 STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
-DEFAULT_TEMPLATE_VERSION = "5.2"
-TEMPLATE_FILE = "chat_template.jinja"
 _ENCODED_CHARACTERS = 1 << 20  # in one call of the library
-_MOST_ADDED, _MOST_ADDED_CHARS, _MOST_STEPS = 1024, 128, 8
-MAX_FILE_BYTES = 64 * 2**20  # the released tokenizer.json has about 20 MB
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
 _REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *SPECIAL_TOKENS[21:31])
@@ -97,21 +101,12 @@ def _valid_unicode(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@dataclass(frozen=True)
-class TemplateSetting:
-    """The chat template of a tokenizer: a `version` by name, or the Jinja text `source`. `origin` says who chose it."""
-
-    version: str | None = DEFAULT_TEMPLATE_VERSION
-    source: str | None = None
-    origin: str = "the default"
-
-
 class Tokenizer:
     """Text to ids and back. Build one with `train`, `byte_level` or `load`."""
 
     def __init__(self, tokenizer_json: str, template: str | TemplateSetting = DEFAULT_TEMPLATE_VERSION) -> None:
         """`tokenizer_json` is the content of a tokenizer.json. Raises ValueError if it is not of a supported kind."""
-        data = _checked(json.loads(tokenizer_json))
+        data = checked(json.loads(tokenizer_json))
         self._json = tokenizer_json
         self._template = TemplateSetting(template, origin="the caller") if isinstance(template, str) else template
         self.special: dict[str, int] = {token["content"]: token["id"] for token in data["added_tokens"]}
@@ -215,13 +210,13 @@ class Tokenizer:
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
-        text = _read(file)
-        template = _stored_template(file.parent) if chat_template is None else _chosen_template(chat_template)
+        text = read_text(file)
+        template = stored_template(file.parent) if chat_template is None else chosen_template(chat_template)
         try:
             return cls(text, template)
         except Exception as error:  # the library raises bare Exception for a file that it cannot read
             raise CheckpointError(
-                f"{file} is not a GLM tokenizer: {_reason(error)}; restore the file or train a tokenizer."
+                f"{file} is not a GLM tokenizer: {reason_of(error)}; restore the file or train a tokenizer."
             ) from error
 
     def save(self, directory: str | Path) -> None:
@@ -348,76 +343,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """The held-back bytes, as U+FFFD; empty after complete text."""
         return self._utf8.decode(b"", final=True)
-
-
-def _checked(data: Any) -> dict[str, Any]:
-    """The content of a tokenizer.json. Raises ValueError if it would lose text, make ids random or never end."""
-    if not isinstance(data, dict):
-        raise ValueError("it is not a JSON object")
-    if data.get("normalizer") is not None:
-        raise ValueError("it has a normalizer, which would change text")
-    for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if data["model"].get(setting):
-            raise ValueError(f"its model sets {setting}")
-    if len(data["added_tokens"]) > _MOST_ADDED:
-        raise ValueError(f"it adds more than {_MOST_ADDED:,} tokens")
-    for token in data["added_tokens"]:
-        if type(token["id"]) is not int or not isinstance(token["content"], str) or not token["content"]:
-            raise ValueError("an added token has no text or no id")
-        if len(token["content"]) > _MOST_ADDED_CHARS:
-            raise ValueError(f"an added token has more than {_MOST_ADDED_CHARS} characters")
-    splitter = data["pre_tokenizer"]
-    steps = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
-    if len(steps) > _MOST_STEPS:
-        raise ValueError(f"its pre-tokenizer has more than {_MOST_STEPS} steps")
-    for step in steps:
-        if step["type"] == "Split":
-            check_split(step)
-        elif step["type"] not in ("ByteLevel", "Digits") or step.get("add_prefix_space"):
-            raise ValueError(f"its pre-tokenizer {step['type']} would change text")
-    if [step["type"] for step in steps].count("ByteLevel") != 1 or steps[-1]["type"] != "ByteLevel":
-        raise ValueError("its pre-tokenizer does not end with the only step ByteLevel")
-    return data
-
-
-def _read(file: Path) -> str:
-    try:
-        return read_small(file, MAX_FILE_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {file}: {_reason(error)}; a checkpoint needs this file.") from error
-
-
-def _stored_template(directory: Path) -> TemplateSetting:
-    """The chat template that a checkpoint's files specify."""
-    file, jinja = directory / "tokenizer_config.json", directory / TEMPLATE_FILE
-    try:
-        config = json.loads(_read(file)) if file.exists() else {}
-        version, source = config.get("glm5_template_version"), config.get("chat_template")
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a JSON object: {_reason(error)}; restore the file.") from error
-    if version is not None:
-        if not isinstance(version, str):
-            raise CheckpointError(f'{file}: "glm5_template_version" must be a string such as "5.2", not {version!r}.')
-        return TemplateSetting(version, None, str(file))
-    if jinja.exists():
-        return TemplateSetting(None, _read(jinja), str(jinja))
-    if isinstance(source, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return TemplateSetting(None, source, str(file)) if isinstance(source, str) else TemplateSetting()
-
-
-def _chosen_template(choice: str) -> TemplateSetting:
-    """A version, or the path of a Jinja file."""
-    if Path(choice).is_file():
-        return TemplateSetting(None, _read(Path(choice)), choice)
-    return TemplateSetting(choice, None, "the command line")
-
-
-def _reason(error: Exception) -> str:
-    """One line that says what is wrong with a damaged file."""
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    if isinstance(error, KeyError):
-        return f"the key {error} is missing"
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

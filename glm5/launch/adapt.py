@@ -104,41 +104,28 @@ def run(
     folder = out.parent / f"{out.name}-adapt"
     busy = f"Another process is working on {folder}; wait for it, stop it, or choose another --out."
     with exclusive(folder, busy):
-        return _run(model_dir, data_dir, out, settings, config, overrides, echo)
-
-
-def _run(
-    model_dir: Path,
-    data_dir: Path,
-    out: Path,
-    settings: Settings,
-    config: GLM5Config,
-    overrides: dict[str, Any],
-    echo: Callable[[str], None],
-) -> dict[str, Any]:
-    folder = out.parent / f"{out.name}-adapt"
-    _claim(folder, settings)
-    tokenizer = Tokenizer.load(model_dir) if (model_dir / "tokenizer.json").exists() else None
-    train, held_out = (open_shard(data_dir, split, tokenizer) for split in ("train", "held_out"))
-    if tokenizer is None:
-        _check_ids(train, held_out, config)
-    warmup = settings.warmup
-    seed = derive_seed(settings.seed, "adaptation")
-    loader = StreamLoader(train, rows=warmup.rows, row_length=warmup.row_length, seed=seed)
-    text = dsa_adapt.held_out_rows(held_out, settings.held_out_length, settings.held_out_tokens)
-    names = [WARMUP, SPARSE, *([BASELINE] if settings.baseline else [])]
-    with MetricsWriter(folder / "metrics.jsonl") as metrics, PipelineProgress(names) as progress:
-        shared = _Shared(settings, folder, tokenizer, loader, text, metrics, progress)
-        entries = _stages(shared, lambda: GLM5ForCausalLM.from_pretrained(model_dir, **overrides))
-    record = record_of(settings, text, entries, folder)
-    atomic_write(folder / RECORD, json.dumps(record, indent=1) + "\n")
-    atomic_write(folder / "results.json", json.dumps(_results(shared, entries), indent=1) + "\n")
-    _publish(GLM5ForCausalLM.from_pretrained(folder / f"01-{SPARSE}" / MODEL), tokenizer, out)
-    try:
-        echo(f"Report: {build_report(folder)}")
-    except MissingExtraError as error:
-        echo(f"No report: {error}")
-    return record
+        _claim(folder, settings)
+        tokenizer = Tokenizer.load(model_dir) if (model_dir / "tokenizer.json").exists() else None
+        train, held_out = (open_shard(data_dir, split, tokenizer) for split in ("train", "held_out"))
+        if tokenizer is None:
+            _check_ids(train, held_out, config)
+        warmup = settings.warmup
+        seed = derive_seed(settings.seed, "adaptation")
+        loader = StreamLoader(train, rows=warmup.rows, row_length=warmup.row_length, seed=seed)
+        text = dsa_adapt.held_out_rows(held_out, settings.held_out_length, settings.held_out_tokens)
+        names = [WARMUP, SPARSE, *([BASELINE] if settings.baseline else [])]
+        with MetricsWriter(folder / "metrics.jsonl") as metrics, PipelineProgress(names) as progress:
+            shared = _Shared(settings, folder, tokenizer, loader, text, metrics, progress)
+            entries = _stages(shared, lambda: GLM5ForCausalLM.from_pretrained(model_dir, **overrides))
+        record = record_of(settings, text, entries, folder)
+        atomic_write(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        atomic_write(folder / "results.json", json.dumps(_results(shared, entries), indent=1) + "\n")
+        _publish(GLM5ForCausalLM.from_pretrained(folder / f"01-{SPARSE}" / MODEL), tokenizer, out)
+        try:
+            echo(f"Report: {build_report(folder)}")
+        except MissingExtraError as error:
+            echo(f"No report: {error}")
+        return record
 
 
 def _settings(model: str, data: str, o: Options, config: GLM5Config, echo: Callable[[str], None]) -> Settings:

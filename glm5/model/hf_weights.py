@@ -13,7 +13,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,9 @@ def save_checkpoint(
             raise CheckpointError(f"{path} holds the folder {inner.name}, which saving would remove; save elsewhere.")
     with publish_dir(path, foreign=True, unlike="shards.json") as folder:
         if path.is_dir():
+            replaced = {*_weight_files(path), path / MANIFEST}
             for old in path.iterdir():
-                weights = fnmatch(old.name, "model*.safetensors") or old.name in (INDEX, MANIFEST)
-                if old.is_file() and not weights:
+                if old.is_file() and old not in replaced:
                     shutil.copyfile(old, folder / old.name)
         write_checkpoint(model, folder, extra, max_shard_size=max_shard_size)
 
@@ -91,7 +90,7 @@ def write_checkpoint(
         raise CheckpointError(f"{folder}: a model on the meta device has no weights to save; load it with them.")
     shards = _shards(tensors, _bytes(max_shard_size))
     config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+    for old in _weight_files(folder):
         old.unlink(missing_ok=True)
     _write_json(folder / "config.json", config)
     ends = {"eos_token_id": list(model.config.eos_token_id) or None, "pad_token_id": model.config.pad_token_id}
@@ -106,6 +105,11 @@ def write_checkpoint(
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     model.census |= {"saved": len(tensors), "files": len(shards)}
     _log.info("%s: %s", folder, census_line({"saved": len(tensors), "files": len(shards)}))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Weights and index that a checkpoint in this folder may have; others' `.safetensors` are not among them."""
+    return [*folder.glob("model*.safetensors"), folder / INDEX]
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:

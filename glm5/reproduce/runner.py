@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from glm5.process import python_path
 from glm5.reproduce.plan import METRICS, Experiment
 from glm5.reproduce.worker import read_run, run_folder, run_one
 
@@ -88,8 +89,7 @@ def _after(experiment: Experiment, key: Key) -> Key | None:
 def _start(folder: Path, key: Key) -> subprocess.Popen[bytes]:
     own = run_folder(folder, *key)
     own.mkdir(parents=True, exist_ok=True)
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "TOKENIZERS_PARALLELISM": "false"}
     environment |= dict.fromkeys(THREADS, "1")
     command = [sys.executable, "-P", "-m", "glm5.reproduce.worker", str(folder), key[0], str(key[1])]
     with (own / LOG).open("ab") as log:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from glm5.chat import RULES, ChatFormat, Tokenizer, formats, recognise, render_chat
-from glm5.chat.tokenizer import TemplateSetting
+from glm5.chat.tokenizer_files import TemplateSetting
 from glm5.errors import CheckpointError, ConfigError, DataError
 
 HEAD = (

@@ -14,8 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer, split_pattern
-from glm5.chat import tokenizer as tokenizer_module
+from glm5.chat import SPECIAL_TOKENS, StreamDecoder, Tokenizer, split_pattern, tokenizer_files
 from glm5.chat.split_pattern import any_of, check_split, pieces
 from glm5.errors import CheckpointError, ConfigError, TooLongError
 
@@ -227,7 +226,7 @@ def test_damaged_files_give_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "tokenizer_config.json").write_text('{"glm5_template_version": 5.2}')
     with pytest.raises(CheckpointError, match="glm5_template_version"):
         Tokenizer.load(tmp_path)
-    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(tokenizer_files, "MAX_FILE_BYTES", 1000)
     with pytest.raises(CheckpointError, match="1,000"):
         Tokenizer.load(tmp_path)
 

@@ -20,6 +20,7 @@ from typing import Literal
 import httpx
 
 from glm5.errors import EngineError, Glm5Error
+from glm5.process import python_path
 from glm5.serve.router.process import WorkerJob
 
 LONGEST_SOCKET = 100
@@ -169,11 +170,9 @@ class WorkerError(Glm5Error):
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Share the cores among the workers, unless the user has set the number of threads. Workers find this package
-    even if it is not installed."""
+    """Share the cores among the workers, unless the user has set the number of threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, "PYTHONPATH": python_path()}
 
 
 def private_folder() -> Path:
