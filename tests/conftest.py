@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -179,6 +180,11 @@ def stage_io(tmp_path: Path) -> Iterator[Callable[..., StageIO]]:
 
     with stack:
         yield make
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays to the end; without this, every full collection of garbage looks at all of it."""
+    gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -18,7 +18,7 @@ from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
-from glm5.model.layers import MLP, Linear, RMSNorm
+from glm5.model.layers import MLP, Embedding, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
@@ -84,7 +84,7 @@ class GLM5Model(nn.Module):
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fused_decode = FusedDecode(config, self.layers)

@@ -21,6 +21,14 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class Embedding(nn.Embedding):
+    """Embedding without storage costs nothing: torch loads its compiler (1.5 s) to draw numbers for a meta tensor."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Linear(nn.Linear):
     """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`)."""
 
