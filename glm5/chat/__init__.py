@@ -24,8 +24,7 @@ from glm5.chat.template import (
     appends_only,
     opens_thinking,
     render_chat,
-    render_tool_results,
-    render_user_turn,
+    render_tail,
 )
 from glm5.chat.tokenizer import SPECIAL_TOKENS, StreamDecoder, Tokenizer
 
@@ -53,7 +52,6 @@ __all__ = [
     "parse_message",
     "recognise",
     "render_chat",
-    "render_tool_results",
-    "render_user_turn",
+    "render_tail",
     "split_by_thinking",
 ]

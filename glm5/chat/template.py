@@ -154,43 +154,50 @@ def render_chat(
     return Rendered(row.ids, row.mask)
 
 
-def render_tool_results(
+def render_tail(
     messages: Sequence[Message | Mapping[str, Any]],
     *,
     tokenizer: Tokenizer,
     version: str | None = None,
     enable_thinking: bool = True,
+    after: int | None = None,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Ids after a sampled `<|observation|>`, up to and including the next generation prompt.
+    """Ids of the messages that follow a sampled assistant turn, up to and including the next generation prompt.
 
-    `messages` are the tool results in the order of the calls. Appending these ids to prompt and output gives the ids of
-    `render_chat(..., clear_thinking=False)` without tokenising sampled text a second time (§4.1).
+    `after` is the last sampled id; if it is the role marker of the first message, the marker is not repeated. Appending
+    these ids to prompt and output gives the ids of `render_chat(..., clear_thinking=False)` without tokenising sampled
+    text a second time (§4.1). Tool results must come in the order of the calls.
+
+    Raises DataError if the sampled turn ended with another marker than the first message has.
     """
     rules = _rules(version, tokenizer)
+    thinking = enable_thinking or rules.always_thinks
+    turns = [normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
     row = _Row(tokenizer)
-    for i, message in enumerate(messages):
-        result = normalise(message, f"messages[{i}]")
-        if result.role != "tool":
-            raise DataError(
-                f'messages[{i}] has the role "{result.role}"; only tool results may follow <|observation|>.'
-            )
-        _tool_response(row, result)
-    _generation_prompt(row, rules, enable_thinking or rules.always_thinks)
+    for i, turn in enumerate(turns):
+        marker = _MARKERS[turn.role]
+        repeated = turn.role == "tool" and i > 0 and turns[i - 1].role == "tool"
+        if i == 0 and after is not None and after in tokenizer.stop_token_ids:
+            if after != tokenizer.special[marker]:
+                sampled = tokenizer.decode([after])
+                raise DataError(f'messages[0] has the role "{turn.role}", which cannot follow the sampled {sampled}.')
+            repeated = True
+        if turn.role == "assistant":  # writes its own marker
+            _assistant_turn(row, turn, rules, thinking, current=True, keep=True)
+            continue
+        if not repeated:
+            row.mark(marker)
+        if turn.role == "tool":
+            _tool_response(row, turn)
+        else:
+            row.text(turn.content)
+    if add_generation_prompt:
+        _generation_prompt(row, rules, thinking)
     return row.ids
 
 
-def render_user_turn(
-    content: str, *, tokenizer: Tokenizer, version: str | None = None, enable_thinking: bool = True
-) -> list[int]:
-    """Ids after a sampled `<|user|>`, up to and including the next generation prompt.
-
-    Earlier reasoning stays in the context, as with `clear_thinking=False`.
-    """
-    rules = _rules(version, tokenizer)
-    row = _Row(tokenizer)
-    row.text(content)
-    _generation_prompt(row, rules, enable_thinking or rules.always_thinks)
-    return row.ids
+_MARKERS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "tool": "<|observation|>"}
 
 
 def opens_thinking(version: str, enable_thinking: bool = True) -> bool:

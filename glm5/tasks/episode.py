@@ -22,8 +22,7 @@ from glm5.chat import (
     opens_thinking,
     parse_message,
     render_chat,
-    render_tool_results,
-    render_user_turn,
+    render_tail,
 )
 from glm5.errors import ConfigError, EnvironmentTimeout, GradingError, RequestFailed, RolloutError
 from glm5.obs.logs import get_logger
@@ -183,13 +182,13 @@ class Episode:
         """Ids of the environment's messages, up to the next generation prompt."""
         roles = [message.role for message in messages]
         last = self.tokenizer.decode(output[-1:])
-        if last == "<|observation|>" and roles and set(roles) == {"tool"}:
-            return render_tool_results(
-                messages, tokenizer=self.tokenizer, version=self.version, enable_thinking=self._thinking
-            )
-        if last == "<|user|>" and roles == ["user"]:
-            return render_user_turn(
-                messages[0].content, tokenizer=self.tokenizer, version=self.version, enable_thinking=self._thinking
+        if (last == "<|observation|>" and set(roles) == {"tool"}) or (last == "<|user|>" and roles == ["user"]):
+            return render_tail(
+                messages,
+                tokenizer=self.tokenizer,
+                version=self.version,
+                enable_thinking=self._thinking,
+                after=output[-1],
             )
         raise RolloutError(f"{self.problem}: messages of roles {roles} cannot follow an output that ends in {last!r}.")
 

@@ -17,8 +17,7 @@ from glm5.chat import (
     opens_thinking,
     parse_message,
     render_chat,
-    render_tool_results,
-    render_user_turn,
+    render_tail,
     split_by_thinking,
 )
 from glm5.records import Message, ToolCall
@@ -86,9 +85,16 @@ def as_asked(message: Message, version: str, thinking: bool) -> Message:
 
 
 @some
-@given(contexts, turns, st.lists(words, min_size=1, max_size=2), st.sampled_from(list(RULES)), st.booleans())
+@given(
+    contexts,
+    turns,
+    st.lists(words, min_size=1, max_size=2),
+    st.integers(0, 4),
+    st.sampled_from(list(RULES)),
+    st.booleans(),
+)
 def test_a_turn_is_parsed_back_and_continued(
-    context: list[Message], turn: Message, results: list[str], version: str, thinking: bool
+    context: list[Message], turn: Message, results: list[str], n: int, version: str, thinking: bool
 ) -> None:
     turn = as_asked(turn, version, thinking)
     options: Any = {"tokenizer": TOK, "version": version, "enable_thinking": thinking}
@@ -104,13 +110,15 @@ def test_a_turn_is_parsed_back_and_continued(
     assert well_formed
     assert message == turn
 
-    if turn.tool_calls:
-        tail = [Message("tool", text) for text in results]
-        added = render_tool_results(tail, **options)
-    else:
-        tail = [Message("user", results[0])]
-        added = render_user_turn(results[0], **options)
-    assert render_chat([*before, turn, *tail], TOOLS, clear_thinking=False, **options).ids == row.ids + added
+    tail = [Message("tool" if turn.tool_calls else "user", text) for text in results]
+    tail += [Message("user", "more"), Message("system", "note"), Message("assistant", "mine"), Message("user", "go")][
+        :n
+    ]
+    added = render_tail(tail, after=row.ids[-1], **options)
+    whole = render_chat([*before, turn, *tail], TOOLS, clear_thinking=False, **options).ids
+    if RULES[version].empty_think != "current" or n < 3:  # 5.1 rewrites turns without reasoning
+        assert whole == row.ids + added
+    assert render_tail(tail, **options)[1:] == added  # with the marker, if the output was cut off before it
 
 
 @some

@@ -16,7 +16,7 @@ from glm5.chat import (
     normalise,
     opens_thinking,
     render_chat,
-    render_tool_results,
+    render_tail,
     split_by_thinking,
 )
 from glm5.errors import ConfigError, DataError
@@ -380,5 +380,5 @@ def test_other_bad_input() -> None:
             render_chat([USER], [tool], tokenizer=TOK)
     with pytest.raises(DataError, match="argument k of f"):
         render_chat([Message("assistant", tool_calls=(ToolCall("f", {"k": {1}}),))], tokenizer=TOK)
-    with pytest.raises(DataError, match="user"):
-        render_tool_results([USER], tokenizer=TOK)
+    with pytest.raises(DataError, match=r'"user", which cannot follow the sampled <\|observation\|>'):
+        render_tail([USER], tokenizer=TOK, after=TOK.special["<|observation|>"])
