@@ -61,7 +61,14 @@ def create_app(
     thread = EngineThread(engine, limits.samples, metrics)
     length = min(engine.max_length, limits.tokens or engine.max_length)
     service = Service(
-        thread, tokenizer, model_name, defaults or SamplingParams(), length, limits, metrics, int(time.time())
+        thread=thread,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        defaults=defaults or SamplingParams(),
+        max_length=length,
+        limits=limits,
+        metrics=metrics,
+        created=int(time.time()),
     )
 
     @contextlib.asynccontextmanager

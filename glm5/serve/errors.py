@@ -132,4 +132,5 @@ HANDLED: tuple[type[Exception], ...] = (Glm5Error, HTTPException, ClientDisconne
 
 
 def speaks_anthropic(path: str) -> bool:
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+    """Whether a path, which may have a prefix, belongs to the Anthropic surface."""
+    return "/v1/messages" in path

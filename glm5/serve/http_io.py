@@ -19,7 +19,7 @@ from glm5.serve.errors import ApiError
 from glm5.serve.options import Limits
 
 if TYPE_CHECKING:  # a router runs without torch
-    from glm5.serve.samples import Stream
+    from glm5.serve.samples import SampleStream
 
 DRAINED = 8
 """A body that is too long, up to this many times the limit, is read to its end and dropped. A client that is still
@@ -93,7 +93,7 @@ def framed(data: str, name: str | None = None) -> str:
 class EventResponse(Response):
     """Server-sent events of a stream. A disconnect cancels the stream at once, also between events."""
 
-    def __init__(self, events: AsyncGenerator[str, None], stream: Stream) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], stream: SampleStream) -> None:
         super().__init__(status_code=200, headers=HEADERS)
         del self.headers["content-length"]
         self._events = events

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from glm5.chat.arguments import ToolSchemas
 from glm5.chat.messages import check_tools, function_of, normalise
@@ -46,18 +46,31 @@ class Mode:
     effort: str | None = None
 
 
-def render(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message | Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    mode: Mode = Mode(),
-    ending: Ending = "answer",
-) -> Prompt:
+@dataclass(frozen=True)
+class ChatInput:
+    """All that the prompt of a chat request is rendered from."""
+
+    messages: Sequence[Message | Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    mode: Mode = Mode()
+    ending: Ending = "answer"
+
+
+class ChatBody(Protocol):
+    """The body of a chat request, of any surface."""
+
+    def chat_input(self) -> ChatInput:
+        """Raises DataError or ApiError if the model cannot read a message or tool."""
+        ...
+
+
+def render(tokenizer: Tokenizer, chat: ChatInput) -> Prompt:
     """A conversation as a prompt.
 
     Raises:
         DataError: the template cannot take the messages or tools, or the last message cannot be continued.
     """
+    messages, tools, mode, ending = chat.messages, chat.tools, chat.mode, chat.ending
     last = f"messages[{len(messages) - 1}]"
     if ending == "continue":
         turn = normalise(messages[-1], last)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glm5.engine.grammar import Compiled
 from glm5.engine.request import Request
 from glm5.errors import EngineError, Glm5Error
-from glm5.records import SamplingParams
+from glm5.records import Completion, SamplingParams
 from glm5.serve.errors import TooLate
 
 if TYPE_CHECKING:
@@ -42,6 +42,35 @@ class Delta:
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
     weight_versions: Sequence[int] = ()
+
+
+class Sampled(Protocol):
+    """A sample in an engine, as answers need it."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def completion(self) -> Completion: ...
+
+
+class SampleStream(Protocol):
+    """The samples of a request on their way to its client. Iteration gives deltas until every sample has ended."""
+
+    parts: list[Part]
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def requests(self) -> Sequence[Sampled]: ...
+
+    @property
+    def deadline(self) -> float | None: ...
+
+    def cancel(self, index: int | None = None) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
 
 
 class Stream:

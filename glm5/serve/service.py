@@ -21,9 +21,9 @@ from glm5.serve.errors import ApiError, TooLate
 from glm5.serve.http_io import read_body, unless_gone
 from glm5.serve.metrics import Metrics
 from glm5.serve.options import Limits
-from glm5.serve.prompts import Prompt, encode
+from glm5.serve.prompts import ChatBody, Prompt, encode, render
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.samples import Part, Stream
+from glm5.serve.samples import Part, SampleStream, Stream
 from glm5.serve.surfaces.schema import Body, Sampling, parse
 
 log = get_logger("serve")
@@ -39,11 +39,11 @@ Job = tuple[Sampling, Prompt]
 """Sampling fields and prompt."""
 
 
-@dataclass
-class Service:
-    """One model, served on several surfaces. `max_length` is the longest prompt plus answer, in tokens."""
+@dataclass(kw_only=True)
+class TextService:
+    """From request to answer, for the chat surfaces; where tokens come from is left to subclasses. `max_length` is the
+    longest prompt plus answer, in tokens."""
 
-    thread: EngineThread
     tokenizer: Tokenizer
     model_name: str
     defaults: SamplingParams
@@ -51,19 +51,16 @@ class Service:
     limits: Limits
     metrics: Metrics
     created: int
-    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def numbers(self) -> Mapping[str, Any]:
-        """The engine's statistics; empty if it has failed."""
-        try:
-            return await self.thread.call(lambda engine: engine.stats())
-        except Glm5Error:
-            return {}
 
     @property
     def weight_version(self) -> int:
-        return self.thread.engine.weight_version
+        raise NotImplementedError
+
+    @property
+    def drafts(self) -> int:
+        """Number of tokens that the engine drafts per step."""
+        return 0
 
     @property
     def fingerprint(self) -> str:
@@ -105,6 +102,10 @@ class Service:
             text = f"The chat template did not finish within {self.limits.request_seconds:g} seconds."
             raise TooLate(text) from None
 
+    async def prompt_of(self, body: ChatBody, count: int) -> Prompt:
+        """The prompt of a chat request with `count` messages. Raises like `make`."""
+        return await self.make(_rendered, self.tokenizer, body, count=count)
+
     def room(self, prompt: Prompt, limit: int | None, field_name: str = "prompt") -> int:
         """Maximum tokens of an answer; without a `limit`, the rest of the context."""
         room = self.max_length - len(prompt.ids)
@@ -121,15 +122,11 @@ class Service:
         *,
         field_name: str = "prompt",
         top_logprobs: int | None = None,
-    ) -> Stream:
-        """Submit prompts to the engine, each with its samples; `names` identify them for aborts. `top_logprobs` is the
-        number of alternatives per token in the answer; None means no log-probabilities at all. Raises ClientDisconnect
-        if the client hangs up meanwhile."""
-        parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
-        stream = asyncio.ensure_future(self.thread.submit_all(parts, deadline=self.limits.request_seconds))
-        if not await unless_gone(request, stream):
-            raise ClientDisconnect
-        return stream.result()
+    ) -> SampleStream:
+        """Start the samples of some prompts; `names` identify them for aborts. `top_logprobs` is the number of
+        alternatives per token in the answer; None means no log-probabilities at all. Raises ClientDisconnect if the
+        client hangs up meanwhile."""
+        raise NotImplementedError
 
     def _parts(self, jobs: Sequence[Job], names: Sequence[str], top_logprobs: int | None, field: str) -> list[Part]:
         """Prompts of one body share its grammar and its parameters, both of which may be megabytes."""
@@ -148,6 +145,57 @@ class Service:
             params = replace(made[id(body)], max_tokens=room)
             parts.append(Part(prompt.ids, params, name, body.cache_salt or ""))
         return parts
+
+    def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:
+        """One reply per sample of `stream`."""
+        owners = [job for job in jobs for _ in range(job[0].samples())]
+        stop_ids = stream.requests[0].stop_ids
+        options["drafts"] = self.drafts
+        return [
+            Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
+            for i, (body, prompt) in enumerate(owners)
+        ]
+
+
+@dataclass(kw_only=True)
+class Service(TextService):
+    """One model in an engine of this process, served on all surfaces."""
+
+    thread: EngineThread
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
+
+    async def numbers(self) -> Mapping[str, Any]:
+        """The engine's statistics; empty if it has failed."""
+        try:
+            return await self.thread.call(lambda engine: engine.stats())
+        except Glm5Error:
+            return {}
+
+    @property
+    def weight_version(self) -> int:
+        return self.thread.engine.weight_version
+
+    @property
+    def drafts(self) -> int:
+        return getattr(self.thread.engine, "drafts", 0)
+
+    async def begin(
+        self,
+        request: Request,
+        jobs: Sequence[Job],
+        names: Sequence[str],
+        *,
+        field_name: str = "prompt",
+        top_logprobs: int | None = None,
+    ) -> Stream:
+        """Submit prompts to the engine, each with its samples; `names` identify them for aborts. `top_logprobs` is the
+        number of alternatives per token in the answer; None means no log-probabilities at all. Raises ClientDisconnect
+        if the client hangs up meanwhile."""
+        parts = await asyncio.to_thread(self._parts, jobs, names, top_logprobs, field_name)
+        stream = asyncio.ensure_future(self.thread.submit_all(parts, deadline=self.limits.request_seconds))
+        if not await unless_gone(request, stream):
+            raise ClientDisconnect
+        return stream.result()
 
     async def score(
         self,
@@ -171,21 +219,21 @@ class Service:
         seconds = self.limits.request_seconds
         return await self.thread.score(rows, top_logprobs=top_logprobs, names=names, deadline=seconds)
 
-    def replies(self, jobs: Sequence[Job], stream: Stream, **options: Any) -> list[Reply]:
-        """One reply per sample of `stream`."""
-        owners = [job for job in jobs for _ in range(job[0].samples())]
-        stop_ids = stream.requests[0].stop_ids
-        options["drafts"] = getattr(self.thread.engine, "drafts", 0)
-        return [
-            Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
-            for i, (body, prompt) in enumerate(owners)
-        ]
-
 
 def service_of(request: Request) -> Service:
     """The service of the application that answers a request."""
     service: Service = request.app.state.service
     return service
+
+
+def text_service_of(request: Request) -> TextService:
+    """The service that answers a chat request: that of its session, if there is one, or the application's."""
+    service: TextService = getattr(request.state, "service", None) or request.app.state.service
+    return service
+
+
+def _rendered(tokenizer: Tokenizer, body: ChatBody) -> Prompt:
+    return render(tokenizer, body.chat_input())
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
@@ -201,7 +249,7 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
     return rooms
 
 
-async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
+async def follow(stream: SampleStream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
     """Feed the replies as tokens come. If the text of a sample shows that it has ended (as after
     a stop string), the sample is ended in the engine too."""
     async for delta in stream:
@@ -212,7 +260,7 @@ async def follow(stream: Stream, replies: Sequence[Reply]) -> AsyncIterator[tupl
                 stream.cancel(reply.index)
 
 
-async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
+async def collect(stream: SampleStream, replies: Sequence[Reply]) -> None:
     """Run all replies to their end. Then all samples of `stream` are cancelled, also after an error."""
     try:
         async for _ in follow(stream, replies):
@@ -221,7 +269,7 @@ async def collect(stream: Stream, replies: Sequence[Reply]) -> None:
         stream.cancel()
 
 
-def cached_tokens(stream: Stream) -> int:
+def cached_tokens(stream: SampleStream) -> int:
     """Cached prompt tokens: the maximum over the samples of each prompt, added up over all prompts."""
     total, at = 0, 0
     for part in stream.parts:
@@ -230,7 +278,7 @@ def cached_tokens(stream: Stream) -> int:
     return total
 
 
-def openai_usage(stream: Stream, replies: Sequence[Reply]) -> Mapping[str, Any]:
+def openai_usage(stream: SampleStream, replies: Sequence[Reply]) -> Mapping[str, Any]:
     """`usage` of the OpenAI surface. As an extension, if the engine drafts tokens, `completion_tokens_details` has the
     number of drafts (`draft_tokens`) and of accepted drafts (`accepted_draft_tokens`)."""
     details = {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)}

@@ -17,7 +17,7 @@ from glm5.engine.engine import LOWEST_TEMPERATURE, Engine
 from glm5.errors import CheckpointError, EngineError, Glm5Error, UsageError, nearest
 from glm5.records import Message, SamplingParams, ToolCall
 from glm5.serve.app import load_defaults
-from glm5.serve.prompts import Mode, Prompt, render
+from glm5.serve.prompts import ChatInput, Mode, Prompt, render
 from glm5.serve.reply import Reply
 from glm5.serve.samples import Delta
 from glm5.terminal.conversation import Conversation, load_tools
@@ -215,7 +215,7 @@ class TerminalChat:
 
     def _prompt(self) -> Prompt:
         mode = Mode(self._thinking, effort=self._effort)
-        return render(self._tokenizer, self.conversation.prompt(), self.conversation.tools, mode)
+        return render(self._tokenizer, ChatInput(self.conversation.prompt(), self.conversation.tools, mode))
 
     def _generate(self, prompt: Prompt, params: SamplingParams) -> Reply:
         (request,) = self._engine.submit(prompt.ids, params)

@@ -17,8 +17,8 @@ from glm5.obs.logs import get_logger
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.samples import Stream
-from glm5.serve.service import Service, cached_tokens, collect, follow, service_of
+from glm5.serve.samples import SampleStream
+from glm5.serve.service import TextService, cached_tokens, collect, follow, text_service_of
 from glm5.serve.surfaces.anthropic.schema import CountRequest, MessagesRequest
 
 log = get_logger("serve")
@@ -28,10 +28,10 @@ routes = APIRouter()
 @routes.post("/v1/messages")
 async def messages(request: Request) -> Response:
     """A message of the assistant, whole or as events."""
-    service = service_of(request)
+    service = text_service_of(request)
     body = await service.read(request, MessagesRequest)
     service.check_model(body.model)
-    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    prompt = await service.prompt_of(body, count=len(body.messages))
     answer = Answer(service, body)
     jobs = [(body, prompt)]
     stream = await service.begin(request, jobs, [answer.id], field_name="messages")
@@ -46,23 +46,23 @@ async def messages(request: Request) -> Response:
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> dict[str, int]:
     """The number of prompt tokens of a request."""
-    service = service_of(request)
+    service = text_service_of(request)
     body = await service.read(request, CountRequest)
     service.check_model(body.model)
-    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    prompt = await service.prompt_of(body, count=len(body.messages))
     return {"input_tokens": len(prompt.ids)}
 
 
 class Answer:
     """Writes one message."""
 
-    def __init__(self, service: Service, body: MessagesRequest) -> None:
+    def __init__(self, service: TextService, body: MessagesRequest) -> None:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
         self._model = service.model_name
         self._max_tokens = body.max_tokens
         self._omit = body.thinking is not None and body.thinking.display == "omitted"
 
-    def whole(self, stream: Stream, reply: Reply) -> dict[str, Any]:
+    def whole(self, stream: SampleStream, reply: Reply) -> dict[str, Any]:
         """The message as one object. Raises ApiError if it was aborted."""
         content: list[dict[str, Any]] = []
         if reply.reasoning:
@@ -75,7 +75,7 @@ class Answer:
             content.append({"type": "tool_use", "id": _id(call), "name": call["function"]["name"], "input": arguments})
         return {**self._message(_usage(stream, reply)), "content": content, **self._stop(reply)}
 
-    async def events(self, stream: Stream, reply: Reply) -> AsyncGenerator[str, None]:
+    async def events(self, stream: SampleStream, reply: Reply) -> AsyncGenerator[str, None]:
         """Server-sent events. The status has been sent already, so a late error is an event too."""
         blocks = Blocks(self._omit)
         try:
@@ -167,7 +167,7 @@ def _id(call: OpenAIDelta) -> str:
     return "toolu_" + str(call["id"]).removeprefix("call_")
 
 
-def _usage(stream: Stream, reply: Reply) -> dict[str, Any]:
+def _usage(stream: SampleStream, reply: Reply) -> dict[str, Any]:
     """`input_tokens` equals the result of `count_tokens`, from the first event on. Clients add to it the tokens
     written to and read from a cache that they asked for. Nobody asks for our prefix cache, so its tokens are only in
     the details (an extension)."""

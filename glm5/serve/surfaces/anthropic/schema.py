@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import DataError
 from glm5.records import GrammarSpec
 from glm5.serve.errors import ApiError
-from glm5.serve.prompts import Mode, Prompt, limit_thinking, must_call, must_match, render
+from glm5.serve.prompts import ChatInput, Mode, Prompt, limit_thinking, must_call, must_match
 from glm5.serve.surfaces.fields import TEXT_ONLY, Fields, implemented, no
 from glm5.serve.surfaces.schema import Count, Effort, Items, Sampling, Stops, TemplateKwargs, Tools
 
@@ -154,14 +153,14 @@ class Prompting(Fields):
     context_management: ContextManagement = ContextManagement()
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
-    def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Render for generation. Raises DataError if the model cannot read a block or tool."""
+    def chat_input(self) -> ChatInput:
+        """What the prompt is rendered from. Raises DataError if the model cannot read a block or tool."""
         messages = [{"role": "system", "content": text}] if (text := _text(self.system, "system")) else []
         for i, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{i}]")
         tools = [] if self.tool_choice.type == "none" else [_tool(tool, i) for i, tool in enumerate(self.tools)]
         begun = self.messages[-1].role == "assistant"
-        return render(tokenizer, messages, tools, self._mode(), "continue" if begun else "answer")
+        return ChatInput(messages, tools, self._mode(), "continue" if begun else "answer")
 
     def _mode(self) -> Mode:
         kwargs, thinking = self.chat_template_kwargs, self.thinking

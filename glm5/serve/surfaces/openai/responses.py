@@ -16,8 +16,8 @@ from glm5.obs.logs import get_logger
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.http_io import EventResponse, event, unless_gone
 from glm5.serve.reply import OpenAIDelta, Reply
-from glm5.serve.samples import Stream
-from glm5.serve.service import Service, collect, follow, openai_usage, service_of
+from glm5.serve.samples import SampleStream
+from glm5.serve.service import TextService, collect, follow, openai_usage, text_service_of
 from glm5.serve.surfaces.openai.responses_schema import ResponsesRequest
 
 log = get_logger("serve")
@@ -28,11 +28,11 @@ routes = APIRouter()
 @routes.post("/v1/responses")
 async def responses(request: Request) -> Response:
     """A response, whole or as events."""
-    service = service_of(request)
+    service = text_service_of(request)
     body = await service.read(request, ResponsesRequest)
     service.check_model(body.model)
     chat = await asyncio.to_thread(body.chat)
-    prompt = await service.make(chat.render, service.tokenizer, count=len(chat.messages))
+    prompt = await service.prompt_of(chat, count=len(chat.messages))
     answer = Answer(service, body)
     jobs = [(chat, prompt)]
     stream = await service.begin(request, jobs, [answer.id], field_name="input")
@@ -54,13 +54,13 @@ async def embeddings() -> Response:
 class Answer:
     """Writes one response."""
 
-    def __init__(self, service: Service, body: ResponsesRequest) -> None:
+    def __init__(self, service: TextService, body: ResponsesRequest) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._model = service.model_name
         self._body = body
         self._created = int(time.time())
 
-    def whole(self, stream: Stream, reply: Reply) -> dict[str, Any]:
+    def whole(self, stream: SampleStream, reply: Reply) -> dict[str, Any]:
         """The response as one object. Raises ApiError if it was aborted."""
         if reply.finish_reason == "abort":
             raise _aborted()
@@ -73,7 +73,7 @@ class Answer:
             output.append({**_call(call), "arguments": call["function"]["arguments"], "status": "completed"})
         return self._response(stream, reply, _status(reply), output)
 
-    async def events(self, stream: Stream, reply: Reply) -> AsyncGenerator[str, None]:
+    async def events(self, stream: SampleStream, reply: Reply) -> AsyncGenerator[str, None]:
         """Server-sent events. The status has been sent already, so a late error is an event too."""
         items, number = Items(), 0
 
@@ -106,7 +106,7 @@ class Answer:
             log.exception("A streamed answer failed.")
             yield failed(ApiError(500, INTERNAL))
 
-    def _response(self, stream: Stream, reply: Reply, status: str, output: list[Event]) -> dict[str, Any]:
+    def _response(self, stream: SampleStream, reply: Reply, status: str, output: list[Event]) -> dict[str, Any]:
         body, params = self._body, stream.parts[0].params
         form: dict[str, Any] = {"type": body.text.format.type}
         if body.text.format.definition is not None:
@@ -236,7 +236,7 @@ def _aborted() -> ApiError:
     return ApiError(503, "The request was aborted by the operator of this server.", code="aborted")
 
 
-def _usage(stream: Stream, reply: Reply) -> dict[str, Any]:
+def _usage(stream: SampleStream, reply: Reply) -> dict[str, Any]:
     usage = openai_usage(stream, [reply])
     return {
         "input_tokens": usage["prompt_tokens"],

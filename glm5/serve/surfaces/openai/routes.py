@@ -20,8 +20,8 @@ from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.http_io import DONE, EventResponse, event, json_answer, unless_gone
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
-from glm5.serve.samples import Stream
-from glm5.serve.service import Service, collect, follow, openai_usage, service_of
+from glm5.serve.samples import SampleStream
+from glm5.serve.service import Service, TextService, collect, follow, openai_usage, service_of, text_service_of
 from glm5.serve.surfaces.openai.sampling import OpenAISampling
 from glm5.serve.surfaces.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -32,10 +32,10 @@ routes = APIRouter()
 @routes.post("/v1/chat/completions")
 async def chat(request: Request) -> Response:
     """A chat completion, whole or as events."""
-    service = service_of(request)
+    service = text_service_of(request)
     body = await service.read(request, ChatRequest)
     service.check_model(body.model)
-    prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+    prompt = await service.prompt_of(body, count=len(body.messages))
     form = ChatForm(service, body, prompt)
     jobs = [(body, prompt)]
     stream = await service.begin(request, jobs, [form.head["id"]], field_name="messages", top_logprobs=form.top)
@@ -89,7 +89,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (not body.messages):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.prompt is None:
-        prompt = await service.make(body.render, service.tokenizer, count=len(body.messages))
+        prompt = await service.prompt_of(body, count=len(body.messages))
     else:
         prompt = await service.make(encode, service.tokenizer, body.prompt)
     return {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": service.max_length}
@@ -124,7 +124,7 @@ class ChatForm:
 
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, prompt: Prompt) -> None:
+    def __init__(self, service: TextService, body: ChatRequest, prompt: Prompt) -> None:
         self.head = _head(service, "chatcmpl")
         self.prompts = [prompt]
         self._tokenizer = service.tokenizer
@@ -200,7 +200,7 @@ class TextForm:
         return text_logprobs(self._service.tokenizer, scored, self._top > 0)
 
 
-def _head(service: Service, prefix: str) -> dict[str, Any]:
+def _head(service: TextService, prefix: str) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -210,7 +210,7 @@ def _head(service: Service, prefix: str) -> dict[str, Any]:
 
 
 async def _answer(
-    request: Request, body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm
+    request: Request, body: OpenAISampling, stream: SampleStream, replies: list[Reply], form: ChatForm | TextForm
 ) -> Response:
     """The answer in one piece or as events. At its end, also after an error, all its samples are cancelled."""
     if body.stream:
@@ -220,7 +220,7 @@ async def _answer(
     return await asyncio.to_thread(_whole, body, stream, replies, form)
 
 
-def _whole(body: OpenAISampling, stream: Stream, replies: list[Reply], form: ChatForm | TextForm) -> Response:
+def _whole(body: OpenAISampling, stream: SampleStream, replies: list[Reply], form: ChatForm | TextForm) -> Response:
     choices = [
         {
             "index": reply.index,
@@ -251,7 +251,7 @@ def _echo(form: TextForm) -> Response:
 
 
 async def _events(
-    form: ChatForm | TextForm, body: OpenAISampling, stream: Stream, replies: list[Reply]
+    form: ChatForm | TextForm, body: OpenAISampling, stream: SampleStream, replies: list[Reply]
 ) -> AsyncGenerator[str, None]:
     """Server-sent events. The status has been sent already, so a late error is an event too."""
     usage, running = body.stream_options.include_usage, body.stream_options.continuous_usage_stats

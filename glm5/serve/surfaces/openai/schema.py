@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from glm5.chat.tokenizer import Tokenizer
 from glm5.records import GrammarSpec
 from glm5.serve.errors import ApiError
-from glm5.serve.prompts import Ending, Mode, Prompt, limit_thinking, must_call, must_match, render
+from glm5.serve.prompts import ChatInput, Ending, Mode, Prompt, limit_thinking, must_call, must_match
 from glm5.serve.surfaces.fields import COMMON, HOSTED, PROMPTS, SAMPLER_DETAILS, TEXT_ONLY, Fields, implemented, no
 from glm5.serve.surfaces.openai.sampling import OpenAISampling
 from glm5.serve.surfaces.schema import Count, Effort, Ids, Prompts, Rows, TemplateKwargs, Texts, Tools
@@ -141,12 +140,12 @@ class Conversation(Fields):
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
-    def render(self, tokenizer: Tokenizer) -> Prompt:
-        """Render for generation. Raises DataError if the template cannot take the messages or tools."""
+    def chat_input(self) -> ChatInput:
+        """What the prompt is rendered from."""
         ending: Ending = (
             "continue" if self.continue_final_message else "answer" if self.add_generation_prompt else "none"
         )
-        return render(tokenizer, self.messages, [] if self.tool_choice == "none" else self.tools, self._mode(), ending)
+        return ChatInput(self.messages, [] if self.tool_choice == "none" else self.tools, self._mode(), ending)
 
     def _mode(self) -> Mode:
         """The thinking mode; the most explicit field wins."""
