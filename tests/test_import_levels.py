@@ -21,13 +21,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "glm5"
 
 LEVELS = {
-    "__main__": 13,
-    "cli": 12,
-    "reproduce": 11,
-    "launch": 10,
-    "eval": 9,
-    "report": 9,
-    "rl": 8,
+    "__main__": 14,
+    "cli": 13,
+    "reproduce": 12,
+    "launch": 11,
+    "eval": 10,
+    "report": 10,
+    "rl": 9,
+    "rollout": 8,
     "terminal": 8,
     "serve": 7,
     "engine": 6,

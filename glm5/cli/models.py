@@ -187,6 +187,43 @@ def serve(
         route(model, host, port, key, access=access, engines=dp, limits=limits, options=options)
 
 
+@app.command()
+def gateway(
+    model: Annotated[Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer.")] = None,
+    engines: Annotated[list[str], typer.Option(help="URL of a server with SGLang's /generate; repeatable.")] = [],  # noqa: B006
+    store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
+    host: str = "127.0.0.1",
+    port: int = 8100,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the admin key; or GLM5_ADMIN_KEY. Default: made beside the store.")
+    ] = None,
+    engine_key_file: Annotated[Path | None, typer.Option(help="File with the engines' API key.")] = None,
+    exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
+    max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
+    chat_template: ChatTemplate = None,
+    request_seconds: Annotated[float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer.")] = 1800,
+    as_json: Json = False,
+) -> None:
+    """Sessions for agents that others wrote: their requests in, token ids to train on out."""
+    from glm5.rollout.process import run
+    from glm5.serve.access import find_key
+    from glm5.serve.options import EngineOptions, Limits
+
+    run(
+        model,
+        engines,
+        store,
+        host,
+        port,
+        admin_key_file=admin_key_file,
+        engine_key=None if engine_key_file is None else find_key("api", None, engine_key_file),
+        limits=Limits(requests=4096, samples=1024, request_seconds=request_seconds),
+        options=EngineOptions(exact, max_batch=max_batch, dtype=dtype.value, chat_template=chat_template),
+        as_json=as_json,
+    )
+
+
 @app.command("eval")
 def evaluate(
     model: Checkpoint,

@@ -51,6 +51,7 @@ def create_app(
     limits: Limits | None = None,
     allowed_hosts: Collection[str] | None = None,
     trusted: bool = False,
+    tokenizer_path: str = "",
 ) -> FastAPI:
     """The server as an ASGI application; its engine thread runs for the time of the lifespan.
 
@@ -69,6 +70,7 @@ def create_app(
         limits=limits,
         metrics=metrics,
         created=int(time.time()),
+        tokenizer_path=tokenizer_path,
     )
 
     @contextlib.asynccontextmanager
@@ -143,7 +145,15 @@ def load_app(
     template = engine.tokenizer.chat_format
     log.log(WARNING if template.guessed else INFO, "Chat template: %s.", template.describe())
     name, defaults = model_name or directory.resolve().name, load_defaults(directory)
-    return create_app(engine, engine.tokenizer, model_name=name, defaults=defaults, limits=limits, **rest)
+    return create_app(
+        engine,
+        engine.tokenizer,
+        model_name=name,
+        defaults=defaults,
+        limits=limits,
+        tokenizer_path=str(directory.resolve()),
+        **rest,
+    )
 
 
 def run(

@@ -51,6 +51,8 @@ class TextService:
     limits: Limits
     metrics: Metrics
     created: int
+    tokenizer_path: str = ""
+    """Directory of the tokenizer, if there is one on this machine."""
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

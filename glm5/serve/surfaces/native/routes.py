@@ -44,7 +44,11 @@ async def generate(request: Request) -> Response:
 async def model_info(request: Request) -> dict[str, Any]:
     """The model's name, its longest context and its weight version."""
     service = service_of(request)
-    info = {"model_path": service.model_name, "tokenizer_path": service.model_name, "is_generation": True}
+    info = {
+        "model_path": service.model_name,
+        "tokenizer_path": service.tokenizer_path or service.model_name,
+        "is_generation": True,
+    }
     return {**info, "max_model_len": service.max_length, "weight_version": str(service.weight_version)}
 
 

@@ -1,0 +1,282 @@
+"""Where a gateway's tokens come from: an engine of this process, or servers with SGLang's native surface.
+
+A generation that an engine loses (it died, or was told to abort for a weight update) goes on elsewhere from the tokens
+sampled so far: they are sent as the end of the prompt. So nothing is sampled twice and no token is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import httpx
+
+from glm5.engine.hash_ring import HashRing
+from glm5.errors import EngineError, Glm5Error, RequestFailed, UsageError
+from glm5.obs.logs import get_logger
+from glm5.records import SamplingParams
+from glm5.serve.engine_thread import EngineThread
+from glm5.serve.errors import ApiError, EngineFailed
+from glm5.serve.samples import Delta, Part
+
+log = get_logger("gateway")
+
+ATTEMPTS = 8
+"""Engines that one generation may be lost on."""
+PAUSE_SECONDS = 0.2
+"""Before a lost generation goes on; doubles up to a hundred times as much while no engine answers."""
+FAR = 86_400.0
+
+
+class EngineLost(EngineError):
+    """The engine died or hung up, or ended the generation for a weight update."""
+
+
+class TokenSource(Protocol):
+    """One engine."""
+
+    name: str
+
+    def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if the rest can be sampled
+        elsewhere, EngineError if the request cannot be computed."""
+        ...
+
+    async def version(self) -> int:
+        """The version of the engine's weights. Raises EngineLost."""
+        ...
+
+
+class LocalEngine:
+    """The engine of this process."""
+
+    name = "local"
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread = thread
+
+    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        try:
+            stream = await self.thread.submit_all([Part(ids, params, session, session)])
+        except EngineFailed as error:
+            raise EngineLost(str(error)) from error
+        try:
+            async for delta in stream:
+                yield delta
+        except EngineFailed as error:
+            raise EngineLost(str(error)) from error
+        finally:
+            stream.cancel()
+
+    async def version(self) -> int:
+        return self.thread.engine.weight_version
+
+
+class HttpEngine:
+    """A server with SGLang's `/generate`. `url` is its root."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.name = url
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(FAR, connect=5.0)
+        # trust_env: a proxy of the environment is not meant for engines.
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False)
+
+    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": native_params(params),
+            "return_logprob": True,
+            "stream": True,
+            "incremental_streaming_output": True,
+        }
+        reading = Reading(self.name)
+        try:
+            headers = {"x-session-id": session}
+            async with self._client.stream("POST", "/generate", json=body, headers=headers) as response:
+                if response.status_code != 200:
+                    raise _refused(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        delta = reading.feed(line[5:])
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
+        raise EngineLost(f"{self.name} ended an answer early.")
+
+    async def version(self) -> int:
+        try:
+            answer = await self._client.get("/get_weight_version", timeout=5.0)
+            return _number(answer.json().get("weight_version"))
+        except (httpx.HTTPError, OSError, ValueError, AttributeError) as error:
+            raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class Reading:
+    """Reads the events of one answer, which may hold the new part or the whole of the sample so far."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen = 0
+
+    def feed(self, text: str) -> Delta:
+        """The new tokens of an event. Raises EngineLost if the server failed, RequestFailed if this is no event."""
+        try:
+            told = json.loads(text)
+            if "error" in told:
+                raise EngineLost(f"{self._name}: {str(told['error'].get('message', ''))[:200]}")
+            meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")
+            fresh = int(meta["completion_tokens"]) - self._seen
+            ids = [int(token) for token in told["output_ids"][-fresh:]] if fresh else []
+            scores = [float(entry[0]) for entry in meta["output_token_logprobs"][-fresh:]] if fresh else []
+            versions = meta.get("output_weight_versions")
+            if versions is None:
+                versions = [_number(meta.get("weight_version"))] * fresh
+            versions = [int(version) for version in versions[-fresh:]] if fresh else []
+            kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise RequestFailed(f"{self._name} sent an event that is not SGLang's: {error!r:.200}.") from error
+        if not len(ids) == len(scores) == len(versions) == fresh:
+            raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
+        self._seen += fresh
+        return Delta(0, ids, scores, [{} for _ in ids], kind, versions)
+
+
+def native_params(params: SamplingParams) -> dict[str, Any]:
+    """`sampling_params` of SGLang's `/generate`. Raises ApiError if it cannot express them."""
+    if params.grammar is not None:
+        text = "Engines over HTTP take no output format or forced tool here; leave it out."
+        raise ApiError(400, text, param="response_format", code="unsupported")
+    sent: dict[str, Any] = {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    for name in ("presence_penalty", "frequency_penalty"):
+        sent |= {name: value} if (value := getattr(params, name)) else {}
+    sent |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
+    sent |= {"min_new_tokens": params.min_tokens} if params.min_tokens else {}
+    return sent | ({} if params.seed is None else {"sampling_seed": params.seed})
+
+
+@dataclass
+class EnginePool:
+    """Sends each session to one engine by consistent hashing; a session moves if its engine is overloaded or lost."""
+
+    engines: Sequence[TokenSource]
+    most: int = 1024
+    """Generations at once; more wait."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """How often each engine lost a generation."""
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise UsageError("Give a checkpoint directory or at least one engine.")
+        self._ring = HashRing(range(len(self.engines)))
+        self._load: Counter[int] = Counter()
+        self._permits = asyncio.Semaphore(self.most)
+        self._down: dict[int, float] = {}  # until when an engine that was lost is avoided
+
+    @property
+    def running(self) -> int:
+        """Generations under way."""
+        return self._load.total()
+
+    async def generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        """Tokens of one sample, wherever they come from; the last delta has a finish reason."""
+        async with self._permits:
+            async with contextlib.aclosing(self._generate(ids, params, session)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        sofar: list[int] = []
+        pause = PAUSE_SECONDS
+        for _ in range(ATTEMPTS):
+            left = replace(params, max_tokens=params.max_tokens - len(sofar))
+            rank = self._pick(session)
+            self._load[rank] += 1
+            try:
+                stream = self.engines[rank].stream([*ids, *sofar], left, session)
+                async with contextlib.aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        sofar += delta.token_ids
+                        reason = delta.finish_reason
+                        if reason in ("abort", "error") and len(sofar) < params.max_tokens:
+                            if delta.token_ids:
+                                yield replace(delta, finish_reason=None)
+                            raise EngineLost(f"{self.engines[rank].name} aborted a generation.")
+                        yield replace(delta, finish_reason="length") if reason in ("abort", "error") else delta
+                        if reason is not None:
+                            return
+                raise EngineLost(f"{self.engines[rank].name} ended an answer early.")
+            except EngineLost as error:
+                self.lost[self.engines[rank].name] += 1
+                self._down[rank] = time.monotonic() + pause
+                log.warning("%s The generation goes on after %d tokens.", error, len(sofar))
+                if len(sofar) >= params.max_tokens:
+                    yield Delta(0, [], [], [], "length", [])
+                    return
+            finally:
+                self._load[rank] -= 1
+            await asyncio.sleep(min(pause, 100 * PAUSE_SECONDS))
+            pause *= 2
+        raise ApiError(503, f"{ATTEMPTS} engines in a row lost this generation; retry later.", code="engines_lost")
+
+    async def versions(self) -> Mapping[str, int | None]:
+        """The version of the weights of each engine; None if it does not answer."""
+        found: dict[str, int | None] = {}
+        for engine in self.engines:
+            try:
+                found[engine.name] = await engine.version()
+            except Glm5Error:
+                found[engine.name] = None
+        return found
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            if isinstance(engine, HttpEngine):
+                await engine.close()
+
+    def _pick(self, session: str) -> int:
+        now = time.monotonic()
+        avoid = {rank for rank, until in self._down.items() if until > now}
+        try:
+            return self._ring.pick(session, self._load, avoid=avoid)
+        except LookupError:  # all were lost lately: try the one that is due first
+            return min(self._down, key=self._down.__getitem__)
+
+
+def _number(version: Any) -> int:
+    """A weight version as a number; servers that name none have version 0."""
+    return int(version) if str(version).isdigit() else 0
+
+
+def _refused(status: int, text: str) -> Exception:
+    """The error of a request that a server refused."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    if status in (429, 503):
+        return EngineLost(f"An engine is full or starting: {text[:200]}")
+    if status >= 500:
+        return EngineLost(f"An engine failed: {text[:200]}")
+    return ApiError(400, f"The engine refused the request: {text[:500]}", code="engine_refused")

@@ -1,0 +1,338 @@
+"""The gateway: sessions for agents that speak Chat Completions, Responses or Messages, and what was sampled in them.
+
+An agent gets a base URL and a key, which open the chat surfaces of its session and nothing else. Everything else needs
+the admin key. The session is named by the path (`/sessions/ID/v1/...`) or, on plain `/v1/...`, by the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import Field
+from starlette.datastructures import Headers
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.obs.logs import get_logger
+from glm5.records import SamplingParams
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.history import History
+from glm5.rollout.samples import summary
+from glm5.rollout.service import SessionService, sorts_results
+from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
+from glm5.rollout.store import SessionRow, Store, StoreError
+from glm5.serve.access import KEY_ALONE, add_guard
+from glm5.serve.errors import HANDLED, ApiError, on_error
+from glm5.serve.http_io import json_answer, read_body
+from glm5.serve.metrics import CONTENT_TYPE, Metrics
+from glm5.serve.options import Limits
+from glm5.serve.surfaces.anthropic.routes import count_tokens, messages
+from glm5.serve.surfaces.fields import Fields
+from glm5.serve.surfaces.openai.responses import responses
+from glm5.serve.surfaces.openai.routes import chat
+from glm5.serve.surfaces.schema import Body, parse
+
+log = get_logger("gateway")
+
+KEPT = 4096
+"""Sessions in memory; those beyond that are not under way are read from the store again when needed."""
+MOST_REWARD = 1e6
+_NAME = re.compile(r"[A-Za-z0-9_.:~-]{1,128}")
+Handler = Callable[[Request], Awaitable[Any]]
+DIALECTS: dict[str, Handler] = {
+    "chat/completions": chat,
+    "responses": responses,
+    "messages": messages,
+    "messages/count_tokens": count_tokens,
+}
+
+
+class NewSession(Fields):
+    """POST /sessions. `group` joins the rollouts of one problem. A second request with the same `id` gets the same
+    session. See `SessionOptions` for `limits` and `temperature`."""
+
+    task_id: str = Field(default="", max_length=1024)
+    group: str | int | None = None
+    mode: Literal["train", "eval"] = "train"
+    id: str | None = None
+    turns: int = Field(default=SessionOptions.turns, ge=1, le=1 << 20)
+    tokens: int | None = Field(default=None, ge=2)
+    answer_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=SessionOptions.temperature, ge=1e-5, le=100)
+
+
+class NewReward(Fields):
+    """POST /sessions/ID/reward; the last one counts."""
+
+    reward: float = Field(ge=-MOST_REWARD, le=MOST_REWARD)
+
+
+class Closing(Fields):
+    """POST /sessions/ID/close. `excluded` is the cause if the rollout must not be trained on, such as the failure of an
+    environment."""
+
+    excluded: str | None = Field(default=None, max_length=256)
+
+
+@dataclass
+class Gateway:
+    """The sessions of a store, on an engine pool. `max_length` is the longest prompt plus answer, in tokens."""
+
+    pool: EnginePool
+    store: Store
+    tokenizer: Tokenizer
+    admin_key: str
+    max_length: int
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+    _sessions: dict[str, Session] = field(default_factory=dict)
+    _loading: dict[str, asyncio.Lock] = field(default_factory=dict)
+
+    async def create(self, body: NewSession) -> Session:
+        """A new session, or the one that has this id. Raises ApiError if that one was made for another task."""
+        name = body.id or uuid.uuid4().hex
+        if not _NAME.fullmatch(name):
+            raise ApiError(400, "id must have 1 to 128 letters, digits or the characters _ . : ~ -.", param="id")
+        options = SessionOptions(body.turns, body.tokens, body.answer_tokens, body.temperature)
+        group = None if body.group is None else str(body.group)
+        row = SessionRow(name, body.task_id, group, body.mode, asdict(options), time.time())
+        await self.store.add_session(row)
+        session = await self.session(name)
+        if (session.row.task, session.row.group, session.row.mode) != (row.task, row.group, row.mode):
+            text = f"The session {name} exists for another task, group or mode; choose another id."
+            raise ApiError(400, text, param="id", code="session_exists")
+        return session
+
+    async def session(self, name: str) -> Session:
+        """A session by its id. Raises ApiError 404 if there is none."""
+        if (found := self._sessions.get(name)) is not None:
+            return found
+        async with self._loading.setdefault(name, asyncio.Lock()):
+            try:
+                if (found := self._sessions.get(name)) is not None:
+                    return found
+                found = await asyncio.to_thread(self._load, name)
+                self._sessions[name] = found
+                self._forget()
+                return found
+            finally:
+                self._loading.pop(name, None)
+
+    def _load(self, name: str) -> Session:
+        row = self.store.session(name)
+        if row is None:
+            raise ApiError(404, f"There is no session {name!r:.140}.", code="session_not_found")
+        history, stored = self.store.turns(name, sorts_results(self.tokenizer.chat_format.version))
+        return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
+
+    def _forget(self) -> None:
+        """Drop the sessions that were used longest ago, closed ones first, beyond `KEPT`."""
+        if len(self._sessions) > KEPT:
+            idle = [one for one in self._sessions.values() if not one.calls]
+            idle.sort(key=lambda one: (one.row.closed is None, one.used))
+            for one in idle[: len(self._sessions) - KEPT + KEPT // 8]:
+                del self._sessions[one.id]
+
+    async def reward(self, name: str, reward: float) -> Session:
+        """Set the reward of a session."""
+        return await self._change(name, reward=reward)
+
+    async def end(self, name: str, excluded: str | None = None) -> Session:
+        """Close a session and end its requests under way. A closed session stays as it was closed."""
+        session = await self.session(name)
+        if session.row.closed is not None:
+            return session
+        changed = await self._change(name, closed=time.time(), excluded=excluded, retries=session.retries)
+        changed.cancel()
+        return changed
+
+    async def _change(self, name: str, **fields: Any) -> Session:
+        session = await self.session(name)
+        await self.store.change_session(name, **fields)
+        session.row = replace(session.row, **fields)
+        return session
+
+    def status(self, session: Session) -> dict[str, Any]:
+        """What is known of a session, without its tokens."""
+        nodes = session.history.nodes
+        return {
+            "id": session.id,
+            "task_id": session.row.task,
+            "group": session.row.group,
+            "mode": session.row.mode,
+            "turns": len(nodes),
+            "tokens_sampled": sum(len(node.output) for node in nodes),
+            "forks": dict(sorted(Counter(node.cause for node in nodes if node.cause).items())),
+            "retries": session.retries,
+            "under_way": len(session.calls),
+            "reward": session.row.reward,
+            "closed": session.row.closed is not None,
+            "excluded": session.row.excluded,
+        }
+
+    def samples(self, session: Session, history: History) -> dict[str, Any]:
+        """The training rows of a session with its reward. A session without a sampled token is excluded: its agent
+        never reached the policy."""
+        found = summary(history.nodes)
+        excluded = session.row.excluded or (None if found["tokens_sampled"] else "empty")
+        head = {"id": session.id, "task_id": session.row.task, "group": session.row.group}
+        return {**head, "reward": session.row.reward, "excluded": excluded, **found}
+
+    async def answer(self, request: Request, name: str, dialect: str) -> Any:
+        """Answer a chat request of a session."""
+        session = await self.session(name)
+        session.check_open()
+        service = SessionService(
+            tokenizer=self.tokenizer,
+            model_name="glm5",
+            defaults=SamplingParams(),
+            max_length=min(self.max_length, session.options.tokens or self.max_length),
+            limits=self.limits,
+            metrics=self.metrics,
+            created=int(session.row.created),
+            session=session,
+            pool=self.pool,
+            store=self.store,
+            counts=dialect == "messages/count_tokens",
+        )
+        request.state.service = service
+        try:
+            return await DIALECTS[dialect](request)
+        finally:
+            service.release()
+
+    def check_admin(self, request: Request) -> None:
+        """Raise ApiError 401 without the admin key."""
+        if not any(hmac.compare_digest(key.encode(), self.admin_key.encode()) for key in _offered(request.headers)):
+            raise ApiError(
+                401, "This path needs the admin key, as Authorization: Bearer KEY.", code="invalid_admin_key"
+            )
+
+    def session_of(self, request: Request, name: str | None) -> str:
+        """The session that the key of a request opens. Raises ApiError 401 if it opens none or not this one."""
+        for key in _offered(request.headers):
+            found = session_of_key(self.admin_key, key)
+            if found is not None and name in (None, found):
+                return found
+        text = "Wrong or missing session key; send it as Authorization: Bearer KEY or as x-api-key: KEY."
+        raise ApiError(401, text, code="invalid_api_key")
+
+    def text(self) -> str:
+        """Metrics in Prometheus' format."""
+        numbers = {
+            "sessions": len(self._sessions),
+            "turns": sum(len(one.history.nodes) for one in self._sessions.values()),
+            "generations_running": self.pool.running,
+            "generations_lost": self.pool.lost.total(),
+        }
+        lines = [f"# TYPE glm5_gateway_{name} gauge\nglm5_gateway_{name} {value}\n" for name, value in numbers.items()]
+        return "".join(lines)
+
+
+def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = None) -> FastAPI:
+    """The gateway as an ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await gateway.pool.close()
+
+    app = FastAPI(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.gateway = gateway
+    app.include_router(_admin_routes(gateway))
+    for dialect in DIALECTS:
+        _add_dialect(app, gateway, dialect)
+    add_guard(app, None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered)
+    for kind in HANDLED:
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(StoreError, _store_failed)
+    return app
+
+
+def _admin_routes(gateway: Gateway) -> APIRouter:
+    routes = APIRouter()
+
+    async def read(request: Request, kind: type[Body]) -> Body:
+        return parse(kind, await read_body(request, gateway.limits) or b"{}")
+
+    @routes.get("/healthz")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "engines": len(gateway.pool.engines)}
+
+    @routes.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        gateway.check_admin(request)
+        return PlainTextResponse(gateway.text(), media_type=CONTENT_TYPE)
+
+    @routes.get("/engines")
+    async def engines(request: Request) -> dict[str, Any]:
+        gateway.check_admin(request)
+        versions = await gateway.pool.versions()
+        return {
+            "engines": [{"name": n, "weight_version": v, "lost": gateway.pool.lost[n]} for n, v in versions.items()]
+        }
+
+    @routes.post("/sessions")
+    async def create(request: Request) -> dict[str, Any]:
+        gateway.check_admin(request)
+        session = await gateway.create(await read(request, NewSession))
+        base = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
+        return {"id": session.id, "base_url": base, "api_key": key_of(gateway.admin_key, session.id)}
+
+    @routes.get("/sessions/{name}")
+    async def status(request: Request, name: str) -> dict[str, Any]:
+        gateway.check_admin(request)
+        return gateway.status(await gateway.session(name))
+
+    @routes.post("/sessions/{name}/reward")
+    async def reward(request: Request, name: str) -> dict[str, Any]:
+        gateway.check_admin(request)
+        body = await read(request, NewReward)
+        return gateway.status(await gateway.reward(name, body.reward))
+
+    @routes.post("/sessions/{name}/close")
+    async def close(request: Request, name: str) -> dict[str, Any]:
+        gateway.check_admin(request)
+        body = await read(request, Closing)
+        return gateway.status(await gateway.end(name, body.excluded))
+
+    @routes.get("/sessions/{name}/samples")
+    async def samples(request: Request, name: str) -> Response:
+        gateway.check_admin(request)
+        session = await gateway.session(name)
+        return await asyncio.to_thread(lambda: json_answer(gateway.samples(session, session.history)))
+
+    return routes
+
+
+def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
+    async def in_path(request: Request, name: str) -> Any:
+        return await gateway.answer(request, gateway.session_of(request, name), dialect)
+
+    async def by_key(request: Request) -> Any:
+        return await gateway.answer(request, gateway.session_of(request, None), dialect)
+
+    app.add_api_route(f"/sessions/{{name}}/v1/{dialect}", in_path, methods=["POST"], response_model=None)
+    app.add_api_route(f"/v1/{dialect}", by_key, methods=["POST"], response_model=None)
+
+
+def _offered(headers: Headers) -> list[str]:
+    """The keys of a request."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    found = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return found + ([headers["x-api-key"].strip()] if "x-api-key" in headers else [])
+
+
+async def _store_failed(request: Request, error: Exception) -> Response:
+    log.error("%s", error)
+    return await on_error(request, ApiError(503, "The session store cannot be written now.", code="store_failed"))

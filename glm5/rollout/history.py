@@ -1,0 +1,244 @@
+"""The conversation tree of a session: which stored turn a request continues, and which of its messages are new (§4.1).
+
+An agent sends its whole conversation with every request. If the conversation begins with one that is stored, up to an
+answer of the policy, the new prompt is the stored ids plus the rendered new messages. So no sampled token is tokenised
+again. Otherwise the conversation was edited, and the session's tree of turns forks at the deepest turn that still
+agrees; the cause is counted. Pure: no clock, no files.
+
+Two conversations agree if their messages have the same text and calls. Differences that clients make without meaning
+are tolerated: white space around an answer, the order of arguments, ids of calls, reasoning that was left out.
+Tolerance only decides which turn is continued; the ids of that turn are used as they were sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm5.chat.messages import canonical
+from glm5.records import Message, ToolCall
+from glm5.serve.prompts import ChatInput
+
+CAUSES = (
+    "reencoded",  # the text of an answer was changed
+    "tool_reformatted",  # the calls of an answer were changed
+    "reasoning_edited",  # the reasoning of an answer was changed
+    "reasoning_pruned",  # the client asked to drop reasoning of earlier turns
+    "ended_otherwise",  # the answer ended with a marker that the next message cannot follow
+    "system_edited",  # other system messages, the same conversation
+    "options_changed",  # other tools, thinking mode or effort, the same conversation
+    "compacted",  # the same task, with another history
+    "subagent",  # another task
+    "branch",  # a second continuation of the same turn
+)
+"""Why a turn does not simply extend the newest turn of its session."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One stored turn. `given` are the ids between the parent's last id and `output`; `tail` are their messages."""
+
+    parent: Node | None
+    given: array[int]
+    output: array[int]
+    logprobs: array[float]
+    versions: array[int]
+    tail: tuple[Message, ...]
+    reply: Message
+    head: bytes
+    cause: str | None = None
+    row: int = 0
+    """Number in the store."""
+    chain: bytes = b""
+    """Digest of the conversation up to and including the reply."""
+    body: bytes = b""
+    """The same without options and leading system messages."""
+    children: list[Node] = field(default_factory=list)
+
+    def path(self) -> list[Node]:
+        """The turns from the first one of the conversation to this one."""
+        found = [self]
+        while found[-1].parent is not None:
+            found.append(found[-1].parent)
+        return found[::-1]
+
+    def ids(self) -> list[int]:
+        """Prompt and output of this turn."""
+        return [token for node in self.path() for part in (node.given, node.output) for token in part]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request belongs: it continues `parent` (None: it starts anew) with the messages `tail`. `begun` is the
+    beginning of the answer that the client wrote itself, as the last message."""
+
+    parent: Node | None
+    tail: tuple[Message, ...]
+    head: bytes
+    cause: str | None = None
+    begun: Message | None = None
+
+
+class History:
+    """The turns of one session. `sort_results`: the template puts tool results into the order of their calls."""
+
+    def __init__(self, sort_results: bool = False) -> None:
+        self.nodes: list[Node] = []
+        self._sort = sort_results
+        self._chains: dict[bytes, list[Node]] = {}
+        self._bodies: set[bytes] = set()
+
+    def place(self, chat: ChatInput) -> Place:
+        """Find the deepest turn that the conversation continues. Raises DataError if a message is malformed."""
+        turns = canonical(chat.messages, self._sort)
+        head = _head(chat)
+        begun = turns.pop() if chat.ending == "continue" and len(turns) > 1 else None
+        parent, at = self._deepest(turns, chat.messages, head)
+        tail = tuple(turns[at:])
+        if parent is not None and chat.mode.clear and any(turn.role == "user" for turn in tail):
+            return Place(None, tuple(turns), head, "reasoning_pruned", begun)
+        return Place(parent, tail, head, self._cause(parent, head, tail, turns), begun)
+
+    def add(self, node: Node) -> None:
+        """Add a turn; its parent was added before."""
+        start = (node.head, b"") if node.parent is None else (node.parent.chain, node.parent.body)
+        node.chain, node.body = start
+        for message in (*node.tail, node.reply):
+            node.chain, node.body = _step(node.chain, node.body, message)
+        if node.parent is not None:
+            node.parent.children.append(node)
+        self.nodes.append(node)
+        self._chains.setdefault(node.chain, []).append(node)
+        self._bodies.add(node.body)
+
+    def _deepest(self, turns: Sequence[Message], raw: Sequence[Any], head: bytes) -> tuple[Node | None, int]:
+        """The turn to continue and the number of messages that it covers."""
+        chain, body, found = head, b"", []
+        for i, turn in enumerate(turns):
+            chain, body = _step(chain, body, turn)
+            if turn.role == "assistant" and chain in self._chains:
+                found.append((i + 1, self._chains[chain]))
+        for count, nodes in reversed(found):
+            for node in sorted(nodes, key=lambda node: (not _same_calls(node.reply, turns[count - 1]), _key(node))):
+                if _same_reasoning(node, turns[:count]):
+                    return node, count
+        return None, 0
+
+    def _cause(self, parent: Node | None, head: bytes, tail: Sequence[Message], turns: Sequence[Message]) -> str | None:
+        if not self.nodes:
+            return None
+        siblings = [node for node in self.nodes if node.parent is parent]
+        foreign = next((i for i, turn in enumerate(tail) if turn.role == "assistant"), None)
+        if foreign is not None:
+            told, answer = [_digest(turn) for turn in tail[:foreign]], tail[foreign]
+            for node in siblings:
+                if node.head == head and [_digest(turn) for turn in node.tail] == told:
+                    if _digest(node.reply) == _digest(answer):
+                        return "reasoning_edited"
+                    same = node.reply.content.strip() == answer.content.strip()
+                    return "tool_reformatted" if same else "reencoded"
+        if parent is not None:
+            return "branch" if siblings or foreign is not None else None
+        return self._same_text(turns) or self._same_task(turns)
+
+    def _same_text(self, turns: Sequence[Message]) -> str | None:
+        """Whether the conversation continues a turn apart from its system messages and options."""
+        body, known = b"", False
+        for turn in turns:
+            _, body = _step(b"", body, turn)
+            known = known or (turn.role == "assistant" and body in self._bodies)
+        if not known:
+            return None
+        system = [turn.content for turn in turns if turn.role == "system"]
+        seen = [[m.content for m in node.tail if m.role == "system"] for node in self.nodes if node.parent is None]
+        return "options_changed" if system in seen else "system_edited"
+
+    def _same_task(self, turns: Sequence[Message]) -> str:
+        first = next((turn.content for turn in turns if turn.role != "system"), "")
+        roots = [node for node in self.nodes if node.parent is None]
+        if any(first == next((m.content for m in n.tail if m.role != "system"), "") for n in roots):
+            return "branch" if len(turns) <= max(len(n.tail) for n in roots) else "compacted"
+        system = [turn.content for turn in turns if turn.role == "system"]
+        return "compacted" if system and any(system == _system(node) for node in roots) else "subagent"
+
+
+def _system(node: Node) -> list[str]:
+    return [message.content for message in node.tail if message.role == "system"]
+
+
+def _key(node: Node) -> tuple[bytes, ...]:
+    """Orders turns independently of their arrival."""
+    return (node.given.tobytes(), node.output.tobytes(), node.logprobs.tobytes())
+
+
+def _same_calls(mine: Message, theirs: Message) -> bool:
+    """Whether the client's message has the ids that this answer's calls were given; surfaces change their prefix."""
+    return [_bare(call) for call in mine.tool_calls] == [_bare(call) for call in theirs.tool_calls]
+
+
+def _bare(call: ToolCall) -> str:
+    return (call.id or "").rpartition("_")[2]
+
+
+def _same_reasoning(node: Node, turns: Sequence[Message]) -> bool:
+    """Whether all reasoning that the client sent back is that of the stored turns."""
+    at, here = len(turns) - 1, node
+    while True:
+        said = turns[at].reasoning
+        if said is not None and said.strip() not in ("", (here.reply.reasoning or "").strip()):
+            return False
+        at -= len(here.tail) + 1
+        if here.parent is None:
+            return True
+        here = here.parent
+
+
+def _head(chat: ChatInput) -> bytes:
+    mode = [chat.mode.enable, bool(chat.mode.clear), chat.mode.effort]
+    return _hash(b"", json.dumps([mode, list(chat.tools)], sort_keys=True, default=repr).encode("utf-8", "replace"))
+
+
+def _step(chain: bytes, body: bytes, message: Message) -> tuple[bytes, bytes]:
+    """Digests of a conversation with one more message."""
+    digest = _digest(message)
+    return _hash(chain, digest), body if not body and message.role == "system" else _hash(body, digest)
+
+
+def _digest(message: Message) -> bytes:
+    content = message.content.strip() if message.role == "assistant" else message.content
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    text = json.dumps([message.role, content, calls], sort_keys=True, default=repr)
+    return _hash(b"", text.encode("utf-8", "surrogatepass"))
+
+
+def _hash(before: bytes, added: bytes) -> bytes:
+    return hashlib.blake2b(before + added, digest_size=16).digest()
+
+
+def told(message: Message) -> dict[str, Any]:
+    """A message as JSON, for the store."""
+    calls = [{"id": call.id, "name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    plain |= {} if message.reasoning is None else {"reasoning": message.reasoning}
+    return plain | ({"tool_calls": calls} if calls else {})
+
+
+def read_message(plain: Mapping[str, Any]) -> Message:
+    """The inverse of `told`."""
+    calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in plain.get("tool_calls", ()))
+    return Message(plain["role"], plain["content"], plain.get("reasoning"), calls)
+
+
+def in_order(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """The paths to all leaves, each turn before its continuations, in an order that depends only on their content."""
+    open_paths = [[node] for node in sorted((n for n in nodes if n.parent is None), key=_key, reverse=True)]
+    while open_paths:
+        path = open_paths.pop()
+        following = sorted(path[-1].children, key=_key, reverse=True)
+        if not following:
+            yield path
+        open_paths += [[*path, node] for node in following]

@@ -1,0 +1,138 @@
+"""Starts the gateway: its engine or the engines it was given, its store, its keys."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.engine.engine import Engine
+from glm5.errors import CheckpointError, UsageError
+from glm5.obs.logs import get_logger
+from glm5.rollout.engines import EnginePool, HttpEngine, LocalEngine, TokenSource
+from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.store import Store
+from glm5.serve.access import KEY_ALONE, find_key, hosts_answered
+from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, fitted
+from glm5.serve.engine_thread import EngineThread
+from glm5.serve.options import EngineOptions, Limits
+
+log = get_logger("gateway")
+INFO_SECONDS = 10.0
+
+
+def run(
+    directory: Path | None,
+    engines: Sequence[str],
+    store: Path,
+    host: str = "127.0.0.1",
+    port: int = 8100,
+    *,
+    admin_key_file: Path | None = None,
+    engine_key: str | None = None,
+    limits: Limits | None = None,
+    options: EngineOptions | None = None,
+    as_json: bool = False,
+) -> None:
+    """Serve sessions until interrupted. Without `engines`, the model of `directory` runs in this process; with them,
+    only its tokenizer is used, and without a directory the one that the first engine names.
+
+    Raises:
+        UsageError: neither a directory nor engines; an address in use; an engine that does not answer.
+        StoreError: the store cannot be opened or is in use.
+    """
+    if directory is None and not engines:
+        raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
+    limits = fitted(limits or Limits(requests=4096, samples=1024), files=2)
+    with bind(host, port) as listener, contextlib.ExitStack() as stack:
+        kept = stack.enter_context(Store(store))
+        key, key_file = _admin_key(admin_key_file, store)
+        sources: list[TokenSource]
+        if engines:
+            info = _model_info(engines[0], engine_key)
+            tokenizer = Tokenizer.load(directory or _tokenizer_of(engines[0], info))
+            length = int(info.get("max_model_len") or 1 << 20)
+            sources = [HttpEngine(url, engine_key) for url in engines]
+        else:
+            assert directory is not None
+            engine = Engine.from_pretrained(directory, **asdict(options or EngineOptions()))
+            if engine.tokenizer is None:
+                raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
+            tokenizer, length = engine.tokenizer, engine.max_length
+            thread = EngineThread(engine, limits.samples)
+            thread.start()
+            stack.callback(thread.stop, 0.0)
+            sources = [LocalEngine(thread)]
+        pool = EnginePool(sources, limits.samples)
+        app = create_gateway(
+            Gateway(pool, kept, tokenizer, key, length, limits), allowed_hosts=hosts_answered(host, key, KEY_ALONE)
+        )
+
+        def ready(sockets: Iterable[socket.socket]) -> None:
+            if not as_json:
+                announce(sockets)
+                return
+            address = next(iter(sockets)).getsockname()[:2]
+            told = {"url": f"http://{address[0]}:{address[1]}", "store": str(store)}
+            print(json.dumps(told | {"admin_key_file": None if key_file is None else str(key_file)}), flush=True)
+
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                _Server(ServerConfig(app, limits, limits.stop_seconds), ready).run(sockets=[listener])
+        except OSError as error:  # another server took the port during loading
+            raise address_error(error, host, port) from None
+
+
+class _Server(Server):
+    """Calls `ready` once it listens."""
+
+    def __init__(self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready(sockets or ())
+
+
+def _admin_key(file: Path | None, store: Path) -> tuple[str, Path | None]:
+    """The admin key and the file that holds it, if it is one that we made. A key that was made stays the same: the keys
+    of sessions depend on it."""
+    given = find_key("admin", None, file)
+    if given is not None:
+        return given, None
+    path = store.with_name(store.name + ".admin-key")
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(secrets.token_urlsafe(32) + "\n")
+        log.warning("The admin key is in %s.", path)
+    key = find_key("admin", None, path)
+    assert key is not None
+    return key, path
+
+
+def _model_info(url: str, key: str | None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(trust_env=False, timeout=INFO_SECONDS, headers=headers) as client:
+            answer = client.get(url.rstrip("/") + "/get_model_info").raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UsageError(f"The engine {url} does not answer as SGLang's do: {type(error).__name__} {error}.") from None
+    return answer if isinstance(answer, dict) else {}
+
+
+def _tokenizer_of(url: str, info: dict[str, Any]) -> Path:
+    path = Path(str(info.get("tokenizer_path") or ""))
+    if not (path / "tokenizer.json").exists():
+        raise UsageError(f"The engine {url} names no tokenizer on this machine; give its checkpoint directory as well.")
+    return path

@@ -1,0 +1,172 @@
+"""Answers the chat requests of one session: the surfaces of `serve` on stored token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from glm5.chat.template import RULES, opens_thinking, render_chat, render_tail
+from glm5.errors import DataError
+from glm5.records import Completion
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.history import Place
+from glm5.rollout.session import Call, CallStream, Sampled, Session
+from glm5.rollout.store import Store
+from glm5.serve.errors import ApiError
+from glm5.serve.http_io import read_body, unless_gone
+from glm5.serve.prompts import ChatBody, ChatInput, Mode, Prompt, render
+from glm5.serve.samples import Part, SampleStream
+from glm5.serve.service import Job, TextService
+from glm5.serve.surfaces.schema import Body, parse
+
+OURS = ("function", "custom")
+"""Types of tools that the agent runs itself. All others run at a provider and would go around the environment."""
+EARLY_SECONDS = 0.5
+"""How long a stream waits for its first token before it begins: an error until then has a status of its own."""
+
+
+@dataclass(kw_only=True)
+class SessionService(TextService):
+    """The service of one request. `counts` is True for a request that only counts tokens."""
+
+    session: Session
+    pool: EnginePool
+    store: Store
+    counts: bool = False
+    call: Call | None = None
+    mine: bool = field(default=False, init=False)
+
+    @property
+    def weight_version(self) -> int:
+        nodes = self.session.history.nodes
+        return nodes[-1].versions[-1] if nodes and nodes[-1].versions else 0
+
+    def check_model(self, name: str | None) -> None:
+        """Any name is accepted: agents have their own."""
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The parsed body, without tools that run at a provider."""
+        raw = await read_body(request, self.limits)
+        body = await asyncio.to_thread(_parsed, kind, raw)
+        if not self.counts:
+            path = request.scope["path"].rpartition("/v1/")[2]
+            digest = hashlib.blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
+            self.call, self.mine = self.session.claim(digest)
+        return body
+
+    def release(self) -> None:
+        """Call at the end of the request: a call that never started is given up."""
+        if self.call is not None and self.mine and self.call.task is None:
+            self.session.calls.pop(self.call.digest, None)
+            self.call.fail(ApiError(503, "The first request of this kind failed; send it again.", code="retry"))
+
+    async def prompt_of(self, body: ChatBody, count: int) -> Prompt:
+        """The stored ids of the conversation so far plus its new messages, rendered."""
+        if count >= self.max_length:
+            text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        chat = await asyncio.to_thread(body.chat_input)
+        place = self.session.history.place(chat)
+        before = [] if place.parent is None else place.parent.ids()
+        place, prompt = await asyncio.to_thread(self._prompt, chat, place, before)
+        if self.call is not None and self.call.place is None:
+            self.call.place = place
+        return prompt
+
+    def _prompt(self, chat: ChatInput, place: Place, before: list[int]) -> tuple[Place, Prompt]:
+        version = self.tokenizer.chat_format.version
+        tokenizer, mode = self.tokenizer.bounded(2 * self.max_length), chat.mode
+        keep = Mode(mode.enable, bool(mode.clear), mode.effort)
+        if version is None:
+            whole = render(tokenizer, ChatInput(chat.messages, chat.tools, keep, chat.ending))
+            if whole.ids[: len(before)] == before:
+                return place, whole
+            return Place(None, (), place.head, "reencoded", place.begun), whole
+        options: Any = {"tokenizer": tokenizer, "version": version, "enable_thinking": mode.enable}
+        ending = chat.ending != "none"
+        try:
+            if place.parent is None:
+                raise DataError("nothing to continue")
+            tail = render_tail(place.tail, after=before[-1], add_generation_prompt=ending, **options)
+            ids = before + tail
+        except DataError:
+            if place.parent is not None:
+                turns = tuple(m for node in place.parent.path() for m in (*node.tail, node.reply))
+                place = Place(None, (*turns, *place.tail), place.head, "ended_otherwise", place.begun)
+            ids = render_chat(
+                place.tail, chat.tools, clear_thinking=keep.clear, reasoning_effort=mode.effort,
+                add_generation_prompt=ending, **options,
+            ).ids  # fmt: skip
+        thinking = ending and opens_thinking(version, mode.enable)
+        if place.begun is None:
+            return place, Prompt(ids, thinking, chat.tools)
+        if thinking:
+            raise DataError("The last message cannot be continued with thinking on; switch thinking off.")
+        return place, Prompt(ids + tokenizer.encode(place.begun.content), False, chat.tools, begun=True)
+
+    async def begin(
+        self,
+        request: Request,
+        jobs: Sequence[Job],
+        names: Sequence[str],
+        *,
+        field_name: str = "prompt",
+        top_logprobs: int | None = None,
+    ) -> SampleStream:
+        """Start the turn, or join the request that has."""
+        call, body = self.call, jobs[0][0]
+        assert call is not None
+        if body.samples() > 1:
+            raise ApiError(400, "A session samples one answer per request; leave n out.", param="n", code="unsupported")
+        if top_logprobs:
+            raise ApiError(400, "A session gives no top_logprobs.", param="top_logprobs", code="unsupported")
+        if self.session.trained and body.ignore_eos:
+            raise ApiError(400, "A session to train on ends at stop tokens; leave ignore_eos out.", param="ignore_eos")
+        if self.mine or call.ended:  # else the request that came first does this
+            (part,) = await asyncio.to_thread(self._parts, jobs, names, None, field_name)
+            call.part = Part(part.prompt, self.session.params(part.params), self.session.id, self.session.id)
+            call.sampled = Sampled(frozenset(part.params.stop_token_ids), Completion())
+        if self.mine:
+            seconds, one = self.limits.request_seconds, _takes_one_call(body)
+            (reply,) = self.replies(jobs, CallStream(call), parallel_calls=not one)
+            running = self.session.run(call, reply, self.pool, self.store, seconds, whole=one)
+            call.start(asyncio.create_task(running), asyncio.get_running_loop().time() + seconds)
+        while call.task is None and not call.ended:
+            if not await unless_gone(request, call.change()):
+                raise ClientDisconnect
+        if not call.ended and not call.deltas and not await unless_gone(request, call.change(EARLY_SECONDS)):
+            raise ClientDisconnect
+        if call.error is not None:
+            raise call.error
+        return CallStream(call)
+
+
+def _takes_one_call(body: Any) -> bool:
+    """Whether the answer may have one tool call only."""
+    choice = getattr(body, "tool_choice", None)
+    return not getattr(body, "parallel_tool_calls", True) or getattr(choice, "disable_parallel_tool_use", False) is True
+
+
+def _parsed(kind: type[Body], raw: bytes) -> Body:
+    try:
+        given = json.loads(raw)
+    except (ValueError, RecursionError):
+        given = None
+    tools = given.get("tools") if isinstance(given, dict) else None
+    if isinstance(tools, list):
+        kept = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type", OURS[0]) in (*OURS, None)]
+        if len(kept) < len(tools):
+            raw = json.dumps({**given, "tools": kept}).encode()
+    return parse(kind, raw)
+
+
+def sorts_results(version: str | None) -> bool:
+    """Whether a template puts tool results into the order of their calls."""
+    return version is not None and RULES[version].sorts_results

@@ -1,0 +1,262 @@
+"""A session of an agent: its turns, its requests under way, its limits.
+
+A request that repeats another one, byte for byte, joins it or gets its stored answer; it never samples twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import time
+from array import array
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from glm5.chat.messages import normalise
+from glm5.errors import Glm5Error
+from glm5.obs.logs import get_logger
+from glm5.records import Completion, SamplingParams
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.history import History, Node, Place
+from glm5.rollout.store import SessionRow, Store
+from glm5.serve.errors import ApiError, TooLate
+from glm5.serve.prompts import Prompt
+from glm5.serve.reply import Reply
+from glm5.serve.samples import Delta, Part
+
+log = get_logger("gateway")
+
+SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias bad_words
+    allowed_token_ids seed""".split()
+"""Sampling parameters that change the distribution, and the seed, which would make the samples of a group equal."""
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session allows, and how a trained session samples whatever its agent asks for.
+
+    Attributes:
+        turns: most turns; 400 with the code `turn_limit` beyond.
+        tokens: longest prompt plus answer; None: the engine's.
+        answer_tokens: longest answer; None: what the agent asks for.
+        temperature: of a session to train on. There, `top_p` and the other parameters that change the distribution are
+            not applied: the learner computes log-probabilities of the whole distribution.
+    """
+
+    turns: int = 1024
+    tokens: int | None = None
+    answer_tokens: int | None = None
+    temperature: float = 1.0
+
+
+@dataclass
+class Sampled:
+    """What answers need to know of a sample."""
+
+    stop_ids: frozenset[int]
+    completion: Completion
+
+
+class Call:
+    """One request of an agent, from its arrival to its stored turn. Others with the same bytes wait for the same."""
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+        self.prompt: Prompt | None = None
+        self.place: Place | None = None
+        self.part: Part | None = None
+        self.sampled: Sampled | None = None
+        self.deltas: list[Delta] = []
+        self.ended = False
+        self.error: Exception | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.deadline: float | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, delta: Delta) -> None:
+        """More tokens; the last ones have a finish reason."""
+        self.deltas.append(delta)
+        self.ended = delta.finish_reason is not None
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End without an answer."""
+        self.error, self.ended = error, True
+        self._wake()
+
+    def start(self, task: asyncio.Task[None], deadline: float) -> None:
+        """`task` carries the call out, until `deadline` in the event loop's time."""
+        self.task, self.deadline = task, deadline
+        self._wake()
+
+    async def change(self, seconds: float | None = None) -> None:
+        """Wait for the next `start`, `put` or `fail`, at most for `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class CallStream:
+    """The tokens of a call on their way to one client (see `SampleStream`). A client that leaves stops nothing: its
+    repeated request finds the answer."""
+
+    def __init__(self, call: Call) -> None:
+        assert call.part is not None and call.sampled is not None
+        self.parts = [call.part]
+        self.prompt = call.part.prompt
+        self.requests = [call.sampled]
+        self.deadline = call.deadline
+        self._call = call
+
+    def cancel(self, index: int | None = None) -> None:
+        """Nothing to do; see the class."""
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        call, at = self._call, 0
+        while True:
+            while at < len(call.deltas):
+                at += 1
+                yield call.deltas[at - 1]
+            if call.ended:
+                if call.error is not None:
+                    raise call.error
+                return
+            await call.change()
+
+
+@dataclass(eq=False)
+class Session:
+    """One session in memory."""
+
+    row: SessionRow
+    options: SessionOptions
+    history: History
+    stored: dict[bytes, tuple[Node, str]] = field(default_factory=dict)
+    """Turns by the digest of their request, with their finish reason."""
+    calls: dict[bytes, Call] = field(default_factory=dict)
+    """Requests under way."""
+    retries: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def trained(self) -> bool:
+        return self.row.mode == "train"
+
+    def check_open(self) -> None:
+        """Raise ApiError 410 if the session is closed. Clients do not retry this status."""
+        if self.row.closed is not None:
+            raise ApiError(410, f"The session {self.id} is closed.", code="session_closed")
+
+    def claim(self, digest: bytes) -> tuple[Call, bool]:
+        """The call of a request, and whether the caller has to carry it out. Raises ApiError 400 at the turn limit."""
+        self.used = time.monotonic()
+        if (call := self.calls.get(digest)) is not None:
+            self.retries += 1
+            return call, False
+        call = Call(digest)
+        if (found := self.stored.get(digest)) is None:
+            taken = len(self.history.nodes) + len(self.calls)
+            if taken >= self.options.turns:
+                text = f"The session has had its {self.options.turns} turns."
+                raise ApiError(400, text, code="turn_limit")
+            self.calls[digest] = call
+            return call, True
+        self.retries += 1
+        node, finish = found
+        call.put(Delta(0, list(node.output), list(node.logprobs), [{} for _ in node.output], finish, node.versions))
+        return call, False
+
+    def params(self, asked: SamplingParams) -> SamplingParams:
+        """The parameters to sample with."""
+        most = min(asked.max_tokens, self.options.answer_tokens or asked.max_tokens)
+        if not self.trained:
+            return replace(asked, max_tokens=most)
+        plain: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SHAPING}
+        return replace(asked, max_tokens=most, temperature=self.options.temperature, **plain)
+
+    async def run(self, call: Call, reply: Reply, pool: EnginePool, store: Store, seconds: float, whole: bool) -> None:
+        """Sample the answer of a call and store its turn; only then its last tokens are given out (with `whole` all
+        of them)."""
+        assert call.part is not None and call.place is not None
+        deltas: list[Delta] = []
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id):
+                        reply.feed(delta)
+                        deltas.append(delta)
+                        if delta.finish_reason is None and not whole:
+                            call.put(delta)
+            except TimeoutError:
+                raise TooLate(f"The answer was not complete within {seconds:g} seconds.") from None
+            node = self._node(call, deltas, reply)
+            finish = str(deltas[-1].finish_reason)
+            await store.add_turn(self.id, node, finish, call.digest, _told(call.part.params))
+            self.history.add(node)
+            self.stored[call.digest] = (node, finish)
+            for delta in deltas if whole else deltas[-1:]:
+                call.put(delta)
+        except asyncio.CancelledError:
+            call.fail(ApiError(410, f"The session {self.id} was closed during this request.", code="session_closed"))
+            raise
+        except Glm5Error as error:
+            call.fail(error)
+        except Exception as error:
+            log.exception("A generation of session %s failed.", self.id)
+            call.fail(error)
+        finally:
+            self.calls.pop(call.digest, None)
+
+    def cancel(self) -> None:
+        """End all requests under way."""
+        for call in list(self.calls.values()):
+            if call.task is not None:
+                call.task.cancel()
+
+    def _node(self, call: Call, deltas: Sequence[Delta], reply: Reply) -> Node:
+        place, part = call.place, call.part
+        assert place is not None and part is not None
+        known = 0 if place.parent is None else sum(len(n.given) + len(n.output) for n in place.parent.path())
+        said = reply.message()
+        if place.begun is not None:
+            said["content"] = place.begun.content + (said["content"] or "")
+        return Node(
+            place.parent,
+            array("i", part.prompt[known:]),
+            array("i", [token for delta in deltas for token in delta.token_ids]),
+            array("f", [score for delta in deltas for score in delta.logprobs]),
+            array("i", [version for delta in deltas for version in delta.weight_versions]),
+            place.tail,
+            normalise(said),
+            place.head,
+            place.cause,
+        )
+
+
+def _told(params: SamplingParams) -> Mapping[str, Any]:
+    told: dict[str, Any] = {"temperature": params.temperature, "max_tokens": params.max_tokens}
+    return told | ({} if params.grammar is None else {"grammar": params.grammar.kind})
+
+
+def key_of(admin_key: str, session: str) -> str:
+    """The key of a session: it names the session, and only the holder of the admin key can make it."""
+    mac = hmac.new(admin_key.encode(), session.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+    return f"sk-glm5-{session}-{mac[:40]}"
+
+
+def session_of_key(admin_key: str, key: str) -> str | None:
+    """The session of a valid key, or None."""
+    name = key.removeprefix("sk-glm5-").rpartition("-")[0]
+    wanted = key_of(admin_key, name).encode("utf-8", "replace")
+    return name if name and hmac.compare_digest(key.encode("utf-8", "replace"), wanted) else None

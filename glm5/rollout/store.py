@@ -1,0 +1,239 @@
+"""The durable record of a run's sessions: SQLite, in WAL mode, written before a reply leaves.
+
+One thread writes. It takes all writes that wait and commits them together, so a thousand turns per second cost some
+tens of commits. A commit survives the death of any process (with `synchronous` "full" also a power failure).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import queue
+import sqlite3
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from glm5.errors import CheckpointError
+from glm5.rollout.history import History, Node, read_message, told
+
+Result = TypeVar("Result")
+FORMAT = 1
+MOST_TOGETHER = 1024
+"""Writes in one transaction."""
+SCHEMA = """
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, task TEXT NOT NULL, grp TEXT, mode TEXT NOT NULL, options TEXT NOT NULL, created REAL NOT NULL,
+    reward REAL, closed REAL, excluded TEXT, retries INTEGER NOT NULL DEFAULT 0, trained INTEGER
+) STRICT;
+CREATE INDEX sessions_by_task ON sessions (task, grp);
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY, session TEXT NOT NULL REFERENCES sessions (id), parent INTEGER REFERENCES turns (id),
+    given BLOB NOT NULL, output BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, head BLOB NOT NULL,
+    messages TEXT NOT NULL, finish TEXT NOT NULL, cause TEXT, digest BLOB NOT NULL, options TEXT NOT NULL,
+    created REAL NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX turns_by_request ON turns (session, digest);
+"""
+
+
+class StoreError(CheckpointError):
+    """The store cannot be read or written now."""
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """One session. `options` are its limits and sampling parameters; `excluded` is the cause if its rollout must not be
+    trained on; `trained` is the version of the weights that it helped to make."""
+
+    id: str
+    task: str
+    group: str | None
+    mode: str
+    options: Mapping[str, Any]
+    created: float
+    reward: float | None = None
+    closed: float | None = None
+    excluded: str | None = None
+    retries: int = 0
+    trained: int | None = None
+
+
+class Store:
+    """A store file, made if it does not exist. Use it as a context manager.
+
+    Raises StoreError if the file is not a store of this format or another process has it.
+    """
+
+    def __init__(self, path: Path, *, full: bool = False) -> None:
+        self.path = path
+        self._full = full
+        self._queue: queue.SimpleQueue[tuple[Callable[[sqlite3.Connection], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="glm5-store", daemon=True)
+        self._thread.start()
+        opened.result()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Commit what was written and close the file."""
+        self._queue.put(None)
+        self._thread.join()
+
+    async def write(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Run `change` in the writer's next transaction and wait for its commit. Raises StoreError if the disk is full
+        or cannot be written; nothing of `change` is then stored."""
+        return await asyncio.wrap_future(self.write_soon(change))
+
+    def write_soon(self, change: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
+        """Like `write`, for callers without an event loop."""
+        future: Future[Result] = Future()
+        self._queue.put((change, future))
+        return future
+
+    async def add_session(self, row: SessionRow) -> None:
+        """Store a new session; no effect if its id exists."""
+        values = (row.id, row.task, row.group, row.mode, json.dumps(dict(row.options)), row.created)
+        text = "INSERT OR IGNORE INTO sessions (id, task, grp, mode, options, created) VALUES (?, ?, ?, ?, ?, ?)"
+        await self.write(lambda db: db.execute(text, values))
+
+    async def change_session(self, session: str, **fields: Any) -> None:
+        """Set fields of a session, such as `reward` or `closed`."""
+        text = ", ".join(f"{name} = ?" for name in fields)
+        values = (*fields.values(), session)
+        await self.write(lambda db: db.execute(f"UPDATE sessions SET {text} WHERE id = ?", values))
+
+    async def add_turn(self, session: str, node: Node, finish: str, digest: bytes, options: Mapping[str, Any]) -> None:
+        """Store a turn and set `node.row`. `digest` identifies the request that made it, `options` how it was drawn."""
+        messages = json.dumps([told(message) for message in (*node.tail, node.reply)], default=repr)
+        values = (
+            session, None if node.parent is None else node.parent.row, node.given.tobytes(), node.output.tobytes(),
+            node.logprobs.tobytes(), node.versions.tobytes(), node.head, messages, finish, node.cause, digest,
+            json.dumps(dict(options)), time.time(),
+        )  # fmt: skip
+        names = "session, parent, given, output, logprobs, versions, head, messages, finish, cause, digest, options"
+        text = f"INSERT INTO turns ({names}, created) VALUES ({', '.join('?' * len(values))})"
+        node.row = await self.write(lambda db: int(db.execute(text, values).lastrowid or 0))
+
+    def session(self, session: str) -> SessionRow | None:
+        """One session, or None."""
+        return next(self.sessions("WHERE id = ?", (session,)), None)
+
+    def sessions(self, where: str = "", values: Sequence[Any] = ()) -> Iterator[SessionRow]:
+        """Sessions in the order of their creation."""
+        names = "id, task, grp, mode, options, created, reward, closed, excluded, retries, trained"
+        with self._reading() as db:
+            for row in db.execute(f"SELECT {names} FROM sessions {where} ORDER BY created, id", values):
+                yield SessionRow(*(*row[:4], json.loads(row[4]), *row[5:]))
+
+    def turns(self, session: str, sort_results: bool = False) -> tuple[History, dict[bytes, tuple[Node, str]]]:
+        """The turns of a session, and by digest of its request each turn with its finish reason."""
+        history, nodes = History(sort_results), dict[int | None, Node]()
+        digests: dict[bytes, tuple[Node, str]] = {}
+        names = "id, parent, given, output, logprobs, versions, head, messages, cause, finish, digest"
+        with self._reading() as db:
+            for row in db.execute(f"SELECT {names} FROM turns WHERE session = ? ORDER BY id", (session,)):
+                given, output, versions = (array("i", row[at]) for at in (2, 3, 5))
+                *tail, reply = map(read_message, json.loads(row[7]))
+                node = Node(
+                    nodes.get(row[1]), given, output, array("f", row[4]), versions, tuple(tail), reply,
+                    row[6], row[8], row[0],
+                )  # fmt: skip
+                nodes[row[0]] = node
+                history.add(node)
+                digests[row[10]] = (node, row[9])
+        return history, digests
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
+                yield db
+        except sqlite3.Error as error:
+            raise StoreError(f"Cannot read {self.path}: {error}.") from error
+
+    def _run(self, opened: Future[None]) -> None:
+        try:
+            db = self._open()
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        with closing(db):
+            while (first := self._queue.get()) is not None:
+                waiting = [first]
+                while len(waiting) < MOST_TOGETHER and not self._queue.empty():
+                    more = self._queue.get()
+                    if more is None:
+                        self._queue.put(None)
+                        break
+                    waiting.append(more)
+                self._commit(db, waiting)
+        self._owner.close()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._owner = open(f"{self.path}.lock", "wb")  # noqa: SIM115  # held until `close`
+            try:
+                fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(f"Another process writes {self.path}; stop it, or choose another file.") from None
+            db = sqlite3.connect(self.path, isolation_level=None)
+            db.execute("PRAGMA locking_mode = NORMAL")
+            found = db.execute("PRAGMA user_version").fetchone()[0]
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if found not in (0, FORMAT) or (tables and not found):
+                raise StoreError(f"{self.path} is not a session store of this version of glm5; choose another file.")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {'FULL' if self._full else 'NORMAL'}")
+            if not found:
+                db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+            return db
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"Cannot open the session store {self.path}: {error}.") from error
+
+    def _commit(
+        self, db: sqlite3.Connection, waiting: Sequence[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]
+    ) -> None:
+        """Carry out changes in one transaction. One that fails is undone alone; if the commit fails, all are."""
+        results: list[tuple[Future[Any], Any]] = []
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for change, future in waiting:
+                db.execute("SAVEPOINT one")
+                try:
+                    results.append((future, change(db)))
+                except Exception as error:
+                    db.execute("ROLLBACK TO one")
+                    future.set_exception(self._error(error))
+                db.execute("RELEASE one")
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(self._error(error))
+            return
+        for future, result in results:
+            future.set_result(result)
+
+    def _error(self, error: Exception) -> Exception:
+        if isinstance(error, sqlite3.Error):
+            return StoreError(f"Cannot write the session store {self.path}: {error}. Nothing stored before is lost.")
+        return error
