@@ -64,9 +64,9 @@ Item = TypeVar("Item", Span, Carried)
 class Steps:
     """Advances the requests of a scheduler.
 
-    If a batch raises, it is retried on halves until a single request is found to raise. That request ends with an
-    error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before its
-    tokens are accepted, except latents at its own positions, which the retry writes again.
+    If a batch raises an error, its halves are retried until the request that causes it is found. That request ends with
+    an error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before
+    its tokens are accepted, except latents at its own positions, which the retry writes again.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Steps:
                 continue
             self.counts.failed_steps += 1
             if attempts == 1:
-                log.warning("A step of %d requests failed; the faulty request is searched for.", len(part),
+                log.warning("A step of %d requests failed; searching for the request that caused it.", len(part),
                             exc_info=error)  # fmt: skip
                 self._ahead = []
                 self.probe()
@@ -268,7 +268,7 @@ class Steps:
         return span
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error. One that already has all its tokens keeps them."""
+        """End a request with an error, unless it is already complete."""
         if not request.done:
             log.error("A request of %d tokens failed; other requests continue.", request.length, exc_info=error)
             self.counts.failed_requests += 1

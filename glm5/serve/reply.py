@@ -213,7 +213,7 @@ def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> list[dict[s
 
 
 def text_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored], top: bool) -> dict[str, Any]:
-    """`logprobs` of a text completion. The first token of an echoed prompt has none."""
+    """`logprobs` of a text completion. The first token of an echoed prompt has no log-probability."""
     tops = [
         {token_text(tokenizer, i): value for i, value in one.top.items() if math.isfinite(value)} or None
         for one in scored

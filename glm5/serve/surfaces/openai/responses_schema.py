@@ -21,7 +21,7 @@ Item = Mapping[str, Any]
 
 
 class Reasoning(Fields):
-    """`reasoning`. It is sent in full; no summary is made."""
+    """The field `reasoning`. The answer contains the model's full reasoning, never a summary."""
 
     IGNORED = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -145,7 +145,7 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises ApiError if the model cannot read an item or tool."""
+        """This request as a chat request. Raises ApiError if the model cannot read an item or tool."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -181,7 +181,8 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an item to the conversation. An answer's parts come as reasoning (a list), text, calls."""
+    """Add an item to the conversation. The items of an answer come in the order reasoning, text, calls; reasoning texts
+    are collected in a list."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
