@@ -162,7 +162,7 @@ class Scheduler:
             request.next = min(found.length, request.length - 1)
 
     def insert_prefix(self, request: Request, *, last: bool = False) -> None:
-        """Insert a request's full pages into the prefix cache; with `last` also the partly filled one."""
+        """Insert a request's full pages into the prefix cache; with `last`, also the partly filled page."""
         if self.radix is None or request.namespace is None:
             return
         length = request.stored if last else request.stored // PAGE * PAGE

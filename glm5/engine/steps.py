@@ -108,7 +108,7 @@ class Steps:
             self.scheduler.waiting.remove(request)
 
     def _plan(self) -> list[Span]:
-        """The plan made during the last draw, without requests that have ended since; or else a new plan."""
+        """The plan made during the last draw, without requests that have ended since; a new plan if nothing is left."""
         ahead, self._ahead = self._ahead, []
         spans = [s for s in ahead if s.request.row >= 0 and not s.request.done and s.start == s.request.next]
         if not spans:

@@ -84,7 +84,7 @@ class Controller:
         return self.buffer.take(self._stage.prompts) if self.buffer.ready >= self._stage.prompts else None
 
     def updated(self) -> None:
-        """Report that the learner finished the update. Then `pushing` says whether its weights go to the engine."""
+        """Report that the learner finished the update. Then `pushing` says whether the new weights go to the engine."""
         self.version += 1
         self.pushing = self.version % self._stage.push_every == 0
 

@@ -31,8 +31,8 @@ ADMIN_PATHS = (
     "/abort_request",
     FLUSH_PATH,
 )
-"""Paths that change the server for everybody. They need the admin key; without an admin key, the API key. If the server
-has neither, they answer only this machine."""
+"""Paths that change the server for everybody. They need the admin key, or the API key if no admin key is set. If the
+server has neither, they answer only this machine."""
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _PORTS = {"http": "80", "https": "443"}
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -33,8 +33,8 @@ class Algorithm(ABC):
         return made
 
     def prepare(self, start: StageStart) -> dict[str, float]:
-        """Build what needs the model, before the first update and again when the stage resumes; returns numbers for the
-        stage's results."""
+        """Build everything that needs the model. Called before the first update, and again when the stage resumes.
+        Returns numbers for the stage's results."""
         return {}
 
     @abstractmethod

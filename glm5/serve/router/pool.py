@@ -132,7 +132,7 @@ class WorkerPool:
 
     async def pick(self, affinity: Affinity | None, avoid: Collection[Worker] = ()) -> tuple[Worker, bool]:
         """The worker for a request, and whether it differs from the first choice. Without an affinity it is the least
-        loaded worker. Those of `avoid` are taken only if there is no other.
+        loaded worker. Workers in `avoid` are chosen only if there is no other.
 
         Raises:
             Stopping: the server shuts down.

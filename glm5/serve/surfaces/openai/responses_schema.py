@@ -206,7 +206,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 
 
 def _answer(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
-    """The last message if it is an assistant message with none of the keys `without`; otherwise a new one."""
+    """The last message if it is an assistant message that has none of the keys in `without`; otherwise a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})
