@@ -31,7 +31,8 @@ def draw_tokens(
     """Draw the tokens of every span from the trunk's hidden states [total, D]. Returns them, and the number of accepted
     drafts for each span that has drafts.
 
-    A span in the middle of its prompt gets no token. A scored span gets its own tokens, with their log-probabilities.
+    A span in the middle of its prompt gets no token. A span of a row to score gets the row's own tokens, with their
+    log-probabilities.
     """
     weight, exact = runner.model.lm_head.weight, runner.exact
     ends = torch.tensor([span.count for span in spans]).cumsum(0).tolist()

@@ -12,10 +12,11 @@ from glm5.records import Completion
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probabilities of generated tokens, against the learner's forward pass over the same sequences and weights.
+    """Differences in log-probability between the engine and the learner's forward pass, at generated tokens, for the
+    same sequences and weights.
 
-    Of the `tokens` compared, `unequal` differ in at least one bit. `mean_abs` and `max_abs` are in nats. All are zero
-    for an exact engine in fp32.
+    Of the `tokens` compared, `unequal` differ in at least one bit. `mean_abs` and `max_abs` are in nats. All three are
+    zero for an exact engine of an MLA model in fp32.
     """
 
     tokens: int

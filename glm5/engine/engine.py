@@ -38,17 +38,17 @@ CHUNK = 512
 class Engine:
     """Generates and scores token ids. Not thread-safe: one thread calls `submit`, `step` and `update_weights`.
 
-    `submit` queues requests and `step` advances every running one by a token, so callers may join and leave at any
+    `submit` queues requests and `step` advances every running request by a token, so callers may join and leave at any
     step. `generate` runs the same loop to the end. Every token carries the weight version that produced it. In fp32 the
     log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the same weights
-    over the packed sequence. GQA and recurrent layers agree with the learner to rounding. `exact=False` is faster:
+    over the packed sequence. GQA and recurrent layers agree with the learner up to rounding. `exact=False` is faster:
     small batches use fused kernels, and the last digits of a result may depend on its neighbours in the batch.
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
-    finished requests for reuse. `host_cache_bytes` bounds the evicted pages that are moved to host memory; 0 drops
-    them. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
-    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. It has no
-    effect with drafts, because the next plan depends on how many are accepted, and gains nothing on a single core.
+    finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
+    dropped. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
+    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
+    drafts it has no effect, because the next plan depends on how many are accepted. On a single core it saves no time.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completions in prompt order, the `n` of one prompt next to each other. Raises EngineError if a prompt cannot
-        fit and RequestFailed if one cannot be computed."""
+        """Completions in prompt order, the `n` samples of one prompt next to each other. Raises EngineError if a prompt
+        cannot fit and RequestFailed if one cannot be computed."""
         self._check_going()
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -331,7 +331,8 @@ class Engine:
         }
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of every token given those before it: one list per row, one shorter than the row."""
+        """Log-probability of every token given those before it: one list per row, with one entry fewer than the row has
+        tokens."""
         return [completion.logprobs for completion in self.scored(rows, temperature)]
 
     def scored(

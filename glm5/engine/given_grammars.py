@@ -18,8 +18,8 @@ MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
 follows references by recursion and fails if a chain of references is longer than about 1,500. It needs minutes for 200
 conjunctions."""
 MAX_HIDDEN = 1000
-"""Maximum number of colons and brackets if those inside strings and expressions count too. The library may see other
-strings in the text than we do."""
+"""Maximum number of colons and brackets if those inside strings and expressions count too. The library may disagree
+with this module on where a string begins and ends."""
 MAX_GBNF = 4_000_000
 """Maximum of (number of characters) * (number of rules) in GBNF. In a chain of rules, the library reads the whole text
 again for each reference."""
@@ -63,8 +63,10 @@ def _translated(text: str) -> str:
 
     rules = text.count("::=")
     if rules > MAX_MARKS[0][1] or rules * len(text) > MAX_GBNF:
-        limits = f"{MAX_MARKS[0][1]} rules and {MAX_GBNF:,} rules times characters"
-        raise EngineError(f"The grammar is too large: at most {limits} are allowed in GBNF.")
+        raise EngineError(
+            f"The grammar is too large: in GBNF, at most {MAX_MARKS[0][1]} rules are allowed, and the number of rules "
+            f"times the number of characters may be at most {MAX_GBNF:,}."
+        )
     try:
         return str(gbnf_to_lark(text)).removeprefix("%llguidance {}")
     except Exception as error:  # the library raises plain Python errors

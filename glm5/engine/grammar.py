@@ -1,9 +1,9 @@
-"""Grammars: which tokens may come next. So an answer is, for example, JSON of a schema, a given choice or a tool call.
+"""Grammars restrict which tokens may come next: an answer is, for example, JSON of a schema, a choice or a tool call.
 
 llguidance (extra `grammar`) computes the masks from grammars in Lark's notation, which `glm5.engine.grammar_rules`
-writes. This module adds the tokenizer, limits, clear errors, and some state around the library's matcher: a think block
-before the answer, special markers that must not be spelled out in ordinary text (a text parser would take them for the
-real ones), and the stop token that fits the kind of answer.
+writes. This module adds the tokenizer, limits and clear errors. Around the library's matcher it handles a think block
+before the answer and the stop token that fits the kind of answer. It forbids ordinary text that spells out a special
+marker, because a text parser would take it for the real one.
 """
 
 from __future__ import annotations
@@ -180,9 +180,10 @@ class Compiled:
 
 
 class GrammarState:
-    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once the
-    sample's stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer
-    that cannot end). `slow` says that the grammar takes too much time. In both cases the caller must end the sample."""
+    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once the sample's
+    stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer that cannot
+    end). `slow` says that the grammar takes too much time. If `failed` or `slow` is set, the caller must end the
+    sample."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -209,7 +210,8 @@ class GrammarState:
         return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next, or after `drafted`. `mask` holds zeros, one bit per id.
+        """Set the bits of the tokens that may come next, or after `drafted`. `mask` has one bit per id, all 0 before
+        the call.
 
         After a draft that does not fit, all bits are set. If no token fits, `failed` is set, and only the
         bits of stop tokens are set in `mask`.
@@ -226,7 +228,7 @@ class GrammarState:
             else:
                 found = self._next()
                 mask[: len(found)] = found
-        finally:  # a failed step is computed again
+        finally:  # also after an error: the failed step is computed again
             if moved:
                 self.rollback(moved)
                 self.failed = before  # a dead end after a draft is not final

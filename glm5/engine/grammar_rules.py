@@ -27,7 +27,7 @@ from glm5.errors import EngineError
 from glm5.records import GrammarSpec
 
 MAX_TEXT = 256 * 1024
-"""Maximum characters of a schema, an expression or a list. What they compile to has limits of the library's own."""
+"""Maximum characters of a schema, an expression or a list. The library has its own limits for the compiled result."""
 MAX_PATTERN = 2000
 MAX_CHOICES = 2000
 MAX_HOPS = 16
@@ -38,7 +38,7 @@ MAX_WRITTEN = 1 << 20
 """Maximum characters of the grammar passed to the library."""
 MAX_SHARED = 4_000_000
 """Maximum characters of the schemas of all arguments together. Each argument with a reference adds the whole schema of
-its tool's parameters. Bounds our own work on forced calls."""
+its tool's parameters. This limits the work of this module on forced calls."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -236,8 +236,9 @@ class _Calls:
         self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
-        """A string or another type: the parser prefers JSON of another type to a string. If the schema restricts this
-        other type, its values get a rule of their own, and the rule for text excludes what looks like them."""
+        """The rule for a string or another type. The parser reads a text as JSON of the other type if it can. So if the
+        schema restricts the other type, its values get their own rule, and the rule for text excludes its look-alikes.
+        """
         bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
         literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
         unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))

@@ -37,7 +37,7 @@ class KVPool:
         self._refcounts = [0] * (self.total + 1)
         self._pinned = [False] * (self.total + 1)
         self._free: list[int] = []
-        self._next = 1  # the first page never allocated
+        self._next = 1  # the lowest page that was never allocated
         self._busy = 0  # pages with a reference count > 0
 
     @property

@@ -148,7 +148,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raise EngineError for what cannot be `bad_words`."""
+    """Raise EngineError if `words` are not valid `bad_words`."""
     if not all(words):
         raise EngineError("bad_words has an empty string; remove it.")
     if sum(len(word.encode("utf-8", "replace")) for word in words) > MAX_BAD_BYTES:

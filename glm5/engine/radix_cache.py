@@ -18,8 +18,8 @@ from glm5.engine.kv_pool import PAGE, KVPool
 
 @dataclass(eq=False)
 class Node:
-    """The tokens of one page, after those of `parent`. Either `page` is a page of the pool, or `stored` is its bytes
-    and their hash. The root of a namespace only has children."""
+    """The tokens of one page, after those of `parent`. Either `page` is the number of a page in the pool, or `stored`
+    has the page's bytes and `digest` their hash. The root of a namespace only has children."""
 
     tokens: tuple[int, ...]
     parent: Node | None
@@ -43,8 +43,8 @@ class Match:
 class RadixCache:
     """Prefixes of earlier sequences, by namespace. Sequences of different namespaces never share a page.
 
-    `host_bytes` bounds the host store for evicted pages; 0 drops them. Counters: `hit_tokens`, `spilled` and `restored`
-    pages, `damaged` pages that failed the hash check and counted as a miss.
+    `host_bytes` is the size of the host store for evicted pages; with 0 they are dropped. Counters: `hit_tokens`; pages
+    `spilled` to the store and `restored` from it; `damaged` pages, which failed the hash check and counted as a miss.
     """
 
     def __init__(self, pool: KVPool, host_bytes: int = 0) -> None:
@@ -89,7 +89,7 @@ class RadixCache:
         return found
 
     def _match_part(self, node: Node, key: tuple[int, ...], found: Match) -> None:
-        """Copy the page with the longest common prefix with `key`."""
+        """Copy the child page that shares the longest prefix with `key`."""
         best, most = None, 0
         for child in node.children.values():
             if child.tokens[0] == key[0] and (same := common_prefix(child.tokens, key)) > most:
@@ -170,8 +170,9 @@ class RadixCache:
                 heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
     def _collect(self) -> None:
-        """Search the whole tree for leaves to evict. There may be none: a sequence with its own pages for a prefix can
-        reference only the children of the cached pages. Then drop the oldest unreferenced page and all below it."""
+        """Search the whole tree for leaves to evict. There may be none: a sequence that has its own copy of a cached
+        page can reference the children of the cached page, but not the page itself. Then drop the oldest unreferenced
+        page and all its descendants."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
         leaves = [node for node in loose if all(child.page is None for child in node.children.values())]

@@ -16,12 +16,12 @@ from glm5.records import Completion, SamplingParams
 class Request:
     """One sample of one prompt.
 
-    `tokens` are prompt and output. The pages contain the first `stored` of them. The model continues at `next`, which
-    is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D] that predicts
-    the token after the last one; if it is set, the last token is read together with the next drafts, not in a
-    prefill. `namespace` None keeps the request out of the prefix cache. `number` is the running number of the request,
-    `row` its row in the page table. With `score` nothing is sampled: the completion gets the log-probabilities of the
-    prompt's tokens after the first. `error` is set if the request failed.
+    `tokens` are prompt and output. The pages contain the latents of the first `stored` tokens. The model continues at
+    `next`, which is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D]
+    that predicts the next token. If it is set, the last token is read together with the next drafts, not in a prefill.
+    `namespace` None keeps the request out of the prefix cache. `number` is the serial number of the request, `row` its
+    row in the page table. With `score` nothing is sampled: the completion gets the log-probabilities of the prompt's
+    tokens after the first. `error` is set if the request failed.
     """
 
     prompt_ids: list[int]
@@ -64,8 +64,8 @@ class Request:
 
     def agrees(self, other: Request, count: int) -> bool:
         """Whether the first `count` tokens are equal to those of another request. A prompt may wait hundreds of steps
-        for another, so each token is compared once: `agreed` has, by the other's number, how many first tokens are
-        known to be equal, or -1 after a difference."""
+        for another, so each token is compared once: `agreed` maps the number of the other request to the length of the
+        prefix that is known to be equal, or to -1 after a difference."""
         known = self.agreed.get(other.number, 0)
         if 0 <= known < count:
             known = count if self.tokens[known:count] == other.tokens[known:count] else -1

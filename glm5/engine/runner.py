@@ -29,7 +29,7 @@ class Feed:
 class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
-    MLA takes all tokens in one flat batch without padding if it selects keys or the mode is exact. Otherwise attention
+    MLA takes all tokens in one flat batch without padding if it is sparse or the mode is exact. Otherwise attention
     needs rows of equal length, so feeds are grouped by length. In exact mode none of this changes a token's bits.
     """
 

@@ -18,7 +18,7 @@ from glm5.ops.cross_entropy import log_distribution, output_logits
 from glm5.records import SamplingParams
 
 SHORT = 256
-"""Number of likeliest tokens to sort first. The whole vocabulary is sorted only if they do not decide."""
+"""Number of likeliest tokens to sort first. The whole vocabulary is sorted only if the filters may keep more tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def distributions(
 
 
 def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
-    """One token id per row of log-probabilities [n, V], int64 [n]: by inversion at the row's own random number (or the
-    given one), for greedy rows the argmax. A row without any possible token gives its lowest id."""
+    """One token id per row of log-probabilities [n, V], int64 [n]: by inverse-CDF sampling with the row's own random
+    number (or the given one); for greedy rows, the argmax. A row without any possible token gets id 0."""
     best = logprobs.argmax(-1)
     if all(state.greedy for state in states):
         return best
@@ -136,10 +136,10 @@ def _filters(params: SamplingParams) -> bool:
 def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Apply min-p, then top-k, then top-p to log-distributions [n, V] after temperature, and renormalise.
 
-    min-p keeps tokens with at least that fraction of the likeliest token's probability. top-k keeps the k likeliest of
-    them. top-p keeps the smallest number of likeliest tokens that together have the share p of the remaining mass. This
-    is vLLM's order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so
-    only the `SHORT` likeliest are sorted if that decides a row.
+    min-p keeps tokens with at least min_p times the highest probability. top-k keeps the k likeliest of them. top-p
+    keeps the smallest number of likeliest tokens that together have the share p of the remaining mass. This is vLLM's
+    order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so only the
+    `SHORT` likeliest are sorted if that decides a row.
     """
     cut = _Cut(params, logp)
     if logp.shape[1] <= SHORT:
@@ -167,7 +167,8 @@ def _among_all(logp: Tensor, cut: _Cut) -> Tensor:
 
 
 class _Cut:
-    """min_p, top_k and top_p of some rows, [n, 1] each; `endless` if the first two remove nothing."""
+    """min_p, top_k and top_p of some rows, [n, 1] each; `endless` marks rows from which min_p and top_k remove
+    nothing."""
 
     def __init__(self, params: Sequence[SamplingParams], like: Tensor) -> None:
         self.min_p = like.new_tensor([p.min_p for p in params]).unsqueeze(1)
@@ -192,5 +193,5 @@ class _Cut:
         complete = ~keep[:, -1:] | self.endless
         left = probs.where(keep, 0.0).cumsum(-1)
         mass = left[:, -1:] if total is None else torch.where(keep[:, -1:], total, left[:, -1:])
-        # A share may round to nothing, and NaN fails every comparison: keep the first token in any case.
+        # top_p * mass may round to 0, and NaN fails every comparison: always keep the first token.
         return (keep & (left - probs < self.top_p * mass)).index_fill_(1, ranks[:1], True), complete

@@ -13,8 +13,8 @@ from glm5.engine.request import Request
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start .. start + count - 1 of a request, the model's next input. `drafts` of them are still to be drafted;
-    `draws` says that the request gets new tokens from this span."""
+    """Tokens start .. start + count - 1 of a request, the model's next input. The last `drafts` of them are not drafted
+    yet; `draws` says that the request gets new tokens from this span."""
 
     request: Request
     start: int
@@ -28,10 +28,10 @@ class Scheduler:
 
     Every running request that has read its prompt gets its next token in every step. Prompts are read in chunks within
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
-    admitted when its known tokens fit. When pages run out, the youngest running request is preempted: it frees its
-    pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes those of its
-    tokens that are no longer in the prefix cache. While prompts are read or wait, scored rows get at most half the
-    budget, and prompts may overtake them in the queue.
+    admitted when there are pages for its known tokens. When pages run out, the youngest running request is preempted:
+    it frees its pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes those
+    of its tokens that are no longer in the prefix cache. While prompts are being read or are waiting, scored rows get
+    at most half the budget, and prompts may overtake them in the queue.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Scheduler:
 
     def admit(self, spans: list[Span]) -> None:
         """Add requests from the queue to a plan until budget, rows or pages run out. Admits none if the plan leaves out
-        a running request, unless that is a request to score."""
+        a running request that generates tokens."""
         if not self.waiting or not self._rows:
             return
         if sum(not span.request.score for span in spans) < sum(not request.score for request in self.running):
@@ -162,7 +162,7 @@ class Scheduler:
             request.next = min(found.length, request.length - 1)
 
     def insert_prefix(self, request: Request, *, last: bool = False) -> None:
-        """Insert a request's full pages into the prefix cache; with `last` also the partly filled one."""
+        """Insert a request's full pages into the prefix cache; with `last`, also the partly filled page."""
         if self.radix is None or request.namespace is None:
             return
         length = request.stored if last else request.stored // PAGE * PAGE

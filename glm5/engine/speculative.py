@@ -41,9 +41,11 @@ class Verification:
 
 
 def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
-    """Chain `count` drafts for requests that have a `carried` state, which predicts the token after their last one.
+    """Chain `count` drafts for requests that have a `carried` state, which predicts the token after the request's last
+    token.
 
-    Draft k + 1 comes from the MTP layer at the position of draft k. The true token later overwrites its cached latent.
+    Draft k + 1 comes from the MTP layer at the position of draft k. The latent cached there is overwritten later, when
+    the true token of this position is known.
     """
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]
@@ -95,7 +97,8 @@ def verify(
 
 
 def _residual(logprobs: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:
-    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; p if rounding leaves 0."""
+    """log of max(p - q, 0) at the first rejected draft of each row, not normalised; log p if every difference rounds to
+    0."""
     rows = torch.arange(len(accepted), device=logprobs.device)
     q = drafted[rows, accepted.clamp_max(drafted.shape[1] - 1)]
     rest = (logprobs.exp() - q.exp()).clamp_min(0.0)

@@ -64,9 +64,9 @@ Item = TypeVar("Item", Span, Carried)
 class Steps:
     """Advances the requests of a scheduler.
 
-    If a batch raises, it is retried on halves until a single request is found to raise. That request ends with an
-    error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before its
-    tokens are accepted, except latents at its own positions, which the retry writes again.
+    If a batch raises an error, its halves are retried until the request that causes it is found. That request ends with
+    an error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before
+    its tokens are accepted, except latents at its own positions, which the retry writes again.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Steps:
             self.scheduler.waiting.remove(request)
 
     def _plan(self) -> list[Span]:
-        """The plan made during the last draw, without requests that have ended since; or else a new plan."""
+        """The plan made during the last draw, without requests that have ended since; a new plan if nothing is left."""
         ahead, self._ahead = self._ahead, []
         spans = [s for s in ahead if s.request.row >= 0 and not s.request.done and s.start == s.request.next]
         if not spans:
@@ -245,7 +245,7 @@ class Steps:
                 continue
             self.counts.failed_steps += 1
             if attempts == 1:
-                log.warning("A step of %d requests failed; the faulty request is searched for.", len(part),
+                log.warning("A step of %d requests failed; searching for the request that caused it.", len(part),
                             exc_info=error)  # fmt: skip
                 self._ahead = []
                 self.probe()
@@ -268,7 +268,7 @@ class Steps:
         return span
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error. One that already has all its tokens keeps them."""
+        """End a request with an error, unless it is already complete."""
         if not request.done:
             log.error("A request of %d tokens failed; other requests continue.", request.length, exc_info=error)
             self.counts.failed_requests += 1

@@ -1,7 +1,7 @@
 """Streaming detection of stop strings: one object per sample, constant work per character.
 
-The engine and the code that sends text to a client feed the same tokens to a `StopStringDetector` each, so both end a
-sample at the same place. A stop string, or one character, may span several tokens.
+The engine and the code that sends text to a client each feed the same tokens to a `StopStringDetector` of their own, so
+both end a sample at the same place. A stop string, or one character, may span several tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StopMatcher:
     """Takes text in pieces and returns the part before the first stop string.
 
     The first stop string is the one that is complete first; if several end at the same character, the longest counts.
-    The output does not depend on how the text is cut. `matched` is the stop string once found, `cut` the number of
-    characters before it. `keep` includes the stop string in the output.
+    The output does not depend on how the text is split into pieces. `matched` is the stop string once found, `cut` the
+    number of characters before it. `keep` includes the stop string in the output.
     """
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
@@ -84,8 +84,8 @@ class StopStringDetector:
 
     Args:
         stops: stop strings; an empty one never matches.
-        silent: further ids without text (the ids that stop the sample); special tokens outside `VISIBLE_MARKERS` are
-            always silent.
+        silent: ids without text (the ids that stop the sample), in addition to the special tokens outside
+            `VISIBLE_MARKERS`.
         min_tokens: a stop string counts only if it begins after this many tokens.
         keep: the stop string is part of the text.
     """
@@ -116,7 +116,7 @@ class StopStringDetector:
 
     @property
     def cut(self) -> int | None:
-        """Number of characters of the text (without silent tokens) before the stop string; None without one."""
+        """Number of characters of the text (without silent tokens) before the stop string; None if there is none."""
         return None if self._matcher.cut is None else self._before + self._matcher.cut
 
     def feed(self, token: int) -> str:

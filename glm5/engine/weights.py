@@ -80,9 +80,9 @@ def stage(
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
-    Running requests use the new weights from their next token. With `hashes` the engine's memory is read
-    back, for tensors whose type was not converted. Raises EngineError if the memory differs from the staged weights
-    (only after memory errors).
+    Running requests use the new weights from their next token. With `hashes`, the tensors whose type was not converted
+    are read back from the engine and compared. Raises EngineError if the memory differs from the staged weights (only
+    after memory errors).
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")

@@ -80,7 +80,7 @@ class Words:
 class Spelling:
     """Texts that ordinary tokens must not complete, however the texts are split into tokens.
 
-    The state is a number. It stands for the longest end of the answer so far that is the beginning of one of the texts.
+    The state is a number. It stands for the longest suffix of the answer so far that is a prefix of one of the texts.
     Special tokens reset it.
     """
 
@@ -88,7 +88,7 @@ class Spelling:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
         self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
-        # Per state: the missing rest of each text that begins with the state, if a token can be that long.
+        # Per state: of each text with this prefix, the remaining bytes, unless longer than the longest token.
         self._rests: dict[int, list[bytes]] = {}
         for text in self._texts:
             state = 0
@@ -96,7 +96,7 @@ class Spelling:
                 if n and len(text) - n <= words.longest:
                     self._rests.setdefault(state, []).append(text[n:])
                 state = self._next[state][char]
-        self._ends: dict[int, list[NDArray[np.intp]]] = {}  # per state and rest: tokens that begin with it
+        self._ends: dict[int, list[NDArray[np.intp]]] = {}  # per state and rest: tokens that begin with the rest
         self._masks: dict[int, Mask] = {}
         self._whole = ~words.mask(words.holding(self._texts))
 

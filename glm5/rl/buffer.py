@@ -46,7 +46,7 @@ class Buffer:
     """The valid responses of complete groups, not padded yet."""
 
     def add(self, trajectory: Trajectory) -> None:
-        """Add a finished response. After the last one its group is ready or dropped."""
+        """Add a finished response. After its last response, a group is ready or dropped."""
         group = self._open[trajectory.group]
         group.append(trajectory)
         if len(group) == self.group_size:

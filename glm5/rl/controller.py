@@ -37,7 +37,8 @@ class Controller:
         """Whether a weight push to the engine is under way; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
-        """While a state is due: the value of `pushed` when it became due, which limits the groups. Else None."""
+        """If a state is waiting to be saved: the value of `pushed` when saving became due. `start` then uses this value
+        to limit the number of groups. Otherwise None."""
 
     @property
     def concurrency(self) -> int:
@@ -75,14 +76,15 @@ class Controller:
             )
 
     def batch(self) -> list[list[Trajectory]] | None:
-        """The groups of the next update, without responses that are now too stale; None if it cannot begin yet."""
+        """The groups of the next update, without responses that are now too stale; None if the update cannot begin
+        yet."""
         if self.pushing:
             return None
         self.buffer.drop_stale(self.version)
         return self.buffer.take(self._stage.prompts) if self.buffer.ready >= self._stage.prompts else None
 
     def updated(self) -> None:
-        """Report that the learner finished the update. Then `pushing` says whether its weights go to the engine."""
+        """Report that the learner finished the update. Then `pushing` says whether the new weights go to the engine."""
         self.version += 1
         self.pushing = self.version % self._stage.push_every == 0
 

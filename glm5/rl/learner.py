@@ -151,8 +151,8 @@ class Learner:
         self, samples: Sequence[TrainSample], whole: Counts | None = None, old: Sequence[Tensor] | None = None
     ) -> PolicyBatch:
         """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole` has
-        the counts of the optimizer step, or is None if these samples are the complete step. `old` has the
-        log-probabilities before the update, or is None if the update has taken no step yet."""
+        the numbers of sequences and sampled tokens in the optimizer step; None if these samples are the complete step.
+        `old` has the log-probabilities before the update; None if the update has taken no step yet."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
         logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)

@@ -38,10 +38,10 @@ _log = get_logger(__name__)
 class PromptStream:
     """Maps a group number to a problem of the rollout split; depends only on group number, stage and seed.
 
-    For every n, the number of groups of each family among the first n differs by at most one from the family's exact
-    share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all were
-    used. If several entries have the same family and options, its problems are divided among them. Families with a
-    `difficulty` need `measure` first.
+    For every n, the number of groups of each family among the first n groups differs by at most one from the family's
+    exact share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all
+    were used. If several entries have the same family and options, they divide its problems among themselves. Families
+    with a `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:
@@ -104,8 +104,8 @@ class PromptStream:
         return problems.index(place, again)
 
     def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
-        """Measure the pass rates that `difficulty` asks for, unless `path` has them for this `policy`; then filter by
-        them. Raises DataError if no problem is left, RolloutError if no episode could be played."""
+        """Measure the pass rates that `difficulty` asks for, unless `path` has them for this `policy`; then filter the
+        problems by pass rate. Raises DataError if no problem is left, RolloutError if no episode could be played."""
         for entry, config in enumerate(self.stage.families):
             if config.difficulty is None:
                 continue
@@ -115,7 +115,8 @@ class PromptStream:
             if config.difficulty.unseen and self._problems[entry].count(unseen + 1) <= unseen:
                 raise DataError(
                     f"{self.stage.name}: {label} has only {self._problems[entry].count(unseen)} distinct problems for "
-                    f"rollouts, so none of them stays unseen; lower `difficulty.problems`, or set its `unseen` to 0."
+                    "rollouts, and all are used to measure the difficulty, so no unseen problem is left; lower "
+                    "`difficulty.problems`, or set `difficulty.unseen` to 0."
                 )
             sampler = DifficultySampler(counts, config.difficulty, unseen, self._seed, f"{self.stage.name}: {label}")
             self._samplers[entry] = sampler
@@ -159,14 +160,15 @@ class PromptStream:
                 split=SPLIT,
                 env_seconds=stage.env_seconds,
             )
-            # A problem whose every episode failed is known to be so: a resumed stage must not measure it again.
+            # If the environment failed in all episodes of a problem, save 0 tries, so that a resumed stage does not
+            # measure the problem again.
             found = {index: found.get(index, PassCount(0, 0)) for index in part}
             write_pass_counts(path, policy, key, found)
             known |= found
         counts = {place: known[index] for place, index in enumerate(wanted) if known[index].tries}
         if not counts:
             raise RolloutError(
-                f"{stage.name}: the environment failed in every episode that was to measure the difficulty of "
-                f"{self._labels[entry]}, so nothing is known about it."
+                f"{stage.name}: the environment failed in every episode that measured the difficulty of "
+                f"{self._labels[entry]}, so no problem has a pass rate."
             )
         return counts

@@ -3,7 +3,7 @@
 Each line is a JSON object with one trajectory, in training order. A trajectory that pads its group (`repair_group`) is
 written as often as it is trained on. Keys:
 
-    stage, step       its update: 1 is the first of its stage, as in `metrics.jsonl`
+    stage, step       the update that uses it; step 1 is the first of the stage, as in `metrics.jsonl`
     index, count      trajectory `index` of `count` in the batch; detects incomplete batches
     slot              position of its group in the batch
     problem, domain, group, reward, outcome, detail
@@ -30,9 +30,9 @@ from glm5.records import Outcome, Trajectory, Turn
 
 FILE = "rollouts.jsonl"
 MAX_TOKENS, TOKENS_PER_BYTE = 1 << 15, 32
-"""Maximum tokens of the contexts and outputs of one trajectory when a file is read: `MAX_TOKENS` plus
-`TOKENS_PER_BYTE` per byte of its line. There is a limit because any number of turns in a short line can refer to one
-long beginning. A usual episode of a hundred turns needs some 8 tokens per byte."""
+"""Maximum tokens of the contexts and outputs of one trajectory when a file is read: `MAX_TOKENS` plus `TOKENS_PER_BYTE`
+per byte of its line. Without a limit, many turns of a short line could reuse one long prefix through `shared`, and so
+expand to far more tokens than the line has bytes. A usual episode of a hundred turns needs some 8 tokens per byte."""
 
 
 def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str = "", step: int = 1) -> None:
@@ -92,8 +92,8 @@ def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Traje
 
 
 def rewind(path: Path | str, stage: str, step: int) -> int:
-    """Remove the trajectories of `stage` from updates after `step`, and a truncated last line; return how many. A
-    resumed run writes them again. The file is replaced atomically."""
+    """Remove all trajectories of `stage` that belong to updates after `step`, and the last line if it is truncated.
+    Returns the number of removed lines. A resumed run writes them again. The file is replaced atomically."""
     path = Path(path)
     if not path.exists():
         return 0

@@ -1,4 +1,4 @@
-"""Shows one trajectory of an update token by token, for people: the loss's view of it and its ratios after the step.
+"""Shows one trajectory of an update token by token, for people: what the loss saw, and the ratios after the step.
 
 `RolloutTrace` observes the loss of an update and keeps one row whose advantage is not 0: the row with the ratio
 farthest from 1 (the first of several), or, if all ratios are 1, the row with the largest advantage. After the step the

@@ -31,8 +31,8 @@ ADMIN_PATHS = (
     "/abort_request",
     FLUSH_PATH,
 )
-"""Paths that change the server for everybody. They need the admin key; without an admin key, the API key. If the server
-has neither, they answer only this machine."""
+"""Paths that change the server for everybody. They need the admin key, or the API key if no admin key is set. If the
+server has neither, they answer only this machine."""
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _PORTS = {"http": "80", "https": "443"}
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -96,7 +96,7 @@ class Guard:
 
     A browser sends the requests of another site's page without asking the user. If the host name of that site resolves
     to our address (DNS rebinding), the page can also read the answers. The headers Origin and Sec-Fetch-Site show
-    requests from another site; the header Host shows DNS rebinding. Requests beyond `requests` at once get 429.
+    requests from another site; the header Host shows DNS rebinding. More than `requests` concurrent requests get 429.
     `observe` is called with the path and status of every answer. Every answer carries a request id. With `trusted`, a
     router in front has checked access already; only `requests` applies.
     """
@@ -282,7 +282,7 @@ def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] |
 
 def find_key(name: str, given: str | None, file: Path | None) -> str | None:
     """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
-    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
+    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None if there is no key.
 
     Raises:
         UsageError: more than one source, a file that others may read, or a value that is not a valid key.

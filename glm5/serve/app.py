@@ -133,8 +133,8 @@ def load_defaults(directory: Path) -> SamplingParams:
 def load_app(
     directory: Path, limits: Limits, options: EngineOptions, *, model_name: str | None = None, **rest: Any
 ) -> FastAPI:
-    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError without a model
-    and its tokenizer."""
+    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError if the directory
+    has no model or no matching tokenizer."""
     engine = Engine.from_pretrained(directory, **asdict(options))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")

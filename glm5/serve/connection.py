@@ -1,8 +1,8 @@
-"""The listening socket, and limits of its connections: number, time to send a request, time to read an answer. For
-router and workers, so it imports no torch.
+"""The listening socket, and limits of its connections: number, time to send a request, time to read an answer. The
+router uses it too, so it imports no torch.
 
-uvicorn bounds neither how long a client takes to send a request or to read an answer, nor the number of connections.
-Clients that send half a header and wait could take every file descriptor and so block the server.
+uvicorn has no limit for the time to send a request, the time to read an answer or the number of connections. Clients
+that send half a header and wait could take every file descriptor and so block the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPARE = 8
 """Connections beyond the concurrent requests: for health checks and for 429 answers."""
 WANTED_FILES = 1 << 16
 BURST = 4
-"""Connections accepted at once. asyncio would accept all waiting ones before it handles any, whatever the limit."""
+"""Connections accepted at once. asyncio would accept all waiting ones before it handles any."""
 BACKLOG = 1024
 GRACE_SECONDS = 5.0
 """If a body does not arrive in time: seconds from the error answer to the end of the connection."""
@@ -158,7 +158,8 @@ class Connection(H11Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """True if this connection has no complete request that still needs an answer."""
+        """True unless a complete request still needs an answer: the connection is idle, receiving, broken or
+        closing."""
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
 
     def drop(self) -> None:
@@ -180,7 +181,7 @@ class Connection(H11Protocol):
 
     @property
     def neighbourhood(self) -> str:
-        """The client's address; for IPv6 the subscriber's prefix."""
+        """The client's address; for IPv6 its /64 prefix."""
         host = self.client[0] if self.client else ""
         return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host and "%" not in host else host
 

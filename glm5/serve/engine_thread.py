@@ -104,8 +104,8 @@ class EngineThread:
         return await self.submit_all([Part(prompt, params)])
 
     async def submit_all(self, parts: Sequence[Part], *, deadline: float | None = None) -> Stream:
-        """Start the samples of several prompts, or none of them. `deadline` seconds bound their time, grammar
-        compilation included. Raises ApiError if a grammar cannot be enforced."""
+        """Start the samples of several prompts, or none of them. All must be complete within `deadline` seconds,
+        including grammar compilation. Raises ApiError if a grammar cannot be enforced."""
         stream = Stream(self, parts, deadline)
         if stream.size > self.max_samples:
             raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
@@ -249,7 +249,7 @@ class EngineThread:
             self._tell(stream.loop, partial(stream.put, end))
 
     def _work(self) -> bool:
-        """Wait for work, do the jobs, advance the engine by one step. False when it is time to end."""
+        """Wait for work, do the jobs, advance the engine by one step. Returns False if the thread must end."""
         with self._wake:
             while not (self._jobs or (self._streams and not self._paused) or self._deadline is not None):
                 self._wake.wait(None if self._error is None else max(0.0, self._retry_at - time.monotonic()))

@@ -69,7 +69,8 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Glm5Error):
-    """An answer other than 200. `param` is the field at fault, `code` for programs, `retry_after` in seconds."""
+    """An error answer. `param` is the field at fault, `code` names the error for programs, `retry_after` is in
+    seconds."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 1.0

@@ -22,7 +22,7 @@ IN_USE_BYTES = 512 << 20
 FORMS = 16
 """Maximum different grammars per request."""
 LISTS = 4
-"""Maximum different lists of each kind per request."""
+"""Maximum different lists per field and request."""
 
 
 def check_forms(params: Sequence[SamplingParams]) -> None:
@@ -30,7 +30,7 @@ def check_forms(params: Sequence[SamplingParams]) -> None:
     `bad_words`) has too many different lists. With a large vocabulary, each list takes megabytes, and up to a second to
     prepare."""
     for field in ("bad_words", "stop", "allowed_token_ids"):
-        values = {id(value): value for p in params if (value := getattr(p, field))}  # prompts may share one
+        values = {id(value): value for p in params if (value := getattr(p, field))}  # prompts may share a list
         if (count := len(set(values.values()))) > LISTS:
             text = f"The request has {count} different lists in {field}; at most {LISTS} are allowed."
             raise ApiError(400, text, param=field)
@@ -40,9 +40,9 @@ def check_forms(params: Sequence[SamplingParams]) -> None:
 
 
 class Compiler:
-    """Compiles at most `workers` grammars at once, with `waiting` queued or compiling. A request waits up to `seconds`
-    for its grammar. Requests for the same grammar share the work. `glm5.engine.grammar` bounds the size and the work of
-    a grammar, so every compilation ends. All grammars in use together cost at most `in_use` bytes."""
+    """Compiles at most `workers` grammars at once, with at most `waiting` queued or compiling. A request waits up to
+    `seconds` for its grammar. Requests for the same grammar share the work. `glm5.engine.grammar` bounds the size and
+    the work of a grammar, so every compilation ends. All grammars in use together cost at most `in_use` bytes."""
 
     def __init__(
         self,
@@ -84,9 +84,7 @@ class Compiler:
             raise Stopping("The server is shutting down.") from None
         except TimeoutError:
             if not work.running():
-                raise Overloaded(
-                    "The grammar waited too long for compilation, behind those of other requests; retry later."
-                ) from None
+                raise Overloaded("The grammar waited too long in the queue for compilation; retry later.") from None
             raise EngineError(f"The grammar did not compile within {self._seconds:g} s; make it smaller.") from None
         finally:
             self._readers[spec] -= 1

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # a router runs without torch
     from glm5.serve.samples import SampleStream
 
 DRAINED = 8
-"""A body that is too long, up to this many times the limit, is read to its end and dropped. A client that is still
-writing could not read the error."""
+"""A body over the limit, but at most this many times the limit, is read to its end and discarded: a client that is
+still sending could not read the error."""
 PIECE = 64
 """Entries of an iterator that are encoded at once."""
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -126,7 +126,8 @@ async def gone(receive: Receive) -> None:
 
 
 async def first_of(work: asyncio.Future[Any], other: Awaitable[Any]) -> bool:
-    """Wait for either. Returns whether `work` is done and raises its exception; the other one is cancelled."""
+    """Wait until `work` or `other` is done, then cancel `other`. Returns whether `work` is done; raises its
+    exception."""
     waiting = asyncio.ensure_future(other)
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)

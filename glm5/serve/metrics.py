@@ -52,7 +52,7 @@ class Metrics:
         self.time_per_token = Histogram(FAST)
 
     def answered(self, path: str, status: int) -> None:
-        """An answer began; called from the event loop. `path` is a route's, or "other"."""
+        """An answer began; called from the event loop. `path` is the path of a route, or "other"."""
         self.requests[path, status] += 1
 
     def accepted(self, prompt_tokens: int) -> None:
@@ -106,7 +106,7 @@ _COUNTED = {
     "cached_tokens": "Prompt tokens found in the prefix cache, counted for each sample.",
     "generated_tokens": "Tokens that were sampled.",
     "scored_tokens": "Tokens of prompts that were scored.",
-    "engine_failures": "Failures of the engine itself; each ends what is under way and replaces the engine.",
+    "engine_failures": "Failures of the engine itself; each ends all requests in progress and rebuilds the engine.",
 }
 _TIMED = {
     "time_to_first_token": "Time from the acceptance of a request to the first token of a sample.",
@@ -117,7 +117,7 @@ _TIMED = {
 # Name of a family, key of `Engine.stats`, help text.
 _ENGINE = {
     "samples_running": ("running", "Samples that are being generated."),
-    "samples_waiting": ("waiting", "Samples that wait for their turn."),
+    "samples_waiting": ("waiting", "Samples in the queue."),
     "cache_pages": ("total_pages", "Pages of the cache."),
     "cache_pages_free": ("free_pages", "Pages that new tokens may take, those of the prefix cache included."),
     "cache_page_tokens": ("page_tokens", "Tokens of a page."),
@@ -125,13 +125,13 @@ _ENGINE = {
     "host_cache_bytes": ("host_bytes", "Bytes of the prefix cache in host memory."),
     "cache_pages_spilled_total": ("spilled_pages", "Pages moved to host memory."),
     "cache_pages_restored_total": ("restored_pages", "Pages brought back from host memory."),
-    "cache_pages_damaged_total": ("damaged_pages", "Pages whose hash did not match on their way back."),
-    "steps_failed_total": ("failed_steps", "Attempts to compute a batch that failed; parts of it are tried again."),
+    "cache_pages_damaged_total": ("damaged_pages", "Pages in host memory whose hash did not match."),
+    "steps_failed_total": ("failed_steps", "Failed attempts to compute a batch; its halves are retried."),
     "samples_failed_total": ("failed_requests", "Samples that ended because they could not be computed."),
-    "preemptions_total": ("preemptions", "Samples that gave up their pages to others for a while."),
+    "preemptions_total": ("preemptions", "Samples whose pages were freed for other samples."),
     "draft_rounds_total": ("rounds", "Verifications of drafted tokens."),
-    "drafts_accepted_total": ("accepted", "Verifications that kept the draft at a position and all before it."),
-    "engine_seconds_total": ("seconds", "Where the time of engine steps went."),
+    "drafts_accepted_total": ("accepted", "Verifications that accepted the draft at a position and all before it."),
+    "engine_seconds_total": ("seconds", "Time of engine steps by phase."),
     "weight_version": ("weight_version", "Version of the weights."),
 }
 

@@ -1,7 +1,7 @@
 """GET /openapi.json: the requests and answers of the server as OpenAPI 3.1.
 
 `Service.read` parses bodies within limits and reports the first error in one sentence, so FastAPI does not know their
-types. This module names them again, once for all surfaces; a test compares the table with the routes.
+types. This module lists the types once more, for all surfaces; a test compares the table with the routes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ _MESSAGE = {
 
 
 class _Bodies(GenerateJsonSchema):
-    """JSON schemas of requests. null stands for an absent field, and refused fields have neutral values."""
+    """JSON schemas of requests. null stands for an absent field. Of a refused field, only the neutral values are
+    valid."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         found, kind = super().model_schema(schema), schema["cls"]

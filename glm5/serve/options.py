@@ -15,8 +15,8 @@ class Limits:
         body_seconds: time for a body to arrive (408).
         header_seconds: time for the head of a request to arrive (408).
         send_seconds: how long to wait for a client that does not read its answer; then the connection ends.
-        connections: open connections; beyond it, those without a complete request are dropped. File descriptors may
-            allow fewer (see `connection.fitted`).
+        connections: open connections; beyond this number, those without a complete request are dropped. File
+            descriptors may allow fewer (see `connection.fitted`).
         requests: concurrent requests of any kind except health checks (429).
         samples: samples waiting and running in the engine at once (429).
         tokens: longest prompt plus answer; None means the engine's maximum (400).

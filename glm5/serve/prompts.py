@@ -24,7 +24,8 @@ Ending = Literal["answer", "continue", "none"]
 @dataclass(frozen=True)
 class Prompt:
     """A rendered prompt and how to read the answer: whether it starts inside a think block, and which tools it may
-    call. If the answer has `begun` in the prompt, or there is no chat, think tags are text."""
+    call. `begun` is True if the prompt already contains the beginning of the answer, or is not a chat. Think tags in
+    the answer are then plain text."""
 
     ids: list[int]
     thinking: bool = False
@@ -39,7 +40,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Mode:
-    """Whether to think, whether to clear the reasoning of earlier turns (None: the template's default), effort."""
+    """Whether to think, whether to clear the reasoning of earlier turns (None: the template's default), and the
+    reasoning effort."""
 
     enable: bool = True
     clear: bool | None = None
@@ -137,7 +139,8 @@ def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
 
 
 def limit_thinking(prompt: Prompt, spec: GrammarSpec | None, tokens: int | None) -> GrammarSpec | None:
-    """`spec`, if any, with a think block of at most `tokens` tokens; `tokens` None changes nothing."""
+    """Limit the think block to `tokens` tokens, in `spec` or in a new spec. Without thinking, or if `tokens` is None,
+    `spec` is returned unchanged."""
     if tokens is None or not prompt.thinking:
         return spec
     if spec is None:

@@ -40,7 +40,7 @@ OpenAIDelta = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its log-probability, the likeliest ones at its position, and its text offset in the answer."""
+    """A token with its log-probability, the likeliest tokens at its position, and its text offset in the answer."""
 
     token: int
     logprob: float
@@ -188,7 +188,7 @@ def finite(logprob: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token; for a part of a character its bytes in OpenAI's notation: `bytes:\\xe2\\x82`."""
+    """The text of one token; if it is a part of a character, its bytes in OpenAI's notation: `bytes:\\xe2\\x82`."""
     raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
@@ -213,7 +213,7 @@ def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored]) -> list[dict[s
 
 
 def text_logprobs(tokenizer: Tokenizer, scored: Sequence[Scored], top: bool) -> dict[str, Any]:
-    """`logprobs` of a text completion. The first token of an echoed prompt has none."""
+    """`logprobs` of a text completion. The first token of an echoed prompt has no log-probability."""
     tops = [
         {token_text(tokenizer, i): value for i, value in one.top.items() if math.isfinite(value)} or None
         for one in scored

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Part:
     """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
     one `namespace`. `grammar` is the compiled grammar of `params`, or None. With `score` the prompt's own tokens are
-    scored instead (see `Engine.submit_score`)."""
+    scored and none are sampled (see `Engine.submit_score`)."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -109,7 +109,7 @@ class Stream:
 
     @property
     def deadline(self) -> float | None:
-        """When this stream is cut off, in its event loop's time."""
+        """The time at which this stream is cut off, by the clock of its event loop."""
         return self._deadline
 
     async def accepted(self) -> None:

@@ -31,8 +31,8 @@ log = get_logger("serve")
 MAX_SCORES = 1 << 20
 """Maximum log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
 READ = 2
-"""Of a prompt, read at most this many times the context length: enough to report the exact length of a prompt that is
-only a little too long."""
+"""At most this many context lengths of a prompt are read: enough to report the exact length of a prompt that is only a
+little too long."""
 MAX_ANSWER_SCORES = 1 << 21
 """Maximum log-probabilities of generated tokens in one answer: up to some 70 MB, and five times that in memory."""
 Job = tuple[Sampling, Prompt]

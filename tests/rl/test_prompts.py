@@ -369,7 +369,7 @@ def test_a_small_family_is_measured_once_and_comes_again(
     assert "all are measured, instead of 20" in caplog.text
     asked = asked.model_copy(update={"unseen": 0.5})
     greedy = PromptStream(stage_of([FamilyConfig(name="numbered", difficulty=asked)], temperature=0.7), 0)
-    with pytest.raises(DataError, match="only 7 distinct problems for rollouts, so none of them stays unseen"):
+    with pytest.raises(DataError, match="only 7 distinct problems for rollouts, and all are used to measure"):
         greedy.measure(KnownRates(tokenizer, 1), tokenizer, tmp_path / "r", "p")
 
 

@@ -21,20 +21,20 @@ class Algorithm(ABC):
     runs when a recipe is checked."""
 
     takes: ClassVar[type[PolicyStage]] = PolicyStage
-    """The recipe class of the stages that have the keys that this algorithm reads."""
+    """The recipe class of this algorithm's stages; it has all keys that the algorithm reads."""
     objective: Objective
     penalty: KLPenalty | None
 
     @classmethod
     def of(cls, stage: Any) -> Self:
-        """The algorithm with a stage's parameters, by default the stage and its `algorithm_options`."""
+        """The algorithm with a stage's parameters, by default made from the stage and its `algorithm_options`."""
         make: Any = cls
         made: Self = make(stage, **stage.algorithm_options)
         return made
 
     def prepare(self, start: StageStart) -> dict[str, float]:
-        """Build what needs the model, before the first update and again when the stage resumes; returns numbers for the
-        stage's results."""
+        """Build everything that needs the model. Called before the first update, and again when the stage resumes.
+        Returns numbers for the stage's results."""
         return {}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the algorithms that learn from rewards share: the stage's loss, over advantages within each group."""
+"""What the algorithms that learn from rewards share: the stage's loss, and advantages computed within each group."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class LogicalDriver:
                 f"{self.io.name}: no rollout may start and no batch is complete. The state in {self.io.folder} was "
                 "written with other settings; delete it to start this stage again."
             )
-        with self._time.on("generate"), suppress(RequestFailed):  # logged; its episode ends as an environment error
+        with self._time.on("generate"), suppress(RequestFailed):  # logged; the episode ends as ENV_ERROR
             self.engine.step()
         self._clock += 1
         for running in [r for r in self._running if r.request.done]:
@@ -179,8 +179,8 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which the answer of an environment counts if it is asked now: a multiple of `env_ticks`. So new
-        turns start together and share one prefill, instead of interrupting decoding one by one."""
+        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`.
+        So new turns start together and share one prefill, instead of interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 

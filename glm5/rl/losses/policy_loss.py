@@ -24,8 +24,8 @@ def policy_loss(
 ) -> tuple[Tensor, Statistics]:
     """The scalar loss -average(objective) + weight * average(KL), and its statistics.
 
-    Both are scaled to this micro-batch's share of the optimizer step (`tokens.whole`): losses and gradients of the
-    micro-batches sum to those of the whole batch, and their statistics merge to its statistics.
+    Both are scaled to this micro-batch's share of the optimizer step (`tokens.whole`): the losses and gradients of all
+    micro-batches add up to those of the step, and `Statistics.merge` combines their statistics into those of the step.
     """
     tokens = tokens.cleaned()
     terms = objective(tokens)

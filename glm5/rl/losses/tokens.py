@@ -29,7 +29,8 @@ class Tokens:
     ref_logprobs      of a reference model
     entropy           of the learner's distributions, in nats
     fresh             True for tokens sampled with exactly the learner's weights; None if all are
-    whole             counts of the optimizer step; None if this micro-batch is the complete step
+    whole             numbers of sequences and sampled tokens in the optimizer step; None if this micro-batch is the
+                      complete step
     """
 
     logprobs: Tensor

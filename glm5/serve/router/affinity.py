@@ -17,12 +17,13 @@ HEADERS = ("x-session-id", "x-smg-routing-key")
 FIELDS = ("session_id", "prompt_cache_key", "user")
 """Body fields, in descending order of priority."""
 BEGINNING = 256
-"""Length of the beginning of a plain prompt that selects the engine: this many characters, or a quarter as many ids."""
+"""Length of the prefix of a plain prompt that selects the engine: this many characters, or a quarter as many ids."""
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """`key` selects the engine of a request. `spill` selects another if that is overloaded (see `HashRing.pick`)."""
+    """`key` selects the engine of a request. `spill` selects another one if this engine is overloaded (see
+    `HashRing.pick`)."""
 
     key: str
     spill: str | None = None

@@ -57,7 +57,8 @@ async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Re
 
 
 def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | None]:
-    """An update with a version, and the body for workers that start later; None if the request is not an update."""
+    """The body with a weight version, and the fields to send to workers that start later. If `body` is not a JSON
+    object: `body` unchanged, and None."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -71,7 +72,7 @@ def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | No
 
 
 def _combined(answers: Mapping[int, httpx.Response | None]) -> Response:
-    """One answer: numbers are sums, other fields those of the first worker; `workers` has the answer of each."""
+    """One answer: numbers are summed, other fields are those of the first worker; `workers` has the answer of each."""
     bodies = {rank: _body(answer) for rank, answer in answers.items()}
     statuses = {rank: 503 if answer is None else answer.status_code for rank, answer in answers.items()}
     each = [{"id": rank, "status": statuses[rank], "answer": bodies[rank]} for rank in answers]

@@ -22,7 +22,7 @@ class RouterMetrics:
         self.cut = 0
 
     def answered(self, path: str, status: int) -> None:
-        """An answer began. `path` is a route's, or "other"."""
+        """An answer began. `path` is the path of a route, or "other"."""
         self.answers[path, status] += 1
 
     def sent(self, rank: int, *, again: bool, moved: bool) -> None:
@@ -42,13 +42,13 @@ class RouterMetrics:
             ("retries_total", "counter", "Requests that went to another worker because theirs was lost.",
              {"": self.retries}),
             ("streams_cut_total", "counter", "Streams that ended early because their worker was lost.", {"": self.cut}),
-            ("requests_moved_total", "counter", "Requests that went elsewhere: their worker was overloaded or lost.",
+            ("requests_moved_total", "counter", "Requests moved to another worker: theirs was overloaded or lost.",
              {"": self.moved}),
             ("workers_replaced_total", "counter", "Processes that took the place of a lost one.",
              {_label(place.rank): place.replaced for place in places}),
             ("worker_up", "gauge", "Whether a worker takes requests.",
              {_label(place.rank): int(place.state == "up") for place in places}),
-            ("worker_in_flight", "gauge", "Requests that a worker is busy with.",
+            ("worker_in_flight", "gauge", "Requests in flight at a worker.",
              {_label(place.rank): place.worker.in_flight if place.worker else 0 for place in places}),
         ]  # fmt: skip
         for name, kind, help_text, samples in families:

@@ -1,8 +1,8 @@
 """The engine processes of a router: started, monitored, replaced, drained, and updated with new weights.
 
 The rank of a worker is on the hash ring while it takes requests. A worker that ends or misses its heartbeats leaves the
-ring and is killed. A new worker with the same rank replaces it. Before the new worker joins the ring, it gets
-the present state of the others (weights, a pause).
+ring and is killed. A new worker with the same rank replaces it. Before the new worker joins the ring, it gets the
+current state of the others (weights, paused or not).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WorkerPool:
         self.places = [Place(rank) for rank in range(count)]
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
-        self.pushed: dict[str, Any] | None = None  # the last weights: body of the update
+        self.pushed: dict[str, Any] | None = None  # body of the last weight update
         self.stamp = weights_stamp(job.directory)  # of the folder that the current weights were read from
         self.version = 0
         self.paused = False
@@ -132,7 +132,7 @@ class WorkerPool:
 
     async def pick(self, affinity: Affinity | None, avoid: Collection[Worker] = ()) -> tuple[Worker, bool]:
         """The worker for a request, and whether it differs from the first choice. Without an affinity it is the least
-        loaded worker. Those of `avoid` are taken only if there is no other.
+        loaded worker. Workers in `avoid` are chosen only if there is no other.
 
         Raises:
             Stopping: the server shuts down.
@@ -178,8 +178,8 @@ class WorkerPool:
         self._leave(self.places[worker.rank])
 
     def drain(self, rank: str) -> Place:
-        """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. ApiError 404 if there is
-        no such rank."""
+        """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. Raises ApiError 404 if
+        there is no such rank."""
         place = self._place(rank)
         place.wanted = False
         self._leave(place)
@@ -257,8 +257,8 @@ class WorkerPool:
         return await launch(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
-        """Apply the current weights and pause state to a worker. A folder that was overwritten since would give it
-        other weights under the same version."""
+        """Apply the current weights and pause state to a worker. Raises EngineError if the folder of the weights has
+        changed: the worker would have other weights under the same version."""
         source = self._job.directory if self.pushed is None else str(self.pushed.get("model_path", ""))
         if weights_stamp(source) != self.stamp:
             raise EngineError(

@@ -2,7 +2,7 @@
 
 The router writes one line of JSON to stdin and keeps that pipe open. When the router ends for any reason, the pipe
 closes and this process ends too. It answers with one line of JSON on stdout: the socket is ready, or an error. Any
-client of the socket is trusted; the socket is in a folder that only its user can enter.
+client of the socket is trusted; the socket is in a folder that only the user of this process can enter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def main() -> None:
 
 
 def _serve(job: WorkerJob, control: TextIO) -> None:
-    from glm5.serve.app import listen, load_app  # torch takes seconds to import; meanwhile the router may end
+    # torch takes seconds to import. The router may end meanwhile, so the thread that watches it must run already.
+    from glm5.serve.app import listen, load_app
 
     # The client of this process is the router, which reads only as fast as its own client. The router disconnects
     # slow clients itself, so the limit here is longer.

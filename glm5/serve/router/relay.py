@@ -3,8 +3,8 @@
 If a worker is lost before the first byte of its answer was sent to the client, the request goes to another worker. If
 the first worker was killed because it hung, the request is not retried: the request may be the cause, and could hang
 all workers. A non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they
-come, in whole events; a stream whose worker is lost ends with its surface's error event. Workers' error answers are
-passed on too.
+come, each in one piece. If the worker of a stream is lost, the stream ends with the error event of its surface.
+Workers' error answers are passed on too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One engine process as the router sees it: start, heartbeat, end.
 
-A worker is a complete server on a Unix socket in a folder that only this user can enter.
+A worker is a complete server on a Unix socket in a folder that only the user of this process can enter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Patience:
         answer: maximum time to wait for the answer to a heartbeat.
         misses: consecutive unanswered heartbeats before a worker counts as hung.
         back_off: pause before the replacement of a worker that ended early; doubles each time, up to `back_off_most`.
-        stable: a worker that lives this long did not end early.
+        stable: a worker that ends within this time ended early.
         wait: maximum time that a request waits while no worker takes requests.
     """
 
@@ -127,7 +127,8 @@ class Worker:
 
 
 async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
-    """Start one of `count` workers and wait until it answers. Raises Glm5Error with its message on failure."""
+    """Start one of `count` workers and wait until it answers. If the worker fails, raises Glm5Error with the worker's
+    message."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "glm5.serve.router.process"),
         stdin=asyncio.subprocess.PIPE,
@@ -176,7 +177,7 @@ def _environment(count: int) -> dict[str, str]:
 
 
 def private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a socket."""
+    """A new folder that only the user of this process can enter, with a path short enough for a socket."""
     default = tempfile.gettempdir()
     parent = default if len(os.fsencode(default)) + 40 < LONGEST_SOCKET else "/tmp"
     return Path(tempfile.mkdtemp(prefix="glm5-", dir=parent))  # mode 0700

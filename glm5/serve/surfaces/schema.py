@@ -1,7 +1,7 @@
 """Common parts of requests of all surfaces: strict types, sampling parameters, and error messages.
 
-Types are strict: "0.5" is not a valid temperature. A null field counts as absent. See `fields` for other
-fields.
+Types are strict: "0.5" is not a valid temperature. A null field counts as absent. See `fields` for fields without
+effect and refused fields.
 """
 
 from __future__ import annotations

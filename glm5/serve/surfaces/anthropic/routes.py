@@ -168,9 +168,9 @@ def _id(call: OpenAIDelta) -> str:
 
 
 def _usage(stream: SampleStream, reply: Reply) -> dict[str, Any]:
-    """`input_tokens` equals the result of `count_tokens`, from the first event on. Clients add to it the tokens
-    written to and read from a cache that they asked for. Nobody asks for our prefix cache, so its tokens are only in
-    the details (an extension)."""
+    """`input_tokens` equals the result of `count_tokens`, from the first event on. Clients add the two cache counts to
+    it; these count a cache that the client asked for and are 0 here. Tokens found in our prefix cache are only in the
+    details (an extension)."""
     return {
         "input_tokens": len(stream.prompt),
         "cache_read_input_tokens": 0,

@@ -1,8 +1,8 @@
 """Requests of the Anthropic surface, converted to conversations for the chat template.
 
-A returned `thinking` block is the reasoning of its turn, whatever its signature; redacted blocks cannot be read and are
-dropped. Tool results and text of one message become separate messages in the same order. If the last message is the
-assistant's, the answer continues it.
+A `thinking` block that a client sends back is the reasoning of its turn, whatever its signature; redacted blocks cannot
+be read and are dropped. Tool results and text of one message become separate messages in the same order. If the last
+message is the assistant's, the answer continues it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ log = get_logger("serve")
 REPEATS = 32
 """Limit of the tokens in all cumulative events of a request: this many per generated token, plus `FREE`."""
 FREE = 1 << 14
-"""Tokens that all cumulative events may have in any case. So the first 180 tokens or so come one by one."""
+"""Tokens that the cumulative events of a request may contain in addition. Event n of one sample contains n tokens, so
+the first n events contain about n^2 / 2: about the first 200 tokens are sent one by one."""
 LONG = 1024
 """Longer events, in tokens, are encoded in a thread."""
 
@@ -162,7 +163,7 @@ class Generation:
         return json_answer(answers if self.listed else answers[0])
 
     async def _events(self, stream: Stream, plain: Sequence[Plain]) -> AsyncGenerator[str, None]:
-        """Each event contains its sample so far, or only the new part. Fewer events are sent under load."""
+        """Each event contains the whole sample so far, or only its new part. Fewer events are sent under load."""
         incremental = self.body.incremental_streaming_output
         tokens, spent = 0, -FREE
         try:

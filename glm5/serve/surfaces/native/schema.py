@@ -57,7 +57,7 @@ class NativeSampling(Sampling):
 class GenerateRequest(Fields):
     """POST /generate: `text` or `input_ids`, one or a batch; `sampling_params` for all, or one per prompt.
 
-    Events of a stream contain their sample so far; with `incremental_streaming_output` only the new part.
+    Events of a stream contain the whole sample so far; with `incremental_streaming_output`, only its new part.
     """
 
     IGNORED = HOSTED - {"rid"}

@@ -21,7 +21,7 @@ Item = Mapping[str, Any]
 
 
 class Reasoning(Fields):
-    """`reasoning`. It is sent in full; no summary is made."""
+    """The field `reasoning`. The answer contains the model's full reasoning, never a summary."""
 
     IGNORED = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -145,7 +145,7 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises ApiError if the model cannot read an item or tool."""
+        """This request as a chat request. Raises ApiError if the model cannot read an item or tool."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
@@ -181,7 +181,8 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
-    """Add an item to the conversation. An answer's parts come as reasoning (a list), text, calls."""
+    """Add an item to the conversation. The items of an answer come in the order reasoning, text, calls; reasoning texts
+    are collected in a list."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "message" and item.get("role") != "assistant":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
@@ -205,7 +206,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 
 
 def _answer(messages: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
-    """The last message if it is an assistant message with none of the keys `without`; otherwise a new one."""
+    """The last message if it is an assistant message that has none of the keys in `without`; otherwise a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
         messages.append({"role": "assistant"})

@@ -65,7 +65,7 @@ async def completions(request: Request) -> Response:
 
 @routes.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The list of models: ours."""
+    """The list of models, which contains only the served model."""
     service = service_of(request)
     found = _model(service)
     # Anthropic's clients find the end of a list by these fields.
@@ -74,7 +74,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @routes.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """One model; 404 if the name is not ours."""
+    """One model; 404 if the name is not that of the served model."""
     service = service_of(request)
     service.check_model(name)
     return _model(service)
@@ -180,7 +180,7 @@ class TextForm:
         return self.text(reply.index // self._samples, reply.content, reply.new_scored())
 
     def text(self, owner: int, content: str, scored: Sequence[Scored]) -> dict[str, Any]:
-        """A choice of prompt `owner`."""
+        """Text and log-probabilities of one entry of `choices`; `owner` is the index of its prompt."""
         echoed = self._echoed[owner]
         shifted = [Scored(one.token, one.logprob, one.top, one.offset + len(echoed)) for one in scored]
         told = self._written([*self._prompt_scores[owner], *shifted])
