@@ -1,0 +1,247 @@
+"""The gateway as agents and trainers see it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from glm5.rollout import engines as engines_module
+from glm5.rollout.session import key_of, session_of_key
+from glm5.serve.options import Limits
+from tests.rollout.conftest import ADMIN, Open
+
+HI = {"role": "user", "content": "hi"}
+CALL = "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call><|observation|>"
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+
+
+def play(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_openai_client(opened: Open) -> None:
+    """A conversation with a call, unchanged, through OpenAI's own client: one row, the reasoning still in it."""
+
+    def script(prompt: str) -> str:
+        return "hm</think>done<|user|>" if "<tool_response>" in prompt else "let me see</think>" + CALL
+
+    async def run() -> None:
+        async with opened(script) as setting:
+            name, http = await setting.session(task_id="sum", group=7)
+            client = openai.AsyncOpenAI(base_url=str(http.base_url), api_key=http.headers["authorization"][7:],
+                                        http_client=httpx.AsyncClient(transport=http._transport))  # fmt: skip
+            tools: Any = [{"type": "function", "function": TOOL}]
+            turns: list[Any] = [{"role": "system", "content": "be brief"}, HI]
+            first = await client.chat.completions.create(model="any", messages=turns, tools=tools)
+            said = first.choices[0].message
+            assert said.tool_calls and first.choices[0].finish_reason == "tool_calls"
+            turns += [said.model_dump(include={"role", "content", "tool_calls"})]
+            turns += [{"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}]
+            events = await client.chat.completions.create(model="any", messages=turns, tools=tools, stream=True)
+            assert "".join([e.choices[0].delta.content or "" async for e in events if e.choices]) == "done"
+            await setting.admin.post(f"/sessions/{name}/reward", json={"reward": 0.5})
+            found = await setting.samples(name)
+            (row,) = found["samples"]
+            text = setting.gateway.tokenizer.decode(row["ids"])
+            assert "let me see</think><tool_call>" in text and text.endswith("hm</think>done<|user|>")
+            trained = [token for token, on in zip(row["ids"], row["loss_mask"], strict=True) if on]
+            assert trained == [token for _, sent in setting.engine.log for token in sent]
+            assert (found["reward"], found["group"], found["forks"], found["tokens_lost"]) == (0.5, "7", {}, 0)
+            assert {v >= 0 for v, on in zip(row["weight_versions"], row["loss_mask"], strict=True) if on} == {True}
+            assert all((score < 0) == on for score, on in zip(row["rollout_logprobs"], row["loss_mask"], strict=True))
+
+    play(run())
+
+
+def test_anthropic_and_responses_clients(opened: Open) -> None:
+    """The other dialects, the key alone naming the session, and tools that would run at a provider."""
+
+    async def run() -> None:
+        def script(prompt: str) -> str:
+            if "<tools>" in prompt and "3</tool_response>" not in prompt:
+                return CALL
+            return ("" if prompt.endswith("</think>") else "hm</think>") + "ok<|user|>"
+
+        async with opened(script) as setting:
+            name, http = await setting.session()
+            key, transport = http.headers["authorization"][7:], http._transport
+            direct = httpx2.AsyncClient(transport=httpx2.ASGITransport(setting.app))
+            root = str(http.base_url).removesuffix("/v1/")
+            client = anthropic.AsyncAnthropic(base_url=root, api_key=key, http_client=direct)
+            tools: Any = [
+                {"name": "f", "input_schema": TOOL["parameters"]},
+                {"type": "web_search_20250305", "name": "s"},
+            ]
+            turns: list[Any] = [HI]
+            count = (await client.messages.count_tokens(model="c", messages=turns, tools=tools)).input_tokens
+            said = await client.messages.create(model="c", max_tokens=99, messages=turns, tools=tools)
+            assert said.stop_reason == "tool_use" and said.usage.input_tokens == count
+            result = {"type": "tool_result", "tool_use_id": said.content[-1].id, "content": "3"}  # type: ignore[union-attr]
+            turns += [{"role": "assistant", "content": [b.model_dump() for b in said.content]},
+                      {"role": "user", "content": [result, {"type": "text", "text": "and?"}]}]  # fmt: skip
+            async with client.messages.stream(model="c", max_tokens=99, messages=turns, tools=tools) as stream:
+                assert await stream.get_final_text() == "ok"
+            assert (await setting.samples(name))["forks"] == {} and len((await setting.samples(name))["samples"]) == 1
+            assert "web_search" not in setting.gateway.tokenizer.decode(list(setting.engine.log[0][0]))
+
+            other = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key,
+                                       http_client=httpx.AsyncClient(transport=transport))  # fmt: skip
+            answer = await other.responses.create(model="o", input="hi", instructions="x")
+            assert answer.output_text == "ok" and len((await setting.samples(name))["samples"]) == 2
+
+    play(run())
+
+
+def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
+    async def run() -> None:
+        async with opened() as setting:
+            name, agent = await setting.session()
+            other, _ = await setting.session()
+            body = {"model": "m", "messages": [HI]}
+            assert (await agent.post("chat/completions", json=body)).status_code == 200
+            for path in (f"/sessions/{other}/v1/chat/completions", f"/sessions/{name}/reward", f"/sessions/{name}",
+                         f"/sessions/{name}/samples", f"/sessions/{name}/close", "/sessions", "/metrics",
+                         "/engines"):  # fmt: skip
+                for method in ("GET", "POST"):
+                    answer = await agent.request(method, f"http://gateway{path}", json={})
+                    assert answer.status_code in (401, 405), path
+            for path in ("/generate", "/v1/completions", "/v1/models", "/update_weights_from_disk", "/tokenize"):
+                assert (await agent.post(f"http://gateway{path}", json={})).status_code == 404
+            assert (await agent.get("http://gateway/healthz")).status_code == 200
+            no_key = httpx.AsyncClient(transport=agent._transport, base_url=agent.base_url)
+            assert (await no_key.post("chat/completions", json=body)).status_code == 401
+            forged = {"authorization": f"Bearer {key_of('guess', name)}"}
+            assert (await no_key.post("chat/completions", json=body, headers=forged)).status_code == 401
+
+    play(run())
+    assert session_of_key(ADMIN, key_of(ADMIN, "a-b")) == "a-b"
+    assert session_of_key(ADMIN, "sk-glm5-é-") is session_of_key(ADMIN, "") is None
+
+
+def test_a_request_that_is_repeated_never_samples_twice(opened: Open) -> None:
+    """While it runs, after it ended, after its client left, and after a restart; also as a stream."""
+
+    async def run() -> None:
+        body: dict[str, Any] = {"model": "m", "messages": [HI]}
+        async with opened(lambda prompt: "hm</think>a rather long answer<|user|>") as setting:
+            name, agent = await setting.session(id="mine")
+            answers = await asyncio.gather(*(agent.post("chat/completions", json=body) for _ in range(5)))
+            answers.append(await agent.post("chat/completions", json=body))
+            assert {a.json()["choices"][0]["message"]["content"] for a in answers} == {"a rather long answer"}
+            leaving = asyncio.create_task(agent.post("chat/completions", json=body | {"user": "x", "stream": True}))
+            await asyncio.sleep(0.01)
+            leaving.cancel()
+            again = await agent.post("chat/completions", json=body | {"user": "x", "stream": True})
+            assert "long answer" in again.text.replace('"}', "") or again.text.count("data:") > 2
+            assert len(setting.engine.log) == 2
+            assert (await setting.admin.get(f"/sessions/{name}")).json()["retries"] >= 6
+        async with opened() as setting:
+            _, agent = await setting.session(id="mine")
+            answer = await agent.post("chat/completions", json=body)
+            assert (
+                answer.json()["choices"][0]["message"]["content"] == "a rather long answer" and not setting.engine.log
+            )
+
+    play(run())
+
+
+@pytest.mark.parametrize("faults", [1, 3])
+def test_a_generation_that_an_engine_loses_goes_on(opened: Open, faults: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens so far are the prompt of the next engine, and all of them are in the sample once."""
+    monkeypatch.setattr(engines_module, "PAUSE_SECONDS", 0.001)
+
+    async def run() -> None:
+        def script(prompt: str) -> str:
+            return "abcdefghijkl<|user|>"[len(prompt.rpartition("</think>")[2]) :]
+
+        async with opened(script, faults=faults) as setting:
+            name, agent = await setting.session()
+            body = {"model": "m", "messages": [HI], "enable_thinking": False}
+            answer = (await agent.post("chat/completions", json=body)).json()
+            assert answer["choices"][0]["message"]["content"] == "abcdefghijkl"
+            (row,) = (await setting.samples(name))["samples"]
+            assert [t for t, on in zip(row["ids"], row["loss_mask"], strict=True) if on] == [
+                token for _, sent in setting.engine.log for token in sent
+            ]
+            assert len(setting.engine.log) == faults + 1
+
+    play(run())
+
+
+def test_limits_are_refusals_that_clients_do_not_retry(opened: Open) -> None:
+    async def run() -> None:
+        async with opened() as setting:
+            name, agent = await setting.session(turns=2, tokens=64, answer_tokens=2)
+            said = await agent.post("chat/completions", json={"model": "m", "messages": [HI]})
+            assert said.json()["usage"]["completion_tokens"] == 2
+            long = {"model": "m", "messages": [{"role": "user", "content": "x" * 80}]}
+            answer = await agent.post("chat/completions", json=long)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            await agent.post("chat/completions", json={"model": "m", "messages": [HI], "user": "2"})
+            answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], "user": "3"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "turn_limit")
+            for refused in ({"n": 2}, {"top_logprobs": 2, "logprobs": True}, {"ignore_eos": True}):
+                answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], **refused})
+                assert answer.status_code == 400, refused
+            await setting.admin.post(f"/sessions/{name}/close", json={"excluded": "sandbox died"})
+            answer = await agent.post("messages", json={"model": "m", "max_tokens": 3, "messages": [HI]})
+            assert answer.status_code == 410 and answer.json()["type"] == "error"
+            assert (await setting.samples(name))["excluded"] == "sandbox died"
+            assert (await setting.samples((await setting.session())[0]))["excluded"] == "empty"
+            assert (await setting.admin.get("/sessions/none")).status_code == 404
+
+    play(run())
+
+
+def test_closing_ends_requests_under_way(opened: Open) -> None:
+    async def run() -> None:
+        async with opened(lambda prompt: "x" * 5000) as setting:
+            name, agent = await setting.session()
+            request = asyncio.create_task(agent.post("chat/completions", json={"model": "m", "messages": [HI]}))
+            while not setting.engine.asked:
+                await asyncio.sleep(0.001)
+            await setting.admin.post(f"/sessions/{name}/close", json={})
+            assert (await request).json()["error"]["code"] == "session_closed"
+            assert (await setting.samples(name))["turns"] == 0
+
+    play(run())
+
+
+def test_trained_sessions_sample_from_the_whole_distribution(opened: Open) -> None:
+    """Whatever the agent asks for; the samples of a group must not share a seed either."""
+
+    async def run() -> None:
+        async with opened() as setting:
+            wishes = {"temperature": 0.0, "top_p": 0.5, "seed": 3, "frequency_penalty": 1.0, "logit_bias": {"5": 9}}
+            for mode in ("train", "eval"):
+                _, agent = await setting.session(mode=mode, temperature=0.8)
+                await agent.post("chat/completions", json={"model": "m", "messages": [HI], **wishes})
+            train, evaluated = setting.engine.asked
+            assert (train.temperature, train.top_p, train.seed, train.logit_bias) == (0.8, 1.0, None, ())
+            assert (evaluated.temperature, evaluated.top_p, evaluated.seed) == (0.0, 0.5, 3)
+
+    play(run())
+
+
+def test_a_store_that_cannot_be_written_holds_the_reply_back(opened: Open, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(limits=Limits(request_seconds=5)) as setting:
+            name, agent = await setting.session()
+            body: dict[str, Any] = {"model": "m", "messages": [HI]}
+            pages = await setting.gateway.store.write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+            await setting.gateway.store.write(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+            turns = [HI, {"role": "assistant", "content": "y" * 20000}, HI]
+            answer = await agent.post("chat/completions", json=body | {"messages": turns})
+            assert answer.status_code == 503 and "retry-after" in answer.headers
+            await setting.gateway.store.write(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchall())
+            assert (await agent.post("chat/completions", json=body | {"messages": turns})).status_code == 200
+            assert (await setting.samples(name))["turns"] == 1
+
+    play(run())
