@@ -235,10 +235,14 @@ def read_message(plain: Mapping[str, Any]) -> Message:
 
 def in_order(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """The paths to all leaves, each turn before its continuations, in an order that depends only on their content."""
-    open_paths = [[node] for node in sorted((n for n in nodes if n.parent is None), key=_key, reverse=True)]
+    keys: dict[Node, bytes] = {}
+    for node in reversed(nodes):  # a turn comes before its continuations, so here after them
+        below = sorted(keys[child] for child in node.children)
+        keys[node] = _hash(b"".join((*_key(node), node.versions.tobytes())), b"".join(below))
+    open_paths = [[node] for node in sorted((n for n in nodes if n.parent is None), key=keys.__getitem__)]
     while open_paths:
         path = open_paths.pop()
-        following = sorted(path[-1].children, key=_key, reverse=True)
+        following = sorted(path[-1].children, key=keys.__getitem__)
         if not following:
             yield path
         open_paths += [[*path, node] for node in following]

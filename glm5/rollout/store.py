@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,13 +167,13 @@ class Store:
             raise StoreError(f"Cannot read {self.path}: {error}.") from error
 
     def _run(self, opened: Future[None]) -> None:
-        try:
-            db = self._open()
-        except BaseException as error:
-            opened.set_exception(error)
-            return
-        opened.set_result(None)
-        with closing(db):
+        with ExitStack() as stack:
+            try:
+                db = self._open(stack)
+            except BaseException as error:
+                opened.set_exception(error)
+                return
+            opened.set_result(None)
             while (first := self._queue.get()) is not None:
                 waiting = [first]
                 while len(waiting) < MOST_TOGETHER and not self._queue.empty():
@@ -183,18 +183,17 @@ class Store:
                         break
                     waiting.append(more)
                 self._commit(db, waiting)
-        self._owner.close()
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, stack: ExitStack) -> sqlite3.Connection:
+        """The writer's connection; `stack` closes it, and the file whose lock keeps other processes out."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._owner = open(f"{self.path}.lock", "wb")  # noqa: SIM115  # held until `close`
+            owner = stack.enter_context(open(f"{self.path}.lock", "wb"))  # noqa: SIM115
             try:
-                fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(f"Another process writes {self.path}; stop it, or choose another file.") from None
-            db = sqlite3.connect(self.path, isolation_level=None)
-            db.execute("PRAGMA locking_mode = NORMAL")
+            db = stack.enter_context(closing(sqlite3.connect(self.path, isolation_level=None)))
             found = db.execute("PRAGMA user_version").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if found not in (0, FORMAT) or (tables and not found):

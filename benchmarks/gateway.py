@@ -1,0 +1,164 @@
+"""The gateway's own cost: many rollouts at once on an engine that costs nothing, and turns stored per second.
+
+`python benchmarks/gateway.py [--sessions 1000] [--turns 10]`. The agents run in this process and speak over sockets;
+the gateway runs in its own. Every answer has 100 tokens. CPU per turn is the gateway process's, all its threads included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import resource
+import socket
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import httpx
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.records import Message, SamplingParams
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.history import Node
+from glm5.rollout.store import SessionRow, Store
+from glm5.serve.connection import Server, ServerConfig, fitted
+from glm5.serve.options import Limits
+from glm5.serve.samples import Delta
+
+ADMIN, ANSWER = "admin", 100
+
+
+class Free:
+    """An engine that answers after `seconds` with fixed ids, in four pieces."""
+
+    name = "free"
+
+    def __init__(self, tokenizer: Tokenizer, seconds: float) -> None:
+        self.ids = tokenizer.encode("</think>" + "a" * (ANSWER - 2) + "<|user|>", allow_special=True)
+        self.seconds, self.sampled = seconds, 0
+
+    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        for at in range(0, ANSWER, 25):
+            await asyncio.sleep(self.seconds / 4 * random.uniform(0.5, 1.5))
+            piece = self.ids[at : at + 25]
+            reason = "stop" if at + 25 >= len(self.ids) else None
+            self.sampled += reason is not None
+            yield Delta(0, piece, [-0.5] * len(piece), [{} for _ in piece], reason, [1] * len(piece))
+
+    async def version(self) -> int:
+        return 1
+
+
+def serve(path: Path, seconds: float, listener: socket.socket, told: Connection) -> None:
+    """The gateway process. Tells its CPU time and memory at the end."""
+    tokenizer = Tokenizer.byte_level()
+    engine, limits = Free(tokenizer, seconds), fitted(Limits(requests=4096, samples=4096), files=2)
+    with Store(path) as store:
+        gateway = Gateway(EnginePool([engine], 4096), store, tokenizer, ADMIN, 1 << 16, limits)
+        server = Server(ServerConfig(create_gateway(gateway), limits, 1.0))
+        began = cpu()
+
+        async def until_told() -> None:
+            running = asyncio.ensure_future(server.serve(sockets=[listener]))
+            await asyncio.to_thread(told.recv)
+            told.send((cpu() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, engine.sampled))
+            server.should_exit = True
+            await running
+
+        asyncio.run(until_told())
+
+
+def cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def rollouts(url: str, sessions: int, turns: int) -> list[float]:
+    """Play all sessions at once; the seconds of each turn. Raises if a turn is lost or doubled."""
+    admin = {"authorization": f"Bearer {ADMIN}"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    seconds: list[float] = []
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+
+        async def one(i: int) -> None:
+            made = (await client.post("/sessions", json={"task_id": str(i)}, headers=admin)).raise_for_status().json()
+            headers, messages = (
+                {"authorization": f"Bearer {made['api_key']}"},
+                [{"role": "user", "content": f"task {i}"}],
+            )
+            for turn in range(turns):
+                began = time.perf_counter()
+                answer = await client.post(
+                    "/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers
+                )
+                seconds.append(time.perf_counter() - began)
+                said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+                messages += [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": f"result {turn} " * 10},
+                ]
+            found = (await client.get(f"/sessions/{made['id']}/samples", headers=admin)).raise_for_status().json()
+            assert len(found["samples"]) == 1 and found["turns"] == turns and found["tokens_lost"] == 0, found["forks"]
+
+        await asyncio.gather(*(one(i) for i in range(sessions)))
+    return seconds
+
+
+async def stored(path: Path, count: int) -> float:
+    """Turns per second that the store takes, with 1,000 writers."""
+    with Store(path) as store:
+        await store.add_session(SessionRow("s", "t", None, "train", {}, 0.0))
+        message = Message("user", "x" * 200)
+
+        async def some(start: int) -> None:
+            for i in range(start, count, 1000):
+                node = Node(None, array("i", range(50)), array("i", range(100)), array("f", [0.0] * 100),
+                            array("i", [1] * 100), (message,), message, b"h")  # fmt: skip
+                await store.add_turn("s", node, "stop", b"%d" % i, {})
+
+        began = time.perf_counter()
+        await asyncio.gather(*(some(i) for i in range(1000)))
+        return count / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--stored", type=int, default=100_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    found = []
+    for _ in range(options.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            mine, theirs = multiprocessing.Pipe()
+            context = multiprocessing.get_context("fork")
+            process = context.Process(target=serve, args=(Path(folder) / "s.db", 2.0, listener, theirs), daemon=True)
+            process.start()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            began = time.perf_counter()
+            seconds = asyncio.run(rollouts(url, options.sessions, options.turns))
+            took = time.perf_counter() - began
+            mine.send(None)
+            used, memory, sampled = mine.recv()
+            process.join()
+            turns = options.sessions * options.turns
+            assert sampled == turns, f"{sampled} generations for {turns} turns"
+            rate = asyncio.run(stored(Path(folder) / "t.db", options.stored))
+            found.append({"cpu_ms_per_turn": 1000 * used / turns, "memory_mb": memory, "turns_per_second": turns / took,
+                          "median_turn_seconds": statistics.median(seconds), "stored_per_second": rate})  # fmt: skip
+            print(json.dumps({name: round(value, 3) for name, value in found[-1].items()}), flush=True)
+    print(json.dumps({name: round(statistics.median(one[name] for one in found), 3) for name in found[0]}))
+
+
+if __name__ == "__main__":
+    main()
