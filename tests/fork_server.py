@@ -120,7 +120,7 @@ def serve(asked: socket.socket) -> None:
     while True:
         data, descriptors, *_ = socket.recv_fds(asked, 1 << 16, 4)
         if not data:
-            return
+            os._exit(0)  # taking torch down module by module takes half a second
         wish = json.loads(data)
         for name in wish["load"]:
             importlib.import_module(name)
