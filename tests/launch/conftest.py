@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import typer.main
 
 from glm5 import cli
 from glm5.data.sources import Document
@@ -96,6 +97,7 @@ row_length = 128
 optim = {{ steps = {steps}, save_every = {every} }}
 """
 
+COMMANDS = typer.main.get_command(cli.app)  # made once: it takes longer than many commands
 SETS = [f"stages.{stage}.families={EASY}" for stage in ("sft", "reasoning-rl", "agentic-rl")]
 
 
@@ -145,7 +147,7 @@ class Shell:
             contextlib.redirect_stderr(err),
         ):
             try:
-                cli.main()
+                cli.main(COMMANDS)
             except SystemExit as end:
                 code = int(end.code or 0)
         return Result(code, out.getvalue(), err.getvalue())

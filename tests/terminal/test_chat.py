@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer.main
 
 from glm5 import cli
 from glm5.chat import Tokenizer, render_chat
@@ -36,6 +37,7 @@ from tests.forks import COMMAND_LINE, Forks
 from tests.serve.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = typer.main.get_command(cli.app)
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {}}}},
@@ -68,7 +70,7 @@ def glm5(*arguments: object, stdin: str = "") -> Said:
         contextlib.redirect_stderr(err),
     ):
         try:
-            cli.main()
+            cli.main(COMMANDS)
         except SystemExit as end:
             code = int(end.code or 0)
     return Said(code, out.getvalue(), err.getvalue())
