@@ -36,7 +36,7 @@ runs = "{runs}"
 
 [evaluation]
 problems = 2
-max_tokens = 8
+max_tokens = 4
 max_turns = 2
 text_bytes = 600
 needle_bytes = [64]
