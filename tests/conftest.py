@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis
 import pytest
+
+from tests.forks import Forks
 
 if TYPE_CHECKING:  # torch costs seconds, and many tests do without
     import torch
@@ -76,84 +74,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-FORKED = """
-import os, runpy, sys
-os.environ.update(environment)
-for number, place in enumerate(said, start=1):
-    os.dup2(place.fileno() if hasattr(place, "fileno") else os.open(place, os.O_WRONLY | os.O_CREAT, 0o600), number)
-sys.argv = argv
-runpy.run_path(argv[0], run_name="__main__")
-"""
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A script that was started. Its stdout and stderr go to files, `name`.out and `name`.err."""
-
-    process: BaseProcess
-    name: Path
-
-    def wait(self, timeout: float) -> int:
-        """Its exit code, once it has ended. A process that takes too long is an error; `kill` it then."""
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, f"it still runs after {timeout:.0f} s: {self.err[-2000:]}"
-        return self.process.exitcode
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    @property
-    def out(self) -> str:
-        return self._said(".out")
-
-    @property
-    def err(self) -> str:
-        return self._said(".err")
-
-    def _said(self, suffix: str) -> str:
-        path = self.name.with_suffix(suffix)
-        return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-class Forks:
-    """Runs scripts as forks of one process that has loaded torch, which takes longer than most of them run. That
-    process computes nothing itself, and ends with the tests."""
-
-    # FSDP imports torch._dynamo when it is first used; the others bring in all that training needs.
-    LOADED = ("torch._dynamo", "glm5.model.glm5", "glm5.parallel.mesh", "glm5.train.loop", "glm5.train.losses")
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(list(self.LOADED))
-
-    def start(self, script: str | Path, *arguments: object, out: Connection | None = None, **environment: str) -> Fork:
-        """A script by its path or its text; keywords are environment variables. `out` takes its stdout."""
-        self.count += 1
-        place = self.folder / f"{self.count}.py"
-        if isinstance(script, str):
-            place.write_text(script, encoding="utf-8")
-            script = place
-        said = (out or place.with_suffix(".out"), place.with_suffix(".err"))
-        names = {"argv": [str(part) for part in (script, *arguments)], "said": said, "environment": environment}
-        process = self.context.Process(target=exec, args=(FORKED, names), daemon=True)
-        process.start()
-        return Fork(process, place)
-
-    def run(self, script: str | Path, *arguments: object, timeout: float = 120, **environment: str) -> str:
-        """What a script that must end well says on stdout."""
-        fork = self.start(script, *arguments, **environment)
-        try:
-            assert fork.wait(timeout) == 0, fork.err[-2000:]
-        finally:
-            fork.kill()
-        return fork.out
-
-
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return Forks(tmp_path_factory.mktemp("forks"))
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts programs that need not import torch."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
 
 
 @pytest.fixture

@@ -27,11 +27,15 @@ SPOKEN = [(verb,) for verb in VERBS] + [
 # Runs command lines, each in a fork. Torch is made unimportable, so that loading it is an error and not a matter of
 # seconds.
 SERVER = """
-import json, os, sys
+import functools, gc, json, os, sys
 sys.modules["torch"] = None
 sys.argv[0] = "glm5"
-from glm5.cli import main
+import typer.main
+from glm5.cli import app, main
 from glm5.config import recipe
+from tests.fork_server import run_and_end
+commands = typer.main.get_command(app)  # once for all
+gc.freeze()
 for line in sys.stdin:
     arguments, *streams = json.loads(line)
     child = os.fork()
@@ -39,7 +43,7 @@ for line in sys.stdin:
         for place, name in enumerate(streams, start=1):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), place)
         sys.argv[1:] = arguments
-        sys.exit(main())
+        run_and_end(functools.partial(main, commands))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 Glm5 = Callable[..., subprocess.CompletedProcess[str]]

@@ -73,11 +73,17 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.Import | ast.ImportFrom | ast.Call]:
+    """All that the checks below look at; walking a tree takes longer than checking it."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)]
+
+
 def imports(module: str, tree: ast.Module, package: bool = False) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of everything that `module` (dotted, without "glm5.") imports. `from a import b`
     yields "a.b", whether b is a module or not."""
     own = ["glm5", *module.split(".")]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -127,7 +133,7 @@ def forbidden_findings(module: str, tree: ast.Module, package: bool = False) -> 
     for line, name in imports(module, tree, package):
         if name.split(".")[0] in SERIALIZERS:
             yield f"{module}:{line} imports {name}"
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Call):
             continue
         called, where = _called(node), f"{module}:{node.lineno}"

@@ -8,8 +8,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -66,6 +67,8 @@ _STYLE = {
     "grid.linewidth": 0.8,
     "xtick.color": INK,
     "ytick.color": INK,
+    "xtick.bottom": False,
+    "ytick.left": False,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "xtick.minor.size": 0,
@@ -127,6 +130,7 @@ def _figure(width: int, height: int, form: str, draw: Draw, pad: int = 2) -> byt
         (FigureCanvasSVG if form == "svg" else FigureCanvasAgg)(figure)
         axes = figure.add_axes((0.1, 0.1, 0.88, 0.86))
         axes.locator_params(axis="y", nbins=5)
+        axes.yaxis.set_label_coords(0, 0)  # there is no label; matplotlib would measure all ticks to place it
         draw(axes)
         _fit(axes, pad)
         out = io.BytesIO()
@@ -158,12 +162,23 @@ def _matplotlib(colours: dict[str, str]) -> Iterator[None]:
         raise MissingExtraError("matplotlib", "report") from None
     known = get_named_colors_mapping()
     with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
         for key, name in _NAMES.items():
             known[name] = colours[key]  # one by one: otherwise matplotlib remembers the previous meaning
-        matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
+        dict.update(matplotlib.rcParams, _parameters())  # type: ignore[misc]
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing")
         yield
+
+
+@cache
+def _parameters() -> dict[str, Any]:
+    """All of matplotlib's parameters in our style, validated once: it takes as long as an axis."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
+        kept: Any = matplotlib.rcParams.copy()
+    return {name: kept[name] for name in kept if name != "backend"}  # which belongs to the process
 
 
 def _inner(svg: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5.chat import tokenizer as tokenizer_module
 from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.shards import build_shards, encode_documents, open_shard
@@ -74,10 +75,12 @@ def test_memory_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         return real(self, texts)
 
     monkeypatch.setattr(Tokenizer, "_bpe_ids", encode)
-    texts = ["x = 1\n" * 200_000, "short", "y" * 300_000]
+    assert tokenizer_module._ENCODED_CHARACTERS <= 1 << 20
+    monkeypatch.setattr(tokenizer_module, "_ENCODED_CHARACTERS", 310_000)
+    texts = ["x = 1\n" * 60_000, "short", "y" * 300_000]
     found = encode_documents(texts, TOKENIZER)
     assert TOKENIZER.encode_batch(texts) == [TOKENIZER.encode(text) for text in texts]  # whatever stands beside it
-    assert max(sizes) <= 1 << 20 and [len(ids) - 1 for ids in found] == [len(text) for text in texts]
+    assert max(sizes) <= 310_000 and [len(ids) - 1 for ids in found] == [len(text) for text in texts]
 
 
 def test_a_split_may_be_empty(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from glm5.data.documents import Document
+from tests.forks import Forks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -33,6 +35,16 @@ def run(where: Path, *command: object) -> str:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture
+def example(forks: Forks, tmp_path: Path) -> Callable[..., None]:
+    """Runs an example in `tmp_path`."""
+
+    def start(name: str, *sets: str) -> None:
+        forks.run(EXAMPLES / f"{name}.py", *QUICK, *sets, cwd=tmp_path)
+
+    return start
 
 
 def stages(run_folder: Path) -> dict[str, Any]:
@@ -55,30 +67,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_own_environment(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "own_environment.py", *QUICK, "stages.rl.record=true")
+def test_own_environment(example: Callable[..., None], tmp_path: Path) -> None:
+    example("own_environment", "stages.rl.record=true")
     assert stages(tmp_path / "runs" / "backwards")["rl"]["numbers"]["loss"] is not None
     rollout = json.loads((tmp_path / "runs" / "backwards" / "rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["domain"] == "letters" and rollout["problem"].startswith("backwards/rl/")
 
 
-def test_own_loss(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "own_loss.py", *QUICK)
+def test_own_loss(example: Callable[..., None], tmp_path: Path) -> None:
+    example("own_loss")
     assert 'loss = "cispo"' in (tmp_path / "runs" / "cispo" / "recipe.toml").read_text()
     numbers = stages(tmp_path / "runs" / "cispo")["rl"]["numbers"]
     assert numbers["masked_share"] == 0.0 and "clipped_share" in numbers
 
 
-def test_own_reward_model(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "own_reward_model.py", *QUICK)
+def test_own_reward_model(example: Callable[..., None], tmp_path: Path) -> None:
+    example("own_reward_model")
     saved = tomllib.loads((tmp_path / "runs" / "bag-of-words" / "recipe.toml").read_text())
     assert saved["stages"][2]["reward_model"]["kind"] == "bag_of_words"
     numbers = stages(tmp_path / "runs" / "bag-of-words")["rl"]["numbers"]
     assert numbers["reward_model_accuracy"] > 0.9 and "combined_reward" in numbers
 
 
-def test_own_stage(tmp_path: Path) -> None:
-    run(tmp_path, EXAMPLES / "own_stage.py", *QUICK, "stages.average.share=1.0")
+def test_own_stage(example: Callable[..., None], tmp_path: Path) -> None:
+    example("own_stage", "stages.average.share=1.0")
     folder = tmp_path / "runs" / "average"
     assert stages(folder)["average"]["kind"] == "average" and stages(folder)["average"]["numbers"]["moved"] > 0
     sft, average = (load_file(folder / f"{name}/model/model.safetensors") for name in ("01-sft", "03-average"))

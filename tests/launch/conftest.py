@@ -17,9 +17,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import typer.main
 
 from glm5 import cli
 from glm5.data.sources import Document
+from tests.forks import COMMAND_LINE, Forks, Program
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +36,7 @@ runs = "{runs}"
 
 [evaluation]
 problems = 2
-max_tokens = 8
+max_tokens = 4
 max_turns = 2
 text_bytes = 600
 needle_bytes = [64]
@@ -95,6 +97,7 @@ row_length = 128
 optim = {{ steps = {steps}, save_every = {every} }}
 """
 
+COMMANDS = typer.main.get_command(cli.app)  # made once: it takes longer than many commands
 SETS = [f"stages.{stage}.families={EASY}" for stage in ("sft", "reasoning-rl", "agentic-rl")]
 
 
@@ -128,6 +131,9 @@ class Result:
 class Shell:
     """Ways to call the command line."""
 
+    def __init__(self, forks: Forks) -> None:
+        self.forks = forks
+
     @staticmethod
     def _arguments(parts: Sequence[object], sets: Sequence[str]) -> list[str]:
         return [str(part) for part in parts] + [text for override in sets for text in ("--set", override)]
@@ -141,27 +147,25 @@ class Shell:
             contextlib.redirect_stderr(err),
         ):
             try:
-                cli.main()
+                cli.main(COMMANDS)
             except SystemExit as end:
                 code = int(end.code or 0)
         return Result(code, out.getvalue(), err.getvalue())
 
     @contextlib.contextmanager
-    def start(self, *parts: object, sets: Sequence[str] = (), **options: Any) -> Iterator[subprocess.Popen[str]]:
+    def start(self, *parts: object, sets: Sequence[str] = ()) -> Iterator[Program]:
         """A command as a process group of its own, as an interactive shell starts it; killed at the end."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        command = [sys.executable, "-m", "glm5", *self._arguments(parts, sets)]
-        with subprocess.Popen(command, text=True, cwd=ROOT, start_new_session=True, **pipes, **options) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+        process = self.forks(COMMAND_LINE, *self._arguments(parts, sets), cwd=ROOT, stderr=subprocess.PIPE)
+        try:
+            yield process
+        finally:
+            process.kill()
 
-    def run(self, *parts: object, sets: Sequence[str] = (), timeout: float = 300, **options: Any) -> Result:
+    def run(self, *parts: object, sets: Sequence[str] = (), timeout: float = 300) -> Result:
         """Run a command as a process."""
-        with self.start(*parts, sets=sets, **options) as process:
-            out, err = process.communicate(timeout=timeout)
-        return Result(process.returncode, out, err)
+        with self.start(*parts, sets=sets) as process:
+            out, err = process.communicate(timeout)
+        return Result(process.wait(0), out, err)
 
     def fails(self, code: int, words: Sequence[str], *parts: object, sets: Sequence[str] = ()) -> None:
         """Run a command that must fail; see `Result.check_failure`."""
@@ -235,12 +239,12 @@ def only_once(folder: Path) -> Iterator[bool]:
 
 
 @pytest.fixture(scope="session")
-def shell() -> Shell:
-    return Shell()
+def shell(forks: Forks) -> Shell:
+    return Shell(forks)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def tiny(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """`glm5 pipeline` over all stage kinds, as a process. Read only: tests that change something take a copy."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
@@ -248,7 +252,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
         if first:
             write_corpus(folder / "corpus")
             recipe = write_recipe(folder / "tiny.toml", folder / "corpus")
-            done = Shell().run("pipeline", recipe, sets=SETS)
+            done = shell.run("pipeline", recipe, sets=SETS)
             assert done.code == 0, done.err
             (folder / "stdout.txt").write_text(done.out, encoding="utf-8")
     return TinyRun(folder / "tiny.toml", folder / "corpus", folder / "runs" / "tiny")

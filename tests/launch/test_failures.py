@@ -60,6 +60,14 @@ def finished(shell: Any, tiny: Any, start: Path, tmp_path_factory: pytest.TempPa
     return path, path.parent / "short"
 
 
+@pytest.fixture(scope="module")
+def four_steps(shell: Any, tiny: Any, start: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of stages that took four steps each and were left alone."""
+    path = write_recipe(tmp_path_factory.mktemp("whole") / "short.toml", start, tiny.data, steps=4)
+    assert shell.invoke("train", path).code == 0
+    return json.loads((path.parent / "short" / "results.json").read_text(encoding="utf-8"))["stages"]
+
+
 def flip_a_byte(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -130,10 +138,14 @@ def test_stages_that_were_deleted_run_again(shell: Any, finished: tuple[Path, Pa
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "state.json", "manifest.json"])
 def test_damage_to_a_state_is_found(
-    shell: Any, recipe: Callable[..., Path], tmp_path: Path, interrupt_at: Callable[..., Any], file: str
+    shell: Any,
+    recipe: Callable[..., Path],
+    tmp_path: Path,
+    interrupt_at: Callable[..., Any],
+    four_steps: Any,
+    file: str,
 ) -> None:
     """The state before takes its place; where there is none, the stage does not begin again by itself."""
-    assert shell.invoke("train", recipe(steps=4, name="whole")).code == 0
     path, states = recipe(steps=4), tmp_path / "short" / "00-one" / "state"
     with interrupt_at(MetricsWriter, "write", lambda writer, stage, step, *_: step == 4):
         assert shell.invoke("train", path).code == 1
@@ -142,8 +154,8 @@ def test_damage_to_a_state_is_found(
     shutil.copytree(tmp_path / "short", tmp_path / "kept")
     resumed = shell.invoke("train", path, "--resume")
     assert resumed.code == 0 and (newest / file).exists()
-    whole, short = (json.loads((tmp_path / name / "results.json").read_text("utf-8")) for name in ("whole", "short"))
-    assert short["stages"] == whole["stages"]
+    results = json.loads((tmp_path / "short" / "results.json").read_text(encoding="utf-8"))
+    assert results["stages"] == four_steps
 
     shutil.rmtree(tmp_path / "short")
     (tmp_path / "kept").rename(tmp_path / "short")

@@ -35,7 +35,7 @@ class Driver:
         script = Path(__file__).with_name("train_driver.py")
         with listening:
             with telling:
-                process = self.forks.start(script, folder, dtype, out=telling)
+                process = self.forks.start(script, folder, dtype, out=telling.fileno())
             with os.fdopen(os.dup(listening.fileno())) as words:
                 done = False
                 for word in words:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.optim.blocks import newton_schulz_cost
 from glm5.optim.distributed import CutBlock, _owned
+from tests.forks import FSDP
 
 WORLD, STEPS = 4, 3
 LR, MOMENTUM, DECAY, BETAS, EPS = 0.03, 0.9, 0.2, (0.8, 0.9), 1e-6
@@ -43,7 +44,7 @@ class Run:
 def ranks(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("ranks")
     worker = Path(__file__).with_name("sharded_worker.py")
-    started = [forks.start(worker, rank, WORLD, folder, GLOO_SOCKET_IFNAME="lo") for rank in range(WORLD)]
+    started = [forks.start(worker, rank, WORLD, folder, load=FSDP, GLOO_SOCKET_IFNAME="lo") for rank in range(WORLD)]
     try:
         codes = [rank.wait(120) for rank in started]
     finally:

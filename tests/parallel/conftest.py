@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from glm5.parallel.ranks import Ranks
+from tests.forks import FSDP
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
@@ -59,7 +60,8 @@ class Job:
     def ranks(self, world: int, script: str | Path, *arguments: object) -> list[Any]:
         """A script as `world` processes that find each other as torchrun would have it."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), **LOOPBACK}
-        return [self.forks.start(script, *arguments, RANK=str(r), LOCAL_RANK=str(r), **shared) for r in range(world)]
+        ranks = map(str, range(world))
+        return [self.forks.start(script, *arguments, load=FSDP, RANK=r, LOCAL_RANK=r, **shared) for r in ranks]
 
     def __call__(self, world: int, *tasks: dict[str, Any], timeout: float = 240) -> list[Any]:
         """Results of the tasks, as rank 0 wrote them. Every rank must end well and say nothing."""

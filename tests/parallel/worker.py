@@ -33,7 +33,7 @@ from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.router_balance import balance_loss
 from glm5.train.step_metrics import StepMetrics
 
-STEPS = 7
+STEPS = 5
 ROWS, LENGTH = 5, 24
 
 
@@ -105,20 +105,22 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = batch_at(0)
     losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
-    whole: dict[str, Any] = {}
+    held: dict[str, Any] = {}
     for name, parameter in trainer.model.named_parameters():
         region = ranks.shard_slice(parameter)
         assert tuple(local(parameter).shape) == region.sizes
-        held = None if parameter.grad is None else (region, local(parameter.grad).tolist())
-        parts = ranks.gather(held)
-        if parts[0] is None:
-            assert parts == [None] * ranks.world
+        held[name] = None if parameter.grad is None else (region, local(parameter.grad).tolist())
+    parts = ranks.gather(held)  # at once: a gather for each tensor takes longer than the step
+    whole: dict[str, Any] = {}
+    for name in held:
+        if parts[0][name] is None:
+            assert [part[name] for part in parts] == [None] * ranks.world
             continue
-        full = torch.full(region.shape, float("nan"), dtype=torch.float64)
+        full = torch.full(parts[0][name][0].shape, float("nan"), dtype=torch.float64)
         for part in parts:
-            assert part is not None
-            where = tuple(slice(o, o + s) for o, s in zip(part[0].offsets, part[0].sizes, strict=True))
-            full[where] = torch.tensor(part[1], dtype=torch.float64).view(part[0].sizes)
+            region, values = part[name]
+            where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
+            full[where] = torch.tensor(values, dtype=torch.float64).view(region.sizes)
         whole[name] = full.tolist()
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}

@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer.main
 
 from glm5 import cli
 from glm5.chat import Tokenizer, render_chat
@@ -32,9 +33,11 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Message, SamplingParams
 from glm5.terminal.conversation import Conversation
 from glm5.terminal.screen import Screen
+from tests.forks import COMMAND_LINE, Forks
 from tests.serve.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = typer.main.get_command(cli.app)
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {}}}},
@@ -67,7 +70,7 @@ def glm5(*arguments: object, stdin: str = "") -> Said:
         contextlib.redirect_stderr(err),
     ):
         try:
-            cli.main()
+            cli.main(COMMANDS)
         except SystemExit as end:
             code = int(end.code or 0)
     return Said(code, out.getvalue(), err.getvalue())
@@ -341,13 +344,10 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
 class Terminal:
     """`glm5 chat` as a process on a pseudo-terminal."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, forks: Forks, *arguments: object) -> None:
         self.place, inside = pty.openpty()
-        command = [sys.executable, "-m", "glm5", "chat", *map(str, arguments)]
-        env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
-        )
+        env, streams = {"TERM": "xterm", "COLUMNS": "100"}, {"stdin": inside, "stdout": inside, "stderr": inside}
+        self.process = forks(COMMAND_LINE, "chat", *arguments, env=env, **streams)
         os.close(inside)
         self.text = ""
 
@@ -392,8 +392,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(endless: Path) -> Iterator[Terminal]:
-    chat = Terminal(endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
+def terminal(forks: Forks, endless: Path) -> Iterator[Terminal]:
+    chat = Terminal(forks, endless, "--temperature", 0, "--seed", 1, "--max-tokens", 1000000, "--no-thinking")
     yield chat
     chat.process.kill()
     chat.process.wait(60)
@@ -432,8 +432,18 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     assert "Traceback" not in terminal.text
 
 
-def test_bytes_that_are_no_text_in_a_pipe(folder: Path) -> None:
-    command = [sys.executable, "-m", "glm5", "chat", str(folder), "--max-tokens", "2"]
-    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=env, input=b"\xff\xfe h\xc3\xa9\n", capture_output=True, timeout=120)
-    assert done.returncode == 0 and b"2 tokens, " in done.stderr, done.stderr
+def test_bytes_that_are_no_text_in_a_pipe(forks: Forks, folder: Path) -> None:
+    """With the streams of the locale C, which knows ASCII alone."""
+    plain = """
+import sys
+sys.stdin.reconfigure(encoding="ascii", errors="surrogateescape")
+sys.stdout.reconfigure(encoding="ascii", errors="surrogateescape")
+sys.stderr.reconfigure(encoding="ascii", errors="backslashreplace")
+"""
+    reading, writing = os.pipe()
+    os.write(writing, b"\xff\xfe h\xc3\xa9\n")
+    os.close(writing)
+    chat = forks(plain + COMMAND_LINE, "chat", folder, "--max-tokens", 2, stdin=reading, stderr=subprocess.PIPE)
+    os.close(reading)
+    _, error = chat.communicate(120)
+    assert chat.wait(0) == 0 and "2 tokens, " in error, error

@@ -1,7 +1,7 @@
-"""Starts Python programs by forking a process that has imported torch and the server: `fork_server.py DESCRIPTOR`.
+"""Starts Python programs by forking a process that has imported what they need: `fork_server.py DESCRIPTOR`.
 
-The import takes seconds, the rest of a small server's start does not. What a program gets is a fresh copy of what every
-program begins with: no threads, no open files, the signals as they are in a new process. `conftest.Forks` asks.
+Importing torch takes seconds, a small program's work does not. What a program gets is a fresh copy of what every
+program begins with: no threads, no open files, the signals as they are in a new process. `forks.Forks` asks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-PRELOAD = ("glm5.cli", "glm5.serve.app", "glm5.serve.router.app", "glm5.serve.router.process")
 real_start = asyncio.create_subprocess_exec
 
 
@@ -121,8 +120,10 @@ def serve(asked: socket.socket) -> None:
     while True:
         data, descriptors, *_ = socket.recv_fds(asked, 1 << 16, 4)
         if not data:
-            return
+            os._exit(0)  # taking torch down module by module takes half a second
         wish = json.loads(data)
+        for name in wish["load"]:
+            importlib.import_module(name)
         *streams, news = descriptors
         if os.fork() == 0:  # waits for the program; this process has others to look after
             asked.close()
@@ -131,6 +132,7 @@ def serve(asked: socket.socket) -> None:
             pid = os.fork()
             if pid == 0:
                 be_new(*streams, {**os.environ, **wish["env"]})
+                os.chdir(wish["cwd"])
                 sys.argv[:] = wish["argv"]
                 space = {"__name__": "__main__", "fork_engines": fork_engines}
                 run_and_end(functools.partial(exec, compile(wish["code"], "<test>", "exec"), space))
@@ -144,7 +146,5 @@ def serve(asked: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOAD:
-        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, reap)
     serve(socket.socket(fileno=int(sys.argv[1])))
