@@ -60,7 +60,7 @@ class Free:
 def serve(path: Path, seconds: float, listener: socket.socket, told: Connection) -> None:
     """The gateway process. Tells its CPU time and memory at the end."""
     tokenizer = Tokenizer.byte_level()
-    engine, limits = Free(tokenizer, seconds), fitted(Limits(requests=4096, samples=4096), files=2)
+    engine, limits = Free(tokenizer, seconds), fitted(Limits(requests=4096, samples=4096, header_seconds=60), files=2)
     with Store(path) as store:
         gateway = Gateway(EnginePool([engine], 4096), store, tokenizer, ADMIN, 1 << 16, limits)
         server = Server(ServerConfig(create_gateway(gateway), limits, 1.0))

@@ -218,7 +218,7 @@ def gateway(
         port,
         admin_key_file=admin_key_file,
         engine_key=None if engine_key_file is None else find_key("api", None, engine_key_file),
-        limits=Limits(requests=4096, samples=1024, request_seconds=request_seconds),
+        limits=Limits(requests=4096, samples=1024, header_seconds=60, request_seconds=request_seconds),
         options=EngineOptions(exact, max_batch=max_batch, dtype=dtype.value, chat_template=chat_template),
         as_json=as_json,
     )
