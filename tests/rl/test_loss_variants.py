@@ -157,7 +157,7 @@ def test_a_resumed_run_keeps_its_reference(toy: str, talker: Any, tokenizer: Any
 
 def test_the_penalty_holds_the_policy_back(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     moved = []
-    optim = OptimConfig(steps=16, lr=5e-3, schedule="constant", save_every=0)
+    optim = OptimConfig(steps=8, lr=5e-3, schedule="constant", save_every=0)
     for weight in (1e-9, 10.0):
         stage = reasoning(kl_weight=weight, kl_estimator="k2").model_copy(update={"optim": optim})
         io = stage_io(str(weight))

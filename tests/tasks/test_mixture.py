@@ -15,7 +15,7 @@ WEIGHTS = st.lists(st.one_of(st.integers(0, 50), st.sampled_from([0.1, 0.25, 0.3
 
 
 @settings(deadline=None, max_examples=120)
-@given(WEIGHTS.filter(any), st.integers(1, 400))
+@given(WEIGHTS.filter(any), st.integers(1, 150))
 def test_counts_are_within_one_of_the_ratio_at_every_prefix(weights: list[float], draws: int) -> None:
     mixture, counts = Mixture(weights), [0] * len(weights)
     total = sum(Fraction(str(weight)) for weight in weights)
