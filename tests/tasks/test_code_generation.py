@@ -64,7 +64,7 @@ def test_the_python_of_every_piece_gives_the_callables_values() -> None:
 def test_references_earn_one_and_mistakes_nothing_at_every_level() -> None:
     judge = default_judge()
     problems = [
-        CodeFamily(seed=3, levels=(level,), judge=judge).problem("train", i) for level in LEVELS for i in range(10)
+        CodeFamily(seed=3, levels=(level,), judge=judge).problem("train", i) for level in LEVELS for i in range(8)
     ]
     judge.prefill((p.chain.program, NAME, p.cases) for p in problems)
     lacking = [(p, chain) for p in problems for chain in p.chain.omissions()]

@@ -127,7 +127,7 @@ def test_unknown_names_and_options_are_refused() -> None:
 # --- arithmetic
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=4 * settings.default.max_examples)
 @given(st.integers(0, 999), st.integers(0, 999), st.sampled_from("+-"))
 def test_working_is_true_and_spells_the_answer(a: int, b: int, sign: str) -> None:
     if sign == "-":
