@@ -85,7 +85,7 @@ def check_window(params: SamplingParams, count: int, draws: int, block: int = 10
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows_follow_the_trunk(kind: str) -> None:
-    check_window(KINDS[kind], 2, 5_000)
+    check_window(KINDS[kind], 2, 3_000)
 
 
 @pytest.mark.slow

@@ -164,8 +164,18 @@ def test_clipping_acts_from_the_second_minibatch_on(
 # -------------------------------------------------------------------------------------------------------- micro-batches
 
 
-@pytest.mark.parametrize("objective", [IcePop(), DoubleSided(), PPO(against="old"), PolicyGradient()], ids=repr)
-@pytest.mark.parametrize("average", ["sequence", "token"])
+@pytest.mark.parametrize(
+    ("average", "objective"),
+    [("sequence", IcePop()), ("token", DoubleSided()), ("sequence", PPO(against="old")), ("token", PolicyGradient())]
+    + [
+        pytest.param(average, objective, marks=pytest.mark.slow)
+        for average, objective in [
+            ("token", IcePop()), ("sequence", DoubleSided()), ("token", PPO(against="old")),
+            ("sequence", PolicyGradient()),
+        ]
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_micro_batches_add_up_to_one_batch(
     small: Any, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch, objective: Objective, average: Any
 ) -> None:
