@@ -17,9 +17,18 @@ PACKAGE = HERE.parent / "glm5"
 WIDTH, ROW, BOX, GAP, LEFT = 760, 46, 30, 10, 36
 
 
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All statements below a node, without looking into expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from statements(child)
+
+
 def imported(path: Path) -> Iterator[str]:
     """Packages and top-level modules of glm5 that a file imports (absolutely, as all our imports are)."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "glm5" else [f"glm5.{alias.name}" for alias in node.names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -19,18 +18,11 @@ LINE = "abcdefghijklmnopqrstuvwxyz0123456789. "
 
 
 @pytest.fixture(scope="session")
-def small(small: Callable[..., GLM5ForCausalLM]) -> Callable[..., GLM5ForCausalLM]:
-    """The shared small model, but of three layers."""
-    return functools.partial(small, num_hidden_layers=3)
-
-
-@pytest.fixture(scope="session")
 def parrot(small: Callable[..., GLM5ForCausalLM], tokenizer: Tokenizer) -> GLM5ForCausalLM:
     """A model that goes on with `LINE` for ever, trained with its MTP layer for a second."""
     model = small(
         vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.stop_token_ids,
-        num_hidden_layers=2,
         index_topk=8,
         initializer_range=0.05,
     )

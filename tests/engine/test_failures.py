@@ -24,7 +24,7 @@ from glm5.records import GrammarSpec, SamplingParams
 from tests.engine.test_scheduler import at_rest, ids, outcome
 from tests.engine.test_variants import make
 
-PARAMS = SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True, top_logprobs=1)
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, top_logprobs=1)
 
 
 class Panic(BaseException):
@@ -198,7 +198,7 @@ def test_generate_says_what_failed_and_leaves_nothing(small: Any, monkeypatch: p
         engine.score([[3, 4], [1, 2]])
     assert not engine.busy
     at_rest(engine)
-    assert len(engine.generate([[3]], PARAMS)[0].token_ids) == 9
+    assert len(engine.generate([[3]], PARAMS)[0].token_ids) == 6
 
 
 @pytest.mark.parametrize("method", ["fill", "accept"])
@@ -274,7 +274,7 @@ def test_a_broken_engine_is_rebuilt_on_the_weights_it_had(small: Any, monkeypatc
     assert not engine.busy and engine.weight_version == 7
     at_rest(engine)
     found = engine.generate([ids(0, 80)], replace(PARAMS, seed=2))[0]
-    assert found.weight_versions == [7] * 9
+    assert found.weight_versions == [7] * 6
     assert found.logprobs == Engine(other).generate([ids(0, 80)], replace(PARAMS, seed=2))[0].logprobs
     assert not any(request.done for request in dead)
     monkeypatch.setattr(engine.model.model, "forward", broken)
@@ -282,7 +282,7 @@ def test_a_broken_engine_is_rebuilt_on_the_weights_it_had(small: Any, monkeypatc
         engine.rebuild()
     monkeypatch.undo()
     engine.rebuild()
-    assert len(engine.generate([[1]], PARAMS)[0].token_ids) == 9
+    assert len(engine.generate([[1]], PARAMS)[0].token_ids) == 6
 
 
 def test_a_probe_touches_nothing_that_is_held(small: Any) -> None:

@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5.chat.parsers import parse_message
 from glm5.chat.tokenizer import Tokenizer
-from glm5.config.model import GLM5Config
 from glm5.engine import grammar
 from glm5.engine.engine import Engine
 from glm5.engine.grammar import Grammars, GrammarState
 from glm5.errors import EngineError, MissingExtraError, RequestFailed
-from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import GrammarSpec, SamplingParams
 from tests.engine.json_schema import OBJECTS, VALUES, fits
 
@@ -738,12 +735,12 @@ def test_each_step_adds_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("speculative", [0, 2])
 @pytest.mark.parametrize("budget", [0, 5])
-def test_a_budget_ends_thinking_and_nothing_else(budget: int, speculative: int, monkeypatch: Any) -> None:
+def test_a_budget_ends_thinking_and_nothing_else(
+    small: Any, budget: int, speculative: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer behind a cut think block is the one that the same text gives without a grammar; no library needed."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    torch.manual_seed(0)
-    config = GLM5Config.preset("nano", vocab_size=MERGED.vocab_size, max_position_embeddings=256)
-    engine = Engine(GLM5ForCausalLM(config), MERGED, speculative=speculative)
+    engine = Engine(small(seed=1, vocab_size=MERGED.vocab_size), MERGED, speculative=speculative)
     spec = GrammarSpec("any", after_thinking=True, thinking_tokens=budget)
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     prompt = MERGED.encode("think:")

@@ -324,7 +324,7 @@ TINY = (5e-324, 1e-320, 1e-60, 1e-46, 1e-45, 1.2e-38, 1e-10, 0.3, 1.0)
 """Shares down to the smallest numbers of both widths; most are 0 in fp32."""
 
 
-@settings(max_examples=150)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(
     top_p=st.sampled_from(TINY) | st.floats(0, 1, exclude_min=True),
     min_p=st.sampled_from((0.0, *TINY)) | st.floats(0, 1),

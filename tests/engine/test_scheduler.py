@@ -102,7 +102,7 @@ def test_a_preempted_request_loses_and_repeats_nothing(small: Any, variant: str,
         from tests.engine.test_variants import make
 
         model = make(variant)
-    params = replace(PARAMS, max_tokens=70, top_logprobs=2, temperature=0.0 if variant != "mla" else 1.0)
+    params = replace(PARAMS, max_tokens=40, top_logprobs=2, temperature=0.0 if variant != "mla" else 1.0)
     prompts = [ids(i, 40 + i) for i in range(5)]
     free = Engine(model, max_length=200)
     expected = [free.submit(prompt, params)[0] for prompt in prompts]
@@ -122,7 +122,7 @@ def test_a_preempted_request_loses_and_repeats_nothing(small: Any, variant: str,
 
 def test_the_youngest_gives_way_and_comes_back_first(small: Any) -> None:
     engine = Engine(small(), cache_tokens=4 * PAGE, prefix_cache=False)
-    old, young = (engine.submit(ids(i, 100), replace(PARAMS, max_tokens=60))[0] for i in (1, 2))
+    old, young = (engine.submit(ids(i, 100), replace(PARAMS, max_tokens=40))[0] for i in (1, 2))
     while not engine.stats()["preemptions"]:
         engine.step()
     (third,) = engine.submit(ids(3, 100), PARAMS)
@@ -130,14 +130,14 @@ def test_the_youngest_gives_way_and_comes_back_first(small: Any) -> None:
     had = len(young.completion.token_ids)
     assert had > 0
     run(engine)
-    assert len(young.completion.token_ids) == 60 and old.done and third.done
+    assert len(young.completion.token_ids) == 40 and old.done and third.done
 
 
 def test_length_is_limited_by_the_pool(small: Any) -> None:
     engine = Engine(small(), cache_tokens=3 * PAGE)
     assert engine.max_length == 3 * PAGE - 1
-    (done,) = engine.generate([ids(1, 100)], replace(PARAMS, max_tokens=500))
-    assert len(done.token_ids) == 3 * PAGE - 1 - 100
+    (done,) = engine.generate([ids(1, 170)], replace(PARAMS, max_tokens=500))
+    assert len(done.token_ids) == 3 * PAGE - 1 - 170
     with pytest.raises(EngineError, match="cache_tokens must be above"):
         Engine(small(), cache_tokens=10)
 
@@ -148,7 +148,7 @@ def traffic(draw: st.DrawFn) -> dict[str, Any]:
         st.integers(0, 3),  # which stem
         st.integers(1, 150),  # how much of it
         st.integers(0, 3),  # tail
-        st.integers(1, 40),  # tokens asked for
+        st.integers(1, 25),  # tokens asked for
         st.integers(0, 6),  # steps before the next
         st.integers(0, 12),  # abort after so many steps, 0 = never
     )

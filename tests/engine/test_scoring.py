@@ -64,7 +64,7 @@ def test_scores_wait_give_way_and_come_back(small: Any) -> None:
     """More rows than lines, longer together than the pool; and one of them ended early."""
     model = small()
     engine = Engine(model, max_batch=3, max_length=200, cache_tokens=4 * PAGE, chunk=64)
-    long = [engine.submit(ids(50 + i, 60), replace(PARAMS, max_tokens=100))[0] for i in range(2)]
+    long = [engine.submit(ids(50 + i, 60), replace(PARAMS, max_tokens=75))[0] for i in range(2)]
     scores = [engine.submit_score(ids(i, 120 + i), PARAMS) for i in range(6)]
     for _ in range(20):
         engine.step()
@@ -74,7 +74,7 @@ def test_scores_wait_give_way_and_come_back(small: Any) -> None:
     for request in scores[:5]:
         assert request.completion.logprobs == score_row(model, request.prompt_ids)
     assert scores[5].completion.finish_reason == "abort"
-    assert all(len(r.completion.token_ids) == 100 for r in long)
+    assert all(len(r.completion.token_ids) == 75 for r in long)
     at_rest(engine)
 
 
@@ -92,11 +92,11 @@ def test_a_row_is_scored_under_one_version(small: Any) -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_rows_to_be_scored(small: Any) -> None:
-    """Forty rows are before it; decoding goes on beside them, and they are scored all the same."""
+    """Sixteen rows are before it; decoding goes on beside them, and they are scored all the same."""
     engine = Engine(small(), chunk=2 * PAGE, max_batch=8)
-    (going,) = engine.submit(ids(1, 4), replace(PARAMS, max_tokens=200))
+    (going,) = engine.submit(ids(1, 4), replace(PARAMS, max_tokens=60))
     engine.step()
-    scores = [engine.submit_score(ids(i, 4 * PAGE), PARAMS) for i in range(40)]
+    scores = [engine.submit_score(ids(i, 4 * PAGE), PARAMS) for i in range(16)]
     (short,) = engine.submit([1, 2], replace(PARAMS, max_tokens=2))
     steps = 0
     while not short.done:

@@ -30,7 +30,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300)
+@settings(max_examples=6 * settings.default.max_examples)
 @given(TEXT, st.lists(st.text("abé", max_size=5), max_size=4), st.randoms())
 def test_any_split_gives_what_a_naive_search_gives(text: str, stops: list[str], random: Any) -> None:
     expected, matched = naive(text, stops)

@@ -159,12 +159,12 @@ def test_bad_words_need_a_tokenizer(model: GLM5ForCausalLM) -> None:
         Engine(model).submit(PROMPT, SamplingParams(bad_words=("a",)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bad_words_are_not_written_in_any_cutting(engine: Engine, seed: int) -> None:
     """The ids allow every way to spell the words, so that an answer without them is none by chance."""
     ids = tuple(i for i in ORDINARY if set(WORDS.bytes[i]) <= set(b"abt"))
     assert max(len(WORDS.bytes[i]) for i in ids) >= 2
-    fields: dict[str, Any] = {"max_tokens": 40, "seed": seed, "n": 2, "temperature": 5.0, "allowed_token_ids": ids}
+    fields: dict[str, Any] = {"max_tokens": 24, "seed": seed, "n": 2, "temperature": 5.0, "allowed_token_ids": ids}
     bad = ("ab", "tt", "aaa")
     texts = [MERGED.decode(d.token_ids) for d in engine.generate([PROMPT], SamplingParams(**fields, bad_words=bad))]
     assert not any(word in text for word, text in itertools.product(bad, texts))

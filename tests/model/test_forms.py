@@ -57,7 +57,7 @@ def test_packed_documents_equal_documents_alone(build: Build, tokens: Tokens, ch
 
 @pytest.mark.parametrize("changes", [{}, SHARED, DENSE, WINDOW], ids=["sparse", "IndexShare", "dense", "window"])
 @pytest.mark.parametrize(
-    "steps", [[LENGTH], [1, 40, 29], [64, 6], [17] + [1] * 53], ids=["at once", "1 40 29", "64 6", "17 1 1 …"]
+    "steps", [[LENGTH], [1, 40, 29], [64, 6], [17] + [1] * 20 + [33]], ids=["at once", "1 40 29", "64 6", "17 1 1 … 33"]
 )
 def test_cache_equals_training_form(build: Build, tokens: Tokens, changes: dict[str, object], steps: list[int]) -> None:
     """Prefill at once, in chunks and token by token."""

@@ -33,11 +33,11 @@ PLAIN = ("embed_tokens", "lm_head", "norm", "weights_proj", "mlp.gate.", "eh_pro
 
 def by_hand(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """One multiplication per element, in float64; exact, because 4 and 24 bits of mantissa multiply to 28."""
-    out = torch.empty(weight.shape, dtype=torch.float64)
-    for row in range(weight.shape[0]):
-        for column in range(weight.shape[1]):
-            out[row, column] = float(weight[row, column]) * float(scale[row // block[0], column // block[1]])
-    return out
+    scales, out = scale.double().tolist(), weight.double().tolist()
+    for row, values in enumerate(out):
+        for column in range(len(values)):
+            values[column] *= scales[row // block[0]][column // block[1]]
+    return torch.tensor(out, dtype=torch.float64)
 
 
 def by_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # its models load at first use, which takes seconds
 from torch import Tensor
 
 from glm5.config.model import GLM5Config
@@ -34,8 +33,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(config: GLM5Config, seed: int, scramble: Scramble) -> transformers.Glm4MoeForCausalLM:
+def theirs(config: GLM5Config, seed: int, scramble: Scramble) -> Any:
     """Their model, built from their own class with their own names, and randomised."""
+    import transformers  # at first use: it takes a second, and every worker collects this file
+
     model = transformers.Glm4MoeForCausalLM(
         transformers.Glm4MoeConfig(
             vocab_size=config.vocab_size,
@@ -84,6 +85,8 @@ def test_their_files_in_our_model(
 def test_our_files_in_their_model(
     name: str, tmp_path: Path, build_grouped: Build, tokens: Tokens, parity: SimpleNamespace
 ) -> None:
+    import transformers
+
     model = build_grouped(2, **SHAPES[name])
     again = parity.there_and_back(model, transformers.Glm4MoeForCausalLM, tokens(2, 40, seed=2), tmp_path)
     assert again.config == model.config.replace(num_nextn_predict_layers=0)

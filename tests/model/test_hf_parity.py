@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # its models load at first use, which takes seconds
 from torch import Tensor
 
 from glm5.config.model import GLM5Config
@@ -52,6 +51,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def theirs(config: GLM5Config, seed: int, scramble: Callable[[torch.nn.Module, int], None]) -> Any:
     """Their model, built from their own class and randomised."""
+    import transformers  # at first use: it takes a second, and every worker collects this file
+
     values = {k: v for k, v in config.to_dict().items() if k not in ("latent_norm_eps", "num_nextn_predict_layers")}
     model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**values)).eval()
     scramble(model, seed)
@@ -83,6 +84,8 @@ def test_our_files_in_their_model(
     tokens: Callable[..., Tensor],
     parity: SimpleNamespace,
 ) -> None:
+    import transformers
+
     model = build(2, **SHAPES[name], **EPS)
     parity.there_and_back(model, transformers.GlmMoeDsaForCausalLM, tokens(2, 40, seed=2), tmp_path, **EPS)
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -394,9 +393,8 @@ def test_the_command_line_says_it_in_one_line(
     assert err.startswith("Error: ") and len(err.splitlines()) == 1
 
 
-def test_the_command_line_as_a_process(folder: Path) -> None:
+def test_the_command_line_as_a_process(folder: Path, forks: Any) -> None:
     DAMAGE["truncated by one byte"][0](folder)
-    command = [sys.executable, "-m", "glm5", "generate", str(folder), "1,2", "--ids"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and not done.stdout
-    assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    done = forks.start("from glm5.cli import main\nmain()", "generate", folder, "1,2", "--ids")
+    assert done.wait(120) == 1 and not done.out
+    assert len(done.err.splitlines()) == 1 and "Traceback" not in done.err

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # its models load at first use, which takes seconds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -75,6 +74,8 @@ def test_sharded_save(model: GLM5ForCausalLM, tmp_path: Path, limit: int | str) 
 
 
 def test_transformers_reads_our_shards(model: GLM5ForCausalLM, tmp_path: Path) -> None:
+    import transformers  # at first use: it takes a second, and every worker collects this file
+
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     theirs, info = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
@@ -251,6 +252,8 @@ def test_stacked_experts_load_and_are_saved_apart(folder: Path, model: GLM5ForCa
 
 
 def test_transformers_stacks(model: GLM5ForCausalLM, tmp_path: Path) -> None:
+    import transformers
+
     model.save_pretrained(tmp_path / "ours")
     theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", save_original_format=False)

@@ -89,7 +89,7 @@ def test_packed_documents_equal_documents_alone(variant: GLM5ForCausalLM, tokens
 
 
 @pytest.mark.parametrize(
-    "steps", [[LENGTH], [1, 40, 29], [64, 6], [17] + [1] * 53], ids=["at once", "1 40 29", "64 6", "17 1 1 …"]
+    "steps", [[LENGTH], [1, 40, 29], [64, 6], [17] + [1] * 20 + [33]], ids=["at once", "1 40 29", "64 6", "17 1 1 … 33"]
 )
 def test_cache_equals_training_form(variant: GLM5ForCausalLM, tokens: Tokens, steps: list[int]) -> None:
     ids = tokens(3, LENGTH, seed=2)

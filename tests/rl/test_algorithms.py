@@ -260,7 +260,7 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
     shape = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, q_lora_rank=32, qk_nope_head_dim=16)
     policy = small(vocab_size=tokenizer.vocab_size, use_dsa=False, initializer_range=0.02, **shape)
     family = GeneralFamily()
-    config: dict[str, Any] = dict(optim=OptimConfig(steps=40, lr=1e-2, warmup=2), pairs=16, held_out_pairs=200)
+    config: dict[str, Any] = dict(optim=OptimConfig(steps=30, lr=1e-2, warmup=2), pairs=16, held_out_pairs=100)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
         model, accuracy = train_preferences(policy, tokenizer, family, metrics=metrics, stage="orm", **config)
     assert accuracy >= 0.85

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ def rollouts(model: Any, count: int = 9, temperature: float = 1.0) -> list[Train
     return samples
 
 
+@pytest.fixture(scope="module")
+def of_small(small: Any) -> list[TrainSample]:
+    return rollouts(small())
+
+
+@pytest.fixture
+def samples(of_small: list[TrainSample]) -> list[TrainSample]:
+    """Rollouts of `small()`, which a test may change."""
+    return copy.deepcopy(of_small)
+
+
 def grpo(batch: PolicyBatch) -> Any:
     return policy_loss(IcePop(), batch, "sequence")
 
@@ -79,13 +91,12 @@ def test_logprobs_are_the_engines_bit_for_bit(small: Any, temperature: float) ->
     assert learner.agreement.tokens == tokens and learner.version == 2
 
 
-def test_a_mismatch_is_counted(small: Any) -> None:
+def test_a_mismatch_is_counted(small: Any, samples: list[TrainSample]) -> None:
     model = small()
-    samples = rollouts(model, 3)
     at = samples[1].loss_mask.index(True)
     samples[1].rollout_logprobs[at] += 0.25
     learner = Learner(model, OPTIM, row_length=64, temperature=1.0)
-    learner.step(samples, grpo, 1e-3)
+    learner.step(samples[:3], grpo, 1e-3)
     assert learner.agreement.mismatches == 1
     assert learner.agreement.max_abs_diff == pytest.approx(0.25, abs=1e-5)
 
@@ -102,9 +113,8 @@ def test_minibatches_hold_whole_groups_in_order(rows: list[int], count: int) -> 
     assert sum(sizes) == len(rows) and max(sizes) - min(sizes) <= 1
 
 
-def test_one_minibatch_is_one_plain_step_bit_for_bit(small: Any) -> None:
+def test_one_minibatch_is_one_plain_step_bit_for_bit(small: Any, samples: list[TrainSample]) -> None:
     """Written out: zero the gradients, backward over the whole batch, clip, step."""
-    samples = rollouts(small())
     one, plain = (Learner(small(), OPTIM, row_length=64, temperature=1.0) for _ in range(2))
     one.step(samples, grpo, 1e-2)
     batch = plain.forward(samples)
@@ -123,10 +133,9 @@ def test_one_minibatch_is_one_plain_step_bit_for_bit(small: Any) -> None:
 
 @pytest.mark.parametrize("rows_per_step", [1, 100])
 def test_clipping_acts_from_the_second_minibatch_on(
-    small: Any, monkeypatch: pytest.MonkeyPatch, rows_per_step: int
+    small: Any, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch, rows_per_step: int
 ) -> None:
     monkeypatch.setattr(learner_module, "ROWS_PER_STEP", rows_per_step)
-    samples = rollouts(small())
     learner = Learner(small(), OPTIM, row_length=40, temperature=1.0, minibatches=3)
     seen: list[tuple[PolicyBatch, dict[str, float]]] = []
 
@@ -155,19 +164,28 @@ def test_clipping_acts_from_the_second_minibatch_on(
 # -------------------------------------------------------------------------------------------------------- micro-batches
 
 
-@pytest.mark.parametrize("objective", [IcePop(), DoubleSided(), PPO(against="old"), PolicyGradient()], ids=repr)
-@pytest.mark.parametrize("average", ["sequence", "token"])
+@pytest.mark.parametrize(
+    ("average", "objective"),
+    [("sequence", IcePop()), ("token", DoubleSided()), ("sequence", PPO(against="old")), ("token", PolicyGradient())]
+    + [
+        pytest.param(average, objective, marks=pytest.mark.slow)
+        for average, objective in [
+            ("token", IcePop()), ("sequence", DoubleSided()), ("token", PPO(against="old")),
+            ("sequence", PolicyGradient()),
+        ]
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_micro_batches_add_up_to_one_batch(
-    small: Any, monkeypatch: pytest.MonkeyPatch, objective: Objective, average: Any
+    small: Any, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch, objective: Objective, average: Any
 ) -> None:
-    samples = rollouts(small())
     penalty = KLPenalty(0.3)
 
     def loss_of(batch: PolicyBatch) -> Any:
         return policy_loss(objective, batch, average, penalty)
 
     found = {}
-    for rows in (1, 2, 100):
+    for rows in (2, 100):
         monkeypatch.setattr(learner_module, "ROWS_PER_STEP", rows)
         learner = Learner(
             small(), OPTIM.model_copy(update={"clip": 1e9}), row_length=40, temperature=1.0, reference=small(seed=3)
@@ -178,12 +196,11 @@ def test_micro_batches_add_up_to_one_batch(
         numbers = learner.step(samples, loss_of, 0.0)
         found[rows] = numbers, {n: p.grad for n, p in learner.model.named_parameters() if p.grad is not None}
     whole_numbers, whole = found[100]
-    for rows in (1, 2):
-        numbers, gradients = found[rows]
-        assert gradients.keys() == whole.keys()
-        for name, gradient in gradients.items():
-            assert torch.allclose(gradient, whole[name], rtol=1e-4, atol=1e-6), name
-        assert numbers == pytest.approx(whole_numbers, abs=1e-5)
+    numbers, gradients = found[2]
+    assert gradients.keys() == whole.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, whole[name], rtol=1e-4, atol=1e-6), name
+    assert numbers == pytest.approx(whole_numbers, abs=1e-5)
     assert any(float(g.abs().max()) > 1e-3 for g in whole.values())
 
 
@@ -208,17 +225,17 @@ def test_the_gradient_is_that_of_naive_logits(small: Any) -> None:
             assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-5), name  # type: ignore[arg-type]
 
 
-def test_indexers_and_mtp_are_frozen(small: Any) -> None:
+def test_indexers_and_mtp_are_frozen(small: Any, samples: list[TrainSample]) -> None:
     model, before = small(), small()
     learner = Learner(model, OPTIM, row_length=64, temperature=1.0)
-    learner.step(rollouts(small(), 4), grpo, 1e-2)
+    learner.step(samples[:4], grpo, 1e-2)
     for name, tensor in model.state_dict().items():
         frozen = ".indexer." in name or name.startswith("mtp.") or name.endswith("e_score_correction_bias")
         assert torch.equal(tensor, before.state_dict()[name]) == frozen, name
 
 
-def test_reset_forgets_the_momentum(small: Any) -> None:
-    samples = rollouts(small(), 4)
+def test_reset_forgets_the_momentum(small: Any, samples: list[TrainSample]) -> None:
+    samples = samples[:4]
     ends = []
     for reset in (True, False):
         learner = Learner(small(), OPTIM, row_length=64, temperature=1.0)
@@ -231,18 +248,20 @@ def test_reset_forgets_the_momentum(small: Any) -> None:
     assert not torch.equal(*ends)
 
 
-def test_a_gradient_that_is_not_finite_is_an_error(small: Any) -> None:
+def test_a_gradient_that_is_not_finite_is_an_error(small: Any, samples: list[TrainSample]) -> None:
     learner = Learner(small(), OPTIM, row_length=64, temperature=1.0)
 
     def broken(batch: PolicyBatch) -> Any:
         return batch.logprobs.sum() * float("inf"), Statistics()
 
     with pytest.raises(DataError, match=r"update 1 is not finite; lower optim\.lr"):
-        learner.step(rollouts(small(), 2), broken, 1e-2)
+        learner.step(samples[:2], broken, 1e-2)
     assert learner.version == 0
 
 
-def test_statistics_of_micro_batches_merge(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_micro_batches_merge(
+    small: Any, samples: list[TrainSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(learner_module, "ROWS_PER_STEP", 1)
     learner = Learner(small(), OPTIM, row_length=30, temperature=1.0)
     calls: list[int] = []
@@ -255,7 +274,7 @@ def test_statistics_of_micro_batches_merge(small: Any, monkeypatch: pytest.Monke
         statistics.add("z", 1.0)
         return batch.logprobs.sum() * 0, statistics
 
-    numbers = learner.step(rollouts(small(), 6), loss_of, 1e-3)
+    numbers = learner.step(samples[:6], loss_of, 1e-3)
     assert len(calls) > 1 and numbers["x_max"] == numbers["z"] == len(calls)
     assert numbers["y"] == pytest.approx(sum((i + 1) * n for i, n in enumerate(calls)) / sum(calls))
 
@@ -274,8 +293,8 @@ def test_entropy_is_the_mean_over_sampled_tokens(small: Any, monkeypatch: pytest
         assert numbers["tokens"] == len(entropies)
 
 
-def test_reference_logprobs_are_those_of_the_reference(small: Any) -> None:
-    samples = rollouts(small(), 5)
+def test_reference_logprobs_are_those_of_the_reference(small: Any, samples: list[TrainSample]) -> None:
+    samples = samples[:5]
     reference = small(seed=7)
     learner = Learner(small(), OPTIM, row_length=64, temperature=0.9, reference=reference)
     batch = learner.forward(samples)
@@ -285,8 +304,8 @@ def test_reference_logprobs_are_those_of_the_reference(small: Any) -> None:
     assert not torch.equal(batch.ref_logprobs[batch.mask], batch.logprobs[batch.mask])
 
 
-def test_a_batch_without_sampled_tokens_changes_nothing(small: Any) -> None:
-    samples = rollouts(small(), 3)
+def test_a_batch_without_sampled_tokens_changes_nothing(small: Any, samples: list[TrainSample]) -> None:
+    samples = samples[:3]
     for sample in samples:
         sample.loss_mask = [False] * len(sample.ids)
     learner = Learner(small(), OPTIM.model_copy(update={"weight_decay": 0.0}), row_length=64, temperature=1.0)

@@ -334,11 +334,11 @@ def test_pushes_that_are_too_rare_are_refused() -> None:
 def test_an_asynchronous_run_can_be_interrupted_too(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, changes: dict[str, Any]
 ) -> None:
-    """Before there is a state, and behind one."""
+    """Before there is a state (which is the same for all), and behind one."""
     stage = agentic(steps=6, **changes)
     whole, io = talker(), stage_io("whole")
     run(whole, tokenizer, stage, io)
-    for stop in (1, 5):
+    for stop in (5,) if changes else (1, 5):
         with pytest.raises(KeyboardInterrupt):
             run(talker(), tokenizer, stage, stage_io(f"broken{stop}", stop_after=stop))
         resumed, again = talker(), stage_io(f"broken{stop}")
@@ -360,14 +360,14 @@ def test_an_asynchronous_stage_saves_states(
     toy: str, talker: Any, tokenizer: Any, stage_io: Any, changes: dict[str, Any]
 ) -> None:
     """Rollouts are nearly always in flight: a state that waits for a moment without any would never come."""
-    stage = agentic(steps=8, **changes)
+    stage = agentic(steps=6, **changes)
     whole, io = talker(), stage_io("whole")
     run(whole, tokenizer, stage, io)
     with pytest.raises(KeyboardInterrupt):
-        run(talker(), tokenizer, stage, stage_io("broken", stop_after=7))
+        run(talker(), tokenizer, stage, stage_io("broken", stop_after=5))
     resumed, again = talker(), stage_io("broken")
     loop = run(resumed, tokenizer, stage, again)
-    assert loop.batches[0][0] > 3, "more than half of the updates were repeated"
+    assert loop.batches[0][0] > 2, "more than half of the updates were repeated"
     assert_same(whole, resumed)
     assert numbers_of(again) == numbers_of(io)
 

@@ -324,19 +324,20 @@ def test_measured_is_what_a_fresh_engine_does(
     assert {row["index"]: PassCount(row["passed"], row["tries"]) for row in rows} == found
 
 
-@pytest.mark.parametrize("stop", [1, 2])
 def test_an_interrupted_stage_keeps_its_choice(
-    toy: str, talker: Any, tokenizer: Any, stage_io: Any, stop: int, monkeypatch: pytest.MonkeyPatch
+    toy: str, talker: Any, tokenizer: Any, stage_io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(talker(), tokenizer, stage_io("whole"))
-    with pytest.raises(KeyboardInterrupt):
-        run(talker(), tokenizer, stage_io("broken", stop_after=stop))
-    monkeypatch.setattr(prompts_module, "measure_pass_rates", lambda *_, **__: pytest.fail("measured twice"))
-    io = stage_io("broken")
-    rest = run(talker(), tokenizer, io)
-    later = rest.started  # type: ignore[attr-defined]
-    assert later and whole.started[-len(later) :] == later  # type: ignore[attr-defined]
-    assert whole.learner.model.lm_head.weight.equal(rest.learner.model.lm_head.weight)
+    for stop in (1, 2):
+        folder = f"broken{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            run(talker(), tokenizer, stage_io(folder, stop_after=stop))
+        with monkeypatch.context() as patch:
+            patch.setattr(prompts_module, "measure_pass_rates", lambda *_, **__: pytest.fail("measured twice"))
+            rest = run(talker(), tokenizer, stage_io(folder))
+        later = rest.started  # type: ignore[attr-defined]
+        assert later and whole.started[-len(later) :] == later  # type: ignore[attr-defined]
+        assert whole.learner.model.lm_head.weight.equal(rest.learner.model.lm_head.weight)
 
 
 class NumberedFamily(families_module.Family):

@@ -101,7 +101,7 @@ def bits(trajectory: Trajectory) -> str:
     return repr(walk(dataclasses.asdict(trajectory)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(st.lists(st.lists(TRAJECTORIES, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_what_is_written_comes_back(tmp_path_factory: Any, groups: list[list[Trajectory]]) -> None:
     path = tmp_path_factory.mktemp("replay") / "r.jsonl"

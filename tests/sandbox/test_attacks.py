@@ -486,7 +486,11 @@ QUIET = [
     for group, table in GROUPS.items()
     for name, program in table.items()
 ]
-LOUD = [pytest.param(program, ends, id=name) for name, (program, *ends) in RESOURCES.items()]
+TWICE = "number_without_end"  # a loop in C like that of the regular expression
+LOUD = [
+    pytest.param(program, ends, id=name, marks=pytest.mark.slow if name == TWICE else ())
+    for name, (program, *ends) in RESOURCES.items()
+]
 
 
 @dataclass

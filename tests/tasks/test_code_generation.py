@@ -64,7 +64,7 @@ def test_the_python_of_every_piece_gives_the_callables_values() -> None:
 def test_references_earn_one_and_mistakes_nothing_at_every_level() -> None:
     judge = default_judge()
     problems = [
-        CodeFamily(seed=3, levels=(level,), judge=judge).problem("train", i) for level in LEVELS for i in range(10)
+        CodeFamily(seed=3, levels=(level,), judge=judge).problem("train", i) for level in LEVELS for i in range(8)
     ]
     judge.prefill((p.chain.program, NAME, p.cases) for p in problems)
     lacking = [(p, chain) for p in problems for chain in p.chain.omissions()]
@@ -86,7 +86,8 @@ def test_references_earn_one_and_mistakes_nothing_at_every_level() -> None:
     "program",
     ["", "solve = 3", "def solve(*a): pass", "def solve(*a): return 0", "def solve(*a): return []",
     "def other(x): return x",
-     "def solve(x):\n    while True: pass", "def solve(x: return", "import os\ndef solve(x): os._exit(0)",
+     pytest.param("def solve(x):\n    while True: pass", marks=pytest.mark.slow),  # test_attacks_graders.py has it too
+     "def solve(x: return", "import os\ndef solve(x): os._exit(0)",
      "print('[[\"value\", 0]]')\ndef solve(x): raise SystemExit",
      "def solve(*a): return type('E', (), {'__eq__': lambda *b: True})()",
      "def solve(x): return x" + "#" * 5000, "def solve(x): return '\ud800'"],

@@ -38,7 +38,7 @@ def sandboxes() -> list[str]:
             except OSError:
                 continue
             ours = tempfile.gettempdir().encode() in line
-            if ours and b"sandbox/launcher" in line and "State:\tZ" not in status:
+            if ours and b"sandbox launcher" in line and "State:\tZ" not in status:
                 found.append(line.replace(b"\0", b" ").decode())
     return found
 

@@ -374,7 +374,7 @@ def test_continuation_equals_one_rendering(version: str) -> None:
     assert episode.pending() == whole.ids
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 @given(st.data())
 def test_merge_keeps_every_sampled_token_once(data: st.DataObject) -> None:
     """Random histories in which a turn extends the last one or starts over."""

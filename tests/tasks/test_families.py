@@ -93,7 +93,7 @@ def test_problems_repeat_and_differ(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES_OF_ALL)
 def test_demonstrations_solve_their_problems_and_are_short_where_they_must_be(name: str) -> None:
     family = make_family(name, 1)
-    for index in range(40 if name != "python_tool" else 8):
+    for index in range(8 if name in ("bugfix", "code", "python_tool") else 40):  # a sandbox for each answer
         problem = family.problem("heldout" if index % 2 else "train", index)
         conversation = problem.demonstration(index)
         env = problem.env()
@@ -127,7 +127,7 @@ def test_unknown_names_and_options_are_refused() -> None:
 # --- arithmetic
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=4 * settings.default.max_examples)
 @given(st.integers(0, 999), st.integers(0, 999), st.sampled_from("+-"))
 def test_working_is_true_and_spells_the_answer(a: int, b: int, sign: str) -> None:
     if sign == "-":
@@ -371,7 +371,8 @@ def test_second_malformed_call_ends_the_episode(bad: Message | None) -> None:
 @needs_sandbox
 @pytest.mark.parametrize(
     "cheat",
-    ["__import__('os')._exit(0)", "print('[[\"value\",1]]')", "exit()", "1//0", "(", "[].sort", "10**9**9",
+    ["__import__('os')._exit(0)", "print('[[\"value\",1]]')", "exit()", "1//0", "(", "[].sort",
+     pytest.param("10**9**9", marks=pytest.mark.slow),  # a second of CPU time
      "open('cases.json').read()", "type('E',(),{'__eq__':lambda*a:1})()"],
 )  # fmt: skip
 def test_cheating_code_fails_politely(cheat: str) -> None:

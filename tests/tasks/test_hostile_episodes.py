@@ -302,9 +302,9 @@ def check(trajectories: Sequence[Trajectory]) -> Counter[str]:
     return Counter(f"{trajectory.domain} {trajectory.outcome.value}" for trajectory in trajectories)
 
 
-def test_forty_hostile_episodes_pay_nothing_and_leak_nothing(identities: set[int]) -> None:
-    assert check(play_hostile(range(40))).total() == 40
-    assert len(identities) > 20 and not survivors(identities)
+def test_hostile_episodes_pay_nothing_and_leak_nothing(identities: set[int]) -> None:
+    assert check(play_hostile(range(24))).total() == 24
+    assert len(identities) > 12 and not survivors(identities)
 
 
 @pytest.mark.slow

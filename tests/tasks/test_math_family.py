@@ -103,7 +103,7 @@ def test_answers_agree_with_sympy_and_pay_one_and_all_others_nothing(topic: str,
             assert problem.grade(told(wrong)) == 0.0, (problem, wrong)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 @given(st.sampled_from(CELLS), st.integers(0, 300), st.integers(1, 9), st.sampled_from(("+", "-", "*2+")))
 def test_perturbed_right_answers_pay_nothing(cell: tuple[str, int], index: int, by: int, how: str) -> None:
     """Every answer changed in value, written in the form that the task wants."""
@@ -254,7 +254,7 @@ ALPHABET = st.sampled_from(
 )
 
 
-@settings(deadline=2000, max_examples=400)
+@settings(deadline=2000, max_examples=8 * settings.default.max_examples)
 @given(st.one_of(st.text(max_size=300), st.lists(ALPHABET, max_size=120).map("".join)), st.sampled_from(sorted(FORMS)))
 def test_no_text_raises_or_hangs(text: str, form: str) -> None:
     for kind, values in (("one", ("7777",)), ("tuple", ("7777", "1")), ("set", ("7777", "1"))):
@@ -271,7 +271,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 @given(EXPRESSIONS, EXPRESSIONS)
 def test_equality_agrees_with_sympy(left: str, right: str) -> None:
     def theirs(text: str) -> sympy.Expr:
@@ -286,7 +286,7 @@ def test_equality_agrees_with_sympy(left: str, right: str) -> None:
     assert doubled and ours == (sympy.simplify(sympy.radsimp(sympy.expand(theirs(left) - theirs(right)))) == 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=2 * settings.default.max_examples)
 @given(st.integers(-(10**9), 10**9), st.integers(0, 6))
 def test_every_writing_of_a_decimal_is_read(number: int, digits: int) -> None:
     value = Fraction(number, 10**digits)

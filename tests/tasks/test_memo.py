@@ -70,11 +70,11 @@ def test_tiny_programs_cannot_fill_the_memory_with_what_they_print() -> None:
 
 def test_tiny_programs_cannot_fill_the_memory_with_values() -> None:
     judge = Judge(Listing())  # type: ignore[arg-type]
-    judge._memo = Memo(1 << 20)
+    judge._memo = Memo(1 << 18)
     cases = [Case((1,), 1)]
-    kept = grown_by(lambda: [judge.values(f"def f(x): return {n}", "f", cases) for n in range(400)])
-    assert 1 << 19 < judge._memo.bytes <= 1 << 20 and kept < 2 << 20  # of 36 MB
-    assert judge.runs == 400 and judge.values("def f(x): return 399", "f", cases)[0][0] == "value" and judge.runs == 400
+    kept = grown_by(lambda: [judge.values(f"def f(x): return {n}", "f", cases) for n in range(60)])
+    assert 1 << 17 < judge._memo.bytes <= 1 << 18 and kept < 1 << 19  # of 5 MB
+    assert judge.runs == 60 and judge.values("def f(x): return 59", "f", cases)[0][0] == "value" and judge.runs == 60
     assert not judge._open and not judge._asked
 
 

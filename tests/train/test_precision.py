@@ -127,8 +127,11 @@ def test_gradients_exist_once(small: Any, stage_io: Any) -> None:
     assert len(alive) > len(copies) and set(alive) == {0}
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
-@pytest.mark.parametrize("micro_rows", [None, 1])
+@pytest.mark.parametrize(
+    ("kind", "micro_rows"),
+    [("muon", 1), ("adamw", None)]
+    + [pytest.param(*more, marks=pytest.mark.slow) for more in [("muon", None), ("adamw", 1)]],
+)
 def test_an_interrupted_bf16_run_ends_like_an_uninterrupted_one(
     small: Any, stage_io: Any, kind: str, micro_rows: int | None
 ) -> None:

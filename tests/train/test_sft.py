@@ -408,7 +408,7 @@ def test_the_engine_says_what_was_trained_and_not_what_was_masked(
         thoughtful("2+2", "sum", parts),
     ]
     lines[0]["messages"] += thoughtful("bye", "leave", "Ciao.")["messages"]
-    optim = OptimConfig(steps=70, lr=2e-2, final_lr=2e-3, warmup=5, save_every=0, weight_decay=0.0)
+    optim = OptimConfig(steps=50, lr=2e-2, final_lr=2e-3, warmup=5, save_every=0, weight_decay=0.0)
     stage = sft_stage(data=write(tmp_path / "c.jsonl", *lines), optim=optim)
     model = small(vocab_size=tokenizer.vocab_size, hidden_size=48, use_dsa=False, index_topk=None)
     numbers = sft.run(model, stage, tokenizer, stage_io(), seed=0)
