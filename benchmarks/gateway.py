@@ -1,7 +1,7 @@
 """The gateway's own cost: many rollouts at once on an engine that costs nothing, and turns stored per second.
 
 `python benchmarks/gateway.py [--sessions 1000] [--turns 10]`. The agents run in this process and speak over sockets;
-the gateway runs in its own. Every answer has 100 tokens. CPU per turn is the gateway process's, all its threads included.
+the gateway runs in its own. Every answer has 100 tokens. CPU per turn is that of all threads of the gateway.
 """
 
 from __future__ import annotations

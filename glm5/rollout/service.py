@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -22,12 +22,16 @@ from glm5.rollout.store import Store
 from glm5.serve.errors import ApiError
 from glm5.serve.http_io import read_body, unless_gone
 from glm5.serve.prompts import ChatBody, ChatInput, Mode, Prompt, render
+from glm5.serve.reply import Reply
 from glm5.serve.samples import Part, SampleStream
 from glm5.serve.service import Job, TextService
 from glm5.serve.surfaces.schema import Body, parse
 
+Result = TypeVar("Result")
 OURS = ("function", "custom")
 """Types of tools that the agent runs itself. All others run at a provider and would go around the environment."""
+SHORT = 1 << 14
+"""Bytes of a body that is worked on in the event loop: a thread would cost more than the work."""
 EARLY_SECONDS = 0.5
 """How long a stream waits for its first token before it begins: an error until then has a status of its own."""
 
@@ -42,6 +46,7 @@ class SessionService(TextService):
     counts: bool = False
     call: Call | None = None
     mine: bool = field(default=False, init=False)
+    short: bool = field(default=False, init=False)
 
     @property
     def weight_version(self) -> int:
@@ -54,7 +59,8 @@ class SessionService(TextService):
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """The parsed body, without tools that run at a provider."""
         raw = await read_body(request, self.limits)
-        body = await asyncio.to_thread(_parsed, kind, raw)
+        self.short = len(raw) <= SHORT
+        body = await self._work(_parsed, kind, raw)
         if not self.counts:
             path = request.scope["path"].rpartition("/v1/")[2]
             digest = hashlib.blake2b(path.encode() + b"\0" + raw, digest_size=16).digest()
@@ -72,10 +78,10 @@ class SessionService(TextService):
         if count >= self.max_length:
             text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
-        chat = await asyncio.to_thread(body.chat_input)
+        chat = await self._work(body.chat_input)
         place = self.session.history.place(chat)
         before = [] if place.parent is None else place.parent.ids()
-        place, prompt = await asyncio.to_thread(self._prompt, chat, place, before)
+        place, prompt = await self._work(self._prompt, chat, place, before)
         if self.call is not None and self.call.place is None:
             self.call.place = place
         return prompt
@@ -130,22 +136,33 @@ class SessionService(TextService):
         if self.session.trained and body.ignore_eos:
             raise ApiError(400, "A session to train on ends at stop tokens; leave ignore_eos out.", param="ignore_eos")
         if self.mine or call.ended:  # else the request that came first does this
-            (part,) = await asyncio.to_thread(self._parts, jobs, names, None, field_name)
+            (part,) = await self._work(self._parts, jobs, names, None, field_name)
             call.part = Part(part.prompt, self.session.params(part.params), self.session.id, self.session.id)
             call.sampled = Sampled(frozenset(part.params.stop_token_ids), Completion())
         if self.mine:
             seconds, one = self.limits.request_seconds, _takes_one_call(body)
+            whole = one or not getattr(body, "stream", False)
             (reply,) = self.replies(jobs, CallStream(call), parallel_calls=not one)
-            running = self.session.run(call, reply, self.pool, self.store, seconds, whole=one)
+            running = self.session.run(call, reply, self.pool, self.store, seconds, whole)
             call.start(asyncio.create_task(running), asyncio.get_running_loop().time() + seconds)
         while call.task is None and not call.ended:
             if not await unless_gone(request, call.change()):
                 raise ClientDisconnect
-        if not call.ended and not call.deltas and not await unless_gone(request, call.change(EARLY_SECONDS)):
-            raise ClientDisconnect
+        if getattr(body, "stream", False) and not call.ended and not call.deltas:
+            if not await unless_gone(request, call.change(EARLY_SECONDS)):
+                raise ClientDisconnect
         if call.error is not None:
             raise call.error
         return CallStream(call)
+
+    def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:
+        """The reply of the call; all requests with its bytes get the same ids of tool calls."""
+        assert self.call is not None
+        return super().replies(jobs, stream, name=self.call.digest.hex()[:24], **options)
+
+    async def _work(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a part of the request: in a thread unless the request is short."""
+        return function(*arguments) if self.short else await asyncio.to_thread(function, *arguments)
 
 
 def _takes_one_call(body: Any) -> bool:
@@ -156,7 +173,7 @@ def _takes_one_call(body: Any) -> bool:
 
 def _parsed(kind: type[Body], raw: bytes) -> Body:
     try:
-        given = json.loads(raw)
+        given = json.loads(raw) if b'"tools"' in raw else None
     except (ValueError, RecursionError):
         given = None
     tools = given.get("tools") if isinstance(given, dict) else None

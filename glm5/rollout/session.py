@@ -186,27 +186,27 @@ class Session:
         return replace(asked, max_tokens=most, temperature=self.options.temperature, **plain)
 
     async def run(self, call: Call, reply: Reply, pool: EnginePool, store: Store, seconds: float, whole: bool) -> None:
-        """Sample the answer of a call and store its turn; only then its last tokens are given out (with `whole` all
-        of them)."""
+        """Sample the answer of a call and store its turn; only then its last tokens are given out, with `whole` all of
+        them as one."""
         assert call.part is not None and call.place is not None
         deltas: list[Delta] = []
         try:
             try:
                 async with asyncio.timeout(seconds):
                     async for delta in pool.generate(call.part.prompt, call.part.params, self.id):
-                        reply.feed(delta)
                         deltas.append(delta)
                         if delta.finish_reason is None and not whole:
                             call.put(delta)
             except TimeoutError:
                 raise TooLate(f"The answer was not complete within {seconds:g} seconds.") from None
-            node = self._node(call, deltas, reply)
-            finish = str(deltas[-1].finish_reason)
+            answer = _joined(deltas)
+            reply.read(answer.token_ids)
+            node = self._node(call, answer, reply)
+            finish = str(answer.finish_reason)
             await store.add_turn(self.id, node, finish, call.digest, _told(call.part.params))
             self.history.add(node)
             self.stored[call.digest] = (node, finish)
-            for delta in deltas if whole else deltas[-1:]:
-                call.put(delta)
+            call.put(answer if whole else deltas[-1])
         except asyncio.CancelledError:
             call.fail(ApiError(410, f"The session {self.id} was closed during this request.", code="session_closed"))
             raise
@@ -224,7 +224,7 @@ class Session:
             if call.task is not None:
                 call.task.cancel()
 
-    def _node(self, call: Call, deltas: Sequence[Delta], reply: Reply) -> Node:
+    def _node(self, call: Call, answer: Delta, reply: Reply) -> Node:
         place, part = call.place, call.part
         assert place is not None and part is not None
         known = 0 if place.parent is None else sum(len(n.given) + len(n.output) for n in place.parent.path())
@@ -234,14 +234,24 @@ class Session:
         return Node(
             place.parent,
             array("i", part.prompt[known:]),
-            array("i", [token for delta in deltas for token in delta.token_ids]),
-            array("f", [score for delta in deltas for score in delta.logprobs]),
-            array("i", [version for delta in deltas for version in delta.weight_versions]),
+            array("i", answer.token_ids),
+            array("f", answer.logprobs),
+            array("i", answer.weight_versions),
             place.tail,
             normalise(said),
             place.head,
             place.cause,
         )
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """All tokens of an answer as one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    ids = [token for delta in deltas for token in delta.token_ids]
+    scores = [score for delta in deltas for score in delta.logprobs]
+    versions = [version for delta in deltas for version in delta.weight_versions]
+    return Delta(0, ids, scores, [{} for _ in ids], deltas[-1].finish_reason, versions)
 
 
 def _told(params: SamplingParams) -> Mapping[str, Any]:

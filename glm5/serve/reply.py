@@ -52,12 +52,14 @@ class Reply:
     """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
 
     `matched` is then the stop string or stop id that ended it, or None. `drafts` is the number of tokens that the
-    engine drafts per step. `draft_tokens` counts the drafts, `accepted_draft_tokens` those in the sample.
+    engine drafts per step. `draft_tokens` counts the drafts, `accepted_draft_tokens` those in the sample. The ids of
+    its calls begin with `name`, or are random.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Prompt, stops: Sequence[str], stop_ids: Iterable[int],
         *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0, drafts: int = 0,
+        name: str = "",
     ) -> None:  # fmt: skip
         self.index = index
         self.prompt = prompt
@@ -80,6 +82,7 @@ class Reply:
         self._thinking = prompt.thinking
         self._parser = ChatParser(prompt.schemas, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
         self._most_calls = math.inf if parallel_calls else 1
+        self._name = name
         self._call_ids: dict[int, str] = {}
         self._drafts = drafts
         self._told = 0
@@ -118,6 +121,21 @@ class Reply:
         if self.finish_reason == "stop" and self.calls:
             self.finish_reason = "tool_calls"
         return deltas
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Take a whole answer at once: `message` is then as after `feed`. Much faster, but counts nothing."""
+        text = ""
+        for token in ids:
+            text += self._watch.feed(token)
+            if self._watch.hit:
+                break
+        for event in (*self._parser.feed(text + self._watch.finish()), *self._parser.finish()):
+            self._delta(event)
+            if isinstance(event, ToolCallEnd) and event.index + 1 >= self._most_calls:
+                return
+
+    def _call_id(self, index: int) -> str:
+        return f"call_{f'{self._name}{index:04x}' if self._name else uuid.uuid4().hex[:24]}"
 
     def new_scored(self) -> list[Scored]:
         """Entries since the last call, for the next chunk."""
@@ -166,7 +184,7 @@ class Reply:
             return {"content": event.text} if event.name is None else None
         if event.index >= self._most_calls:
             return None
-        call_id = self._call_ids.setdefault(event.index, f"call_{uuid.uuid4().hex[:24]}")
+        call_id = self._call_ids.setdefault(event.index, self._call_id(event.index))
         if isinstance(event, ToolCallStart):
             function = {"name": event.name, "arguments": ""}
             return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
