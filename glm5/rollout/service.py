@@ -176,11 +176,10 @@ def _parsed(kind: type[Body], raw: bytes) -> Body:
         given = json.loads(raw) if b'"tools"' in raw else None
     except (ValueError, RecursionError):
         given = None
-    tools = given.get("tools") if isinstance(given, dict) else None
-    if isinstance(tools, list):
+    if isinstance(given, dict) and isinstance(tools := given.get("tools"), list):
         kept = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type", OURS[0]) in (*OURS, None)]
         if len(kept) < len(tools):
-            raw = json.dumps({**given, "tools": kept}).encode()
+            raw = json.dumps(given | {"tools": kept}).encode()
     return parse(kind, raw)
 
 

@@ -71,6 +71,7 @@ class Call:
         self.sampled: Sampled | None = None
         self.deltas: list[Delta] = []
         self.ended = False
+        self.storing = False
         self.error: Exception | None = None
         self.task: asyncio.Task[None] | None = None
         self.deadline: float | None = None
@@ -203,6 +204,7 @@ class Session:
             reply.read(answer.token_ids)
             node = self._node(call, answer, reply)
             finish = str(answer.finish_reason)
+            call.storing = True
             await store.add_turn(self.id, node, finish, call.digest, _told(call.part.params))
             self.history.add(node)
             self.stored[call.digest] = (node, finish)
@@ -219,9 +221,9 @@ class Session:
             self.calls.pop(call.digest, None)
 
     def cancel(self) -> None:
-        """End all requests under way."""
+        """End all requests under way, except those whose turn is being stored: the history has what the store has."""
         for call in list(self.calls.values()):
-            if call.task is not None:
+            if call.task is not None and not call.storing:
                 call.task.cancel()
 
     def _node(self, call: Call, answer: Delta, reply: Reply) -> Node:

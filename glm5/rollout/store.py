@@ -214,6 +214,8 @@ class Store:
         try:
             db.execute("BEGIN IMMEDIATE")
             for change, future in waiting:
+                if not future.set_running_or_notify_cancel():  # given up by its caller
+                    continue
                 db.execute("SAVEPOINT one")
                 try:
                     results.append((future, change(db)))
@@ -226,7 +228,7 @@ class Store:
             if db.in_transaction:
                 db.execute("ROLLBACK")
             for _, future in waiting:
-                if not future.done():
+                if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
                     future.set_exception(self._error(error))
             return
         for future, result in results:

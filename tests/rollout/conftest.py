@@ -28,13 +28,15 @@ ADMIN = "an-admin-key"
 @dataclass
 class ScriptedEngine:
     """Answers with what `script` makes of the prompt's text; special tokens are spelled out in it. Each answer comes in
-    random pieces, each piece with the next weight version. `faults` ends that many generations early."""
+    random pieces, each piece with the next weight version. `pause` is the time
+    before each piece; `faults` ends that many generations early."""
 
     tokenizer: Tokenizer
     script: Callable[[str], str]
     seed: int = 0
     name: str = "scripted"
     faults: int = 0
+    pause: float = 0.0
     log: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """Prompt and sampled ids, also of generations that ended early."""
     asked: list[SamplingParams] = field(default_factory=list)
@@ -50,7 +52,7 @@ class ScriptedEngine:
         self.faults -= lose
         try:
             while left:
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pause)
                 size = draw.randint(1, 1 + len(left) // 2)
                 piece, left = left[:size], left[size:]
                 if lose and not left:

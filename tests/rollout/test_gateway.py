@@ -11,11 +11,18 @@ import httpx
 import httpx2
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from glm5.chat.tokenizer import Tokenizer
 from glm5.rollout import engines as engines_module
 from glm5.rollout.session import key_of, session_of_key
 from glm5.serve.options import Limits
+from glm5.serve.prompts import Prompt
+from glm5.serve.reply import Reply
+from glm5.serve.samples import Delta
 from tests.rollout.conftest import ADMIN, Open
+from tests.rollout.test_fuzz import ANSWERS
 
 HI = {"role": "user", "content": "hi"}
 CALL = "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call><|observation|>"
@@ -202,7 +209,7 @@ def test_limits_are_refusals_that_clients_do_not_retry(opened: Open) -> None:
 
 def test_closing_ends_requests_under_way(opened: Open) -> None:
     async def run() -> None:
-        async with opened(lambda prompt: "x" * 5000) as setting:
+        async with opened(pause=60) as setting:
             name, agent = await setting.session()
             request = asyncio.create_task(agent.post("chat/completions", json={"model": "m", "messages": [HI]}))
             while not setting.engine.asked:
@@ -245,3 +252,22 @@ def test_a_store_that_cannot_be_written_holds_the_reply_back(opened: Open, tmp_p
             assert (await setting.samples(name))["turns"] == 1
 
     play(run())
+
+
+@given(st.sampled_from(ANSWERS), st.booleans(), st.booleans(), st.sampled_from([(), ("a",), ("</arg", "b")]))
+def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
+    text: str, thinking: bool, one: bool, stops: tuple[str, ...]
+) -> None:
+    """What the tree of turns knows of an answer is what its client got, also the ids of its calls."""
+    tokenizer, tools = Tokenizer.byte_level(), [{"type": "function", "function": TOOL}]
+    ids = tokenizer.encode(("hm</think>" if thinking else "") + text, allow_special=True)
+    pair = [
+        Reply(
+            0, tokenizer, Prompt([], thinking, tools), stops, tokenizer.stop_token_ids, parallel_calls=not one, name="n"
+        )
+        for _ in range(2)
+    ]
+    for at, token in enumerate(ids):
+        pair[0].feed(Delta(0, [token], [0.0], [{}], "stop" if at + 1 == len(ids) else None, [0]))
+    pair[1].read(ids)
+    assert pair[0].message() == pair[1].message()

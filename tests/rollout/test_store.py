@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sqlite3
 import time
 from array import array
@@ -22,6 +20,7 @@ from glm5.rollout.store import SessionRow, Store, StoreError
 WRITER = """
 import asyncio, sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[3])
 from tests.rollout.test_store import add, fill
 asyncio.run(fill(Path(sys.argv[1]), int(sys.argv[2])))
 """
@@ -84,12 +83,11 @@ def test_turns_survive_kill_nine(tmp_path: Path, forks: Any) -> None:
     """Each turn that was said to be stored, three times in a row on the same file."""
     path, told, start = tmp_path / "s.db", set[int](), 0
     for _ in range(3):
-        fork = forks.start(WRITER, path, start)
-        until = time.monotonic() + 60
+        fork = forks.start(WRITER, path, start, Path(__file__).parents[2])
+        until = time.monotonic() + 20
         while len(fork.out.splitlines()) < 200 and time.monotonic() < until:
             time.sleep(0.01)
-        os.kill(fork.process.pid, signal.SIGKILL)
-        fork.process.join()
+        fork.kill()
         lines = fork.out.splitlines()[:-1]  # the last one may be cut
         told |= {int(line) for line in lines}
         start += 1_000_000
