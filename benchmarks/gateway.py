@@ -20,8 +20,7 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import Message, SamplingParams
@@ -34,6 +33,7 @@ from glm5.serve.options import Limits
 from glm5.serve.samples import Delta
 
 ADMIN, ANSWER = "admin", 100
+Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Free:
@@ -81,34 +81,40 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def rollouts(url: str, sessions: int, turns: int) -> list[float]:
+async def ask(connection: Connected, method: str, path: str, key: str, body: object = None) -> Any:
+    """The answer to one request, of which the server tells the length."""
+    reader, writer = connection
+    raw = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
+    writer.write(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
+    answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+    size = int(answer.partition(b"content-length:")[2].split(b"\r\n")[0])
+    told = await reader.readexactly(size)
+    assert b" 200 " in answer[:20], told
+    return json.loads(told)
+
+
+async def rollouts(port: int, sessions: int, turns: int) -> list[float]:
     """Play all sessions at once; the seconds of each turn. Raises if a turn is lost or doubled."""
-    admin = {"authorization": f"Bearer {ADMIN}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     seconds: list[float] = []
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
 
-        async def one(i: int) -> None:
-            made = (await client.post("/sessions", json={"task_id": str(i)}, headers=admin)).raise_for_status().json()
-            headers, messages = (
-                {"authorization": f"Bearer {made['api_key']}"},
-                [{"role": "user", "content": f"task {i}"}],
-            )
-            for turn in range(turns):
-                began = time.perf_counter()
-                answer = await client.post(
-                    "/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers
-                )
-                seconds.append(time.perf_counter() - began)
-                said = answer.raise_for_status().json()["choices"][0]["message"]["content"]
-                messages += [
-                    {"role": "assistant", "content": said},
-                    {"role": "user", "content": f"result {turn} " * 10},
-                ]
-            found = (await client.get(f"/sessions/{made['id']}/samples", headers=admin)).raise_for_status().json()
-            assert len(found["samples"]) == 1 and found["turns"] == turns and found["tokens_lost"] == 0, found["forks"]
+    async def one(i: int) -> None:
+        # A connection of its own: httpx looks at all connections of a client in every request.
+        connection = await asyncio.open_connection("127.0.0.1", port)
+        made = await ask(connection, "POST", "/sessions", ADMIN, {"task_id": str(i)})
+        messages = [{"role": "user", "content": f"task {i}"}]
+        for turn in range(turns):
+            began = time.perf_counter()
+            body = {"model": "m", "messages": messages}
+            answer = await ask(connection, "POST", "/v1/chat/completions", made["api_key"], body)
+            seconds.append(time.perf_counter() - began)
+            said = answer["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"result {turn} " * 10}]
+        found = await ask(connection, "GET", f"/sessions/{made['id']}/samples", ADMIN)
+        assert len(found["samples"]) == 1 and found["turns"] == turns and found["tokens_lost"] == 0, found["forks"]
+        connection[1].close()
 
-        await asyncio.gather(*(one(i) for i in range(sessions)))
+    await asyncio.gather(*(one(i) for i in range(sessions)))
     return seconds
 
 
@@ -144,9 +150,8 @@ def main() -> None:
             context = multiprocessing.get_context("fork")
             process = context.Process(target=serve, args=(Path(folder) / "s.db", 2.0, listener, theirs), daemon=True)
             process.start()
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             began = time.perf_counter()
-            seconds = asyncio.run(rollouts(url, options.sessions, options.turns))
+            seconds = asyncio.run(rollouts(listener.getsockname()[1], options.sessions, options.turns))
             took = time.perf_counter() - began
             mine.send(None)
             used, memory, sampled = mine.recv()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -83,11 +84,23 @@ class HttpEngine:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.name = url
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(FAR, connect=5.0)
-        # trust_env: a proxy of the environment is not meant for engines.
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._idle: list[httpx.AsyncClient] = []
+        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so once
+
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client with one connection: with every request, httpx looks at all connections of a client."""
+        client = self._idle.pop() if self._idle else None
+        if client is None:  # trust_env: a proxy of the environment is not meant for engines
+            timeout = httpx.Timeout(FAR, connect=5.0)
+            client = httpx.AsyncClient(
+                base_url=self.name, headers=self._headers, timeout=timeout, trust_env=False, verify=self._verify
+            )
+        try:
+            yield client
+        finally:
+            self._idle.append(client)
 
     async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
         body = {
@@ -97,31 +110,37 @@ class HttpEngine:
             "stream": True,
             "incremental_streaming_output": True,
         }
-        reading = Reading(self.name)
+        reading, last = Reading(self.name), None
         try:
-            headers = {"x-session-id": session}
-            async with self._client.stream("POST", "/generate", json=body, headers=headers) as response:
+            sending: Any = {"json": body, "headers": {"x-session-id": session}}
+            async with self._client() as client, client.stream("POST", "/generate", **sending) as response:
                 if response.status_code != 200:
                     raise _refused(response.status_code, (await response.aread()).decode("utf-8", "replace"))
                 async for line in response.aiter_lines():
-                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]" and last is None:
                         delta = reading.feed(line[5:])
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
+                        if delta.finish_reason is None:
+                            yield delta
+                        else:
+                            last = delta  # given out after the rest is read, so that the connection can be used again
         except (httpx.HTTPError, OSError) as error:
-            raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
-        raise EngineLost(f"{self.name} ended an answer early.")
+            if last is None:
+                raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
+        if last is None:
+            raise EngineLost(f"{self.name} ended an answer early.")
+        yield last
 
     async def version(self) -> int:
         try:
-            answer = await self._client.get("/get_weight_version", timeout=5.0)
+            async with self._client() as client:
+                answer = await client.get("/get_weight_version", timeout=5.0)
             return _number(answer.json().get("weight_version"))
         except (httpx.HTTPError, OSError, ValueError, AttributeError) as error:
             raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
 
     async def close(self) -> None:
-        await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().aclose()
 
 
 class Reading:
