@@ -26,8 +26,9 @@ SPOKEN = [(verb,) for verb in VERBS] + [
 ]
 # Runs command lines, each in a fork. Torch is made unimportable, so that loading it is an error and not a matter of
 # seconds.
-SERVER = """
+SERVER = f"""
 import functools, gc, json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
 sys.modules["torch"] = None
 sys.argv[0] = "glm5"
 import typer.main

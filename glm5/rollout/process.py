@@ -28,6 +28,9 @@ from glm5.serve.options import EngineOptions, Limits
 
 log = get_logger("gateway")
 INFO_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 60
+"""How long a connection may be idle between requests. Agents keep theirs for 5 seconds or longer (httpx); one that sends a
+request just when the server hangs up would see a broken connection."""
 
 
 def run(
@@ -85,9 +88,10 @@ def run(
             told = {"url": f"http://{address[0]}:{address[1]}", "store": str(store)}
             print(json.dumps(told | {"admin_key_file": None if key_file is None else str(key_file)}), flush=True)
 
+        config = ServerConfig(app, limits, limits.stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                _Server(ServerConfig(app, limits, limits.stop_seconds), ready).run(sockets=[listener])
+                _Server(config, ready).run(sockets=[listener])
         except OSError as error:  # another server took the port during loading
             raise address_error(error, host, port) from None
 

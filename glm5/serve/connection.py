@@ -42,10 +42,6 @@ SLOWEST = 1024
 """Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
 """Socket send buffer per connection, in bytes; the system default is megabytes per client that does not read."""
-KEEP_ALIVE_SECONDS = 60
-"""How long a connection may be idle between requests: longer than clients keep theirs (httpx: 5 s). A client that sends
-a request just when the server hangs up sees a broken connection.
-"""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -119,7 +115,6 @@ class ServerConfig(uvicorn.Config):
             log_level="error",  # else clients could fill the log with malformed requests
             access_log=False,
             proxy_headers=False,  # `access` handles them
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(stop_seconds)),
             **rest,
         )
