@@ -189,7 +189,10 @@ def serve(
 
 @app.command()
 def gateway(
-    model: Annotated[Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer. Or `check`, then a URL.")
+    ] = None,
+    url: Annotated[str | None, typer.Argument(help="With `check`: the gateway to check.")] = None,
     engines: Annotated[list[str], typer.Option(help="URL of a server with SGLang's /generate; repeatable.")] = [],  # noqa: B006
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
@@ -205,10 +208,16 @@ def gateway(
     request_seconds: Annotated[float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer.")] = 1800,
     as_json: Json = False,
 ) -> None:
-    """Sessions for agents that others wrote: their requests in, token ids to train on out."""
-    from glm5.rollout.process import run
+    """Sessions for agents that others wrote: their requests in, token ids to train on out. `check URL` tests one."""
     from glm5.serve.access import find_key
     from glm5.serve.options import EngineOptions, Limits
+
+    if url is not None and str(model) != "check":
+        raise UsageError(f"gateway takes one checkpoint, or `check` and a URL, not {str(model)!r:.60} and {url!r:.60}.")
+    if str(model) == "check":
+        _check_gateway(url, find_key("admin", None, admin_key_file), as_json)
+        return
+    from glm5.rollout.process import run
 
     run(
         model,
@@ -247,6 +256,22 @@ def evaluate(
     config = EvalConfig(problems=problems, max_context=context)
     trajectories = play_skill(loaded, tokenizer, family, config)
     show({suite: score(sum(t.outcome is Outcome.SOLVED for t in trajectories), len(trajectories))}, as_json)
+
+
+def _check_gateway(url: str | None, key: str | None, as_json: bool) -> None:
+    from glm5.rollout.check import run
+
+    if url is None or key is None:
+        raise UsageError("gateway check needs a URL, and the admin key from --admin-key-file or GLM5_ADMIN_KEY.")
+    found = {}
+    for promise, broken in run(url, key):
+        found[promise] = broken
+        if not as_json:
+            typer.echo(f"{'ok' if broken is None else 'BROKEN'}  {promise}{'' if broken is None else f' ({broken})'}")
+    if as_json:
+        show({"ok": not any(found.values()), "checks": found}, True)
+    if any(found.values()):
+        raise typer.Exit(1)
 
 
 def _memory() -> int | None:

@@ -29,8 +29,8 @@ from glm5.serve.options import EngineOptions, Limits
 log = get_logger("gateway")
 INFO_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 60
-"""How long a connection may be idle between requests. Agents keep theirs for 5 seconds or longer (httpx); one that sends a
-request just when the server hangs up would see a broken connection."""
+"""How long a connection may be idle between requests: longer than agents keep theirs (httpx: 5 s). A request that is
+sent just when the server hangs up would see a broken connection."""
 
 
 def run(

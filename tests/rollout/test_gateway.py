@@ -11,11 +11,14 @@ import httpx
 import httpx2
 import openai
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.rollout import check
 from glm5.rollout import engines as engines_module
+from glm5.rollout.samples import summary
 from glm5.rollout.session import key_of, session_of_key
 from glm5.serve.options import Limits
 from glm5.serve.prompts import Prompt
@@ -271,3 +274,24 @@ def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
         pair[0].feed(Delta(0, [token], [0.0], [{}], "stop" if at + 1 == len(ids) else None, [0]))
     pair[1].read(ids)
     assert pair[0].message() == pair[1].message()
+
+
+def test_the_conformance_kit(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All promises are kept here; a gateway that trains a token twice is found."""
+
+    async def run() -> None:
+        async with opened(lambda prompt: "hm</think>yes<|user|>") as setting:
+            visit = check.Visit(TestClient(setting.app), {"authorization": f"Bearer {ADMIN}"})
+            for promise in check.CHECKS:
+                promise(visit)
+
+            def twice(nodes: Any) -> dict[str, Any]:
+                found = summary(nodes)
+                return found | {"samples": found["samples"] * 2}
+
+            monkeypatch.setattr("glm5.rollout.gateway.summary", twice)
+            for promise in (check.one_row, check.edits):
+                with pytest.raises(check.Broken, match="are in the loss"):
+                    promise(visit)
+
+    play(run())
