@@ -121,7 +121,7 @@ class KVPool:
             raise EngineError(f"A stored page has {len(data)} bytes, {at} were expected.")
 
     def page_bytes(self, tokens: int = PAGE) -> int:
-        """Bytes that `dump` returns."""
+        """Number of bytes that `dump` returns for `tokens` tokens."""
         return sum(part.shape[0] * tokens * part.shape[3] * part.element_size() for part in self._parts())
 
     def _parts(self) -> tuple[Tensor, ...]:

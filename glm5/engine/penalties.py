@@ -24,7 +24,7 @@ HIGHEST_TEMPERATURE = 1e6
 HIGHEST_PENALTY = 10
 HIGHEST_BIAS = 1000
 MAX_BAD_BYTES = 4096
-"""Maximum bytes of all `bad_words` together, in UTF-8; each byte takes some hundred bytes of memory."""
+"""Maximum bytes of all `bad_words` together, in UTF-8; each byte takes a few hundred bytes of memory."""
 
 
 class SamplerState:
@@ -73,7 +73,7 @@ class SamplerState:
         return self.params.temperature == 0
 
     def advance(self, token: int) -> None:
-        """Record `token`."""
+        """Record a token that is kept."""
         self.position += 1
         if self.counts is not None:
             self._counts[token] += 1
@@ -100,7 +100,7 @@ class SamplerState:
         )
 
 
-@lru_cache(maxsize=4)  # some MB each
+@lru_cache(maxsize=4)  # a few MB each, mostly the key
 def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
     """[V], true for all ids except `allowed`; shared by samples, so do not modify it."""
     if not 0 <= min(allowed) <= max(allowed) < vocab_size:
@@ -156,8 +156,8 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Apply the states' penalties, biases and masks in place to logits [n, V] in fp32 or wider. Row i comes after
-    `drafted[i]`, tokens that its state has not recorded yet. All operations are batched."""
+    """Apply the states' penalties, biases and masks in place to logits [n, V] in fp32 or wider. Row i predicts the
+    token after `drafted[i]`, which are tokens that its state has not recorded yet. All operations are batched."""
     _penalise(logits, states, drafted)
     rows, ids, values = [], [], []
     for row, state in enumerate(states):

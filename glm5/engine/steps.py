@@ -258,7 +258,7 @@ class Steps:
             del error  # its traceback references the tensors of the attempt
 
     def _again(self, span: Span) -> Span | None:
-        """A span as it was before it failed."""
+        """A span as it was before it failed; None if its request was preempted."""
         request = span.request
         if request.row < 0:
             return None  # preempted by the plan for the next step; it is scheduled again
@@ -295,7 +295,7 @@ class Steps:
 
 
 def caught(work: Callable[..., object], *arguments: object) -> BaseException | None:
-    """Do `work` and return what it raises. A panic of a Rust library is caught too, although it is no Exception."""
+    """Do `work` and return what it raises. A panic of a Rust library (no `Exception`) is caught too."""
     try:
         work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
