@@ -1,4 +1,4 @@
-"""The engine: continuous batching over a paged latent cache, running the trainer's own module."""
+"""The engine: continuous batching over a paged latent cache, with the same model class as the trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
 CACHE_BYTES = 1 << 29
-"""Default size of the pool, unless one request of full length needs more. Memory is allocated on demand."""
+"""Default size of the pool; larger if one request of maximum length needs more. Memory is allocated on demand."""
 
 CHUNK = 512
 """Default limit of the tokens per step, prefill and decoding together."""
@@ -175,7 +175,7 @@ class Engine:
     ) -> list[Request]:
         """Queue `params.n` samples of a prompt and return their requests. Requests share prefix-cache entries only
         within one `namespace`; with None a request neither reads nor writes the cache. `grammar` is the compiled
-        grammar of `params`; if it is None, it is compiled here."""
+        form of `params.grammar`; with None, this call compiles it."""
         ids = self._checked(prompt)
         vocab = self.model.config.vocab_size
         if not ids:

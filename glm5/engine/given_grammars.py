@@ -1,6 +1,6 @@
 """Grammars that clients write, in Lark's notation or in GBNF: checked before the library parses them.
 
-All scans here take time proportional to the length of the text.
+All scans in this module take time proportional to the length of the text.
 """
 
 from __future__ import annotations

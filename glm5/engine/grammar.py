@@ -116,7 +116,7 @@ class Grammars:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
             matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
-            matcher.compute_bitmask()  # some limits are checked only here
+            matcher.compute_bitmask()  # the library checks some limits only in this call
             if matcher.is_error():
                 raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
             source = _Source(matcher, _size(text))

@@ -42,12 +42,12 @@ class KVPool:
 
     @property
     def available(self) -> int:
-        """Pages that `alloc` can give, after eviction if necessary."""
+        """Number of pages that `alloc` can return, after eviction if necessary."""
         return self.total - self._busy
 
     @property
     def unused(self) -> int:
-        """Pages that are neither referenced by a sequence nor pinned."""
+        """Number of pages that are neither referenced by a sequence nor pinned."""
         return len(self._free) + self.total + 1 - self._next
 
     def held(self, page: int) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 1e-6
 HIGHEST_TEMPERATURE = 1e6
-"""Temperature limits, apart from 0 (greedy). Outside them the division or the logits may overflow."""
+"""Temperature limits; 0 (greedy) is also valid. Outside the limits the division or the logits may overflow."""
 HIGHEST_PENALTY = 10
 HIGHEST_BIAS = 1000
 MAX_BAD_BYTES = 4096
@@ -30,9 +30,9 @@ MAX_BAD_BYTES = 4096
 class SamplerState:
     """Sampling state of one sample: parameters, seed and the tokens so far.
 
-    Call `advance` after every token that is kept. A preempted request keeps its state, because nothing here depends on
-    the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the parameters
-    restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
+    Call `advance` after every token that is kept. A preempted request keeps its state, because no part of the state
+    depends on the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the
+    parameters restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ class _Cut:
         return part
 
     def __call__(self, probs: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which of the probabilities [n, K], in descending order, to keep, and per row whether K was enough to decide.
+        """For probabilities [n, K] in descending order: which to keep, and per row whether K was enough to decide.
 
         `total` [n, 1] is the sum of the whole row if `probs` is only its first part, else None.
         """

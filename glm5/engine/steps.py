@@ -233,7 +233,7 @@ class Steps:
         self, items: list[Item], work: Callable[[list[Item]], None], again: Callable[[Item], Item | None]
     ) -> None:
         """Do `work` on all items except those whose requests make it raise. Before an item is retried,
-        `again` returns it as it was before the failure, or None if it must not be retried."""
+        `again` returns the item as it was before the failure, or None if it must not be retried."""
         parts, attempts = [items], 0
         while parts:
             part = parts.pop()

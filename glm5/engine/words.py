@@ -16,9 +16,9 @@ from glm5.engine.stops import automaton
 Mask = NDArray[np.int32]
 """One bit per id, 32 per word, lowest bit first; ids outside the vocabulary are 0."""
 KEPT_MASKS = 64
-"""Cached masks per `Spelling`."""
+"""Maximum number of cached masks per `Spelling`."""
 KEPT_SPELLINGS = 16
-"""Cached `Spelling` objects, apart from those in use."""
+"""Maximum number of cached `Spelling` objects. Requests keep those that they use."""
 
 
 class Words:

@@ -34,7 +34,7 @@ class Controller:
         self.in_flight = 0
         """Rollouts that have started and not ended."""
         self.pushing = False
-        """Whether a weight push to the engine is under way; no update is computed meanwhile."""
+        """Whether a weight push to the engine is running; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
         """While a state waits to be saved: the value of `pushed` when saving became due, which `start` then uses to
@@ -51,7 +51,8 @@ class Controller:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing is under way and no batch is complete. Check it after `start` has returned None."""
+        """Whether no rollout and no push is running, and no batch is complete. Check it after `start` has returned
+        None."""
         return not self.in_flight and not self.pushing and self.buffer.ready < self._stage.prompts
 
     def start(self) -> tuple[int, int] | None:

@@ -103,7 +103,7 @@ class Learner:
             at += len(batch)
         self.version += 1
         numbers = total.numbers()
-        if "loss" in numbers:  # until here the sum of the steps' means
+        if "loss" in numbers:  # `merge` added up the means of the steps
             numbers["loss"] /= len(batches)
         return numbers | {"grad_norm": sum(norms) / len(norms), "lr": rate}
 
