@@ -28,8 +28,8 @@ def feeds_of(spans: Sequence[Span], drafts: Drafts | None) -> list[Feed]:
 def draw_tokens(
     runner: Runner, spans: Sequence[Span], hidden: Tensor, drafts: Drafts | None
 ) -> tuple[list[list[Sampled]], list[int]]:
-    """Draw the tokens of every span from the trunk's hidden states [total, D]. Returns them, and the number of accepted
-    drafts for each span that has drafts.
+    """Draw the tokens of every span from the trunk's hidden states [total, D]. Returns the tokens per span, and the
+    number of accepted drafts for each span that has drafts.
 
     A span in the middle of its prompt gets no token. A span of a row to score gets the row's own tokens, with their
     log-probabilities.

@@ -1,4 +1,4 @@
-"""The engine: continuous batching over a paged latent cache, running the trainer's own module."""
+"""The engine: continuous batching over a paged latent cache, with the same model class as the trainer."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
 CACHE_BYTES = 1 << 29
-"""Default size of the pool, unless one request of full length needs more. Memory is allocated on demand."""
+"""Default size of the pool; larger if one request of maximum length needs more. Memory is allocated on demand."""
 
 CHUNK = 512
-"""Tokens per step, prefill and decoding together."""
+"""Default limit of the tokens per step, prefill and decoding together."""
 
 
 class Engine:
     """Generates and scores token ids. Not thread-safe: one thread calls `submit`, `step` and `update_weights`.
 
-    `submit` queues requests and `step` advances every running request by a token, so callers may join and leave at any
-    step. `generate` runs the same loop to the end. Every token carries the weight version that produced it. In fp32 the
-    log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the same weights
-    over the packed sequence. GQA and recurrent layers agree with the learner up to rounding. `exact=False` is faster:
-    small batches use fused kernels, and the last digits of a result may depend on its neighbours in the batch.
+    `submit` queues requests and `step` advances every running request by a token, so requests may join and leave at
+    any step. `generate` steps until its own requests are done. Every token carries the weight version that produced it.
+    In fp32 the log-probabilities of an MLA model, sparse or dense, are bit for bit those of a learner that runs the
+    same weights over the packed sequence. GQA and recurrent layers agree with the learner up to rounding. `exact=False`
+    is faster: small batches use fused kernels, and the last digits of a result may depend on the other requests in the
+    batch.
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
     dropped. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
     greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
-    drafts it has no effect, because the next plan depends on how many are accepted. On a single core it saves no time.
+    drafts it has no effect, because the next plan depends on how many drafts are accepted. On a single core it saves no
+    time.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Engine:
             raise EngineError(f"cache_tokens must be above {PAGE + ahead}, chunk and max_batch at least 1.")
         self.max_length = min(self.max_length, cache_tokens - ahead)
         self.cache_tokens, self.chunk = cache_tokens, chunk
-        # A recurrent state cannot go back to the end of a cached prefix.
+        # A recurrent state cannot be rolled back to the end of a cached prefix.
         self._prefix_cache = prefix_cache and not config.has_recurrent_layers
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
         self.weight_version = 0
@@ -142,7 +144,7 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
         """Completions in prompt order, the `n` samples of one prompt next to each other. Raises EngineError if a prompt
-        cannot fit and RequestFailed if one cannot be computed."""
+        is too long and RequestFailed if one cannot be computed."""
         self._check_going()
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -173,7 +175,7 @@ class Engine:
     ) -> list[Request]:
         """Queue `params.n` samples of a prompt and return their requests. Requests share prefix-cache entries only
         within one `namespace`; with None a request neither reads nor writes the cache. `grammar` is the compiled
-        grammar of `params`; if it is None, it is compiled here."""
+        form of `params.grammar`; with None, this call compiles it."""
         ids = self._checked(prompt)
         vocab = self.model.config.vocab_size
         if not ids:
@@ -210,8 +212,8 @@ class Engine:
 
     def submit_score(self, row: Sequence[int], params: SamplingParams) -> Request:
         """Queue the scoring of a row. Of `params`, only temperature (0 means 1) and `top_logprobs` are used. The
-        completion gets the row's tokens after the first, with their log-probabilities under one weight version. The row
-        is queued, chunked and preempted like a prompt, and is not inserted into the prefix cache."""
+        completion contains the row's tokens except the first. All their log-probabilities come from one weight version.
+        The row is queued, chunked and preempted like a prompt, and is not inserted into the prefix cache."""
         ids = self._checked(row)
         if len(ids) > self.max_length:
             raise EngineError(f"A row to score has {len(ids)} tokens, the limit is {self.max_length}; shorten it.")
@@ -233,7 +235,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """Raises MissingExtraError without the `grammar` extra, EngineError without a tokenizer."""
+        """The grammar compiler, created at first use. Raises EngineError without a tokenizer."""
         if self._grammars is None:
             if self.tokenizer is None:
                 raise EngineError("Grammars and bad_words need a tokenizer; this model directory has none.")
@@ -262,7 +264,7 @@ class Engine:
         Returns the requests that got a token.
 
         Raises RequestFailed if a request could not be computed. The others have advanced; the failed request is done,
-        with the reason in its `error`. After any other exception, including EngineBroken, only `rebuild` helps.
+        with the reason in its `error`. After any other exception, including EngineBroken, call `rebuild`.
         """
         if self._paused:
             return []
@@ -339,7 +341,7 @@ class Engine:
         self, rows: Sequence[Sequence[int]], temperature: float = 1.0, top_logprobs: int = 0
     ) -> list[Completion]:
         """Score rows. The tokens of each completion are the row's tokens after the first (see `submit_score`), with the
-        likeliest `top_logprobs` at each position. Raises EngineError if a row cannot fit."""
+        likeliest `top_logprobs` at each position. Raises EngineError if a row is too long."""
         self._check_going()
         if not math.isfinite(temperature) or temperature <= 0:
             raise EngineError("Scoring needs a temperature above 0.")
@@ -348,8 +350,8 @@ class Engine:
 
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights (names of `state_dict`). Running requests continue: their caches are recomputed with the
-        new weights before their next token, so exactly one version produces each token."""
+        """Replace all weights; `tensors` has the names of `state_dict`. Running requests continue: their caches are
+        recomputed with the new weights before their next token, so exactly one version produces each token."""
         check_fit(self.model, tensors)
         own = self.model.state_dict()
         for name, tensor in tensors.items():
@@ -363,7 +365,7 @@ class Engine:
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:
-    """Check that a model can draft `count` tokens."""
+    """Return `count`. Raises EngineError if the model cannot draft that many tokens."""
     if count < 0:
         raise EngineError("The number of drafts per step must be at least 0.")
     if count and model.mtp is None:

@@ -1,6 +1,6 @@
 """Grammars that clients write, in Lark's notation or in GBNF: checked before the library parses them.
 
-All scans here take time proportional to the length of the text.
+All scans in this module take time proportional to the length of the text.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
 follows references by recursion and fails if a chain of references is longer than about 1,500. It needs minutes for 200
 conjunctions."""
 MAX_HIDDEN = 1000
-"""Maximum number of colons and brackets if those inside strings and expressions count too. The library may disagree
-with this module on where a string begins and ends."""
+"""Maximum number of colons and brackets, including those inside strings, comments and regular expressions. The library
+may disagree with this module on where a string begins and ends."""
 MAX_GBNF = 4_000_000
 """Maximum of (number of characters) * (number of rules) in GBNF. In a chain of rules, the library reads the whole text
 again for each reference."""
 
 _GBNF = re.compile(r"(?m)^[ \t]*root[ \t]*::=")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*+"|(?://|#)[^\n]*+|/(?:\\.|[^/\\\n])*+/|(["/])')
-"""Strings, comments and expressions in Lark's notation, or (group 1) a quote that is not closed on its line."""
+"""Strings, comments and regular expressions in Lark's notation, or (group 1) a quote that is not closed on its line."""
 
 
 def checked(text: str) -> str:

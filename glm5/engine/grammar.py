@@ -1,9 +1,9 @@
-"""Grammars restrict which tokens may come next: an answer is, for example, JSON of a schema, a choice or a tool call.
+"""Grammars restrict the next token: for example, an answer must be JSON that matches a schema, or a tool call.
 
 llguidance (extra `grammar`) computes the masks from grammars in Lark's notation, which `glm5.engine.grammar_rules`
-writes. This module adds the tokenizer, limits and clear errors. Around the library's matcher it handles a think block
-before the answer and the stop token that fits the kind of answer. It forbids ordinary text that spells out a special
-marker, because a text parser would take it for the real one.
+writes. This module adds the tokenizer, limits and clear errors. It also handles what the library's matcher does not
+see: the think block before the answer, and which stop token may end each kind of answer. It forbids ordinary text that
+spells out a special marker, because a text parser would take it for the real one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from glm5.errors import EngineError, MissingExtraError
 from glm5.records import GrammarSpec
 
 KEPT_BYTES = 256 << 20
-"""Compiled grammars are kept for later requests, up to this cost (see `OWN_BYTES`): 32 grammars of usual size."""
+"""Compiled grammars are kept for later requests, up to this total charge (see `OWN_BYTES`): about 32 usual grammars."""
 KEPT_STEPS = 50_000
 """A compiled grammar is kept for at most this many sampled tokens, because every new text makes its lexer larger."""
 OWN_BYTES, BYTES_PER_CHARACTER = 8 << 20, 64
-"""Cost of a compiled grammar: a constant plus an amount per character of its text. Usual grammars take 0.1 MB.
-Expressions over Unicode classes take 4 MB from the start. A lexer with `LEXER_STATES` states takes some 20 MB."""
+"""Bytes that are charged for a compiled grammar: a constant plus an amount per character of its text. Actual use: usual
+grammars 0.1 MB, expressions over Unicode classes 4 MB from the start, a lexer with `LEXER_STATES` states about 20
+MB."""
 LEXER_STATES = 16_000
 COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 1_000_000, 200_000, 2_000
 """Limits of the work at compile time and per token. A grammar that exceeds them is refused or fails."""
@@ -45,8 +46,8 @@ _ANSWER = {"tools": ("</arg_value>",), "json": ("<tool_call>",), "json_schema": 
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Thread-safe. Construction takes some milliseconds per ten thousand tokens of
-    the vocabulary. Every kind except "any" needs llguidance."""
+    """Compiles grammars for one tokenizer. Thread-safe. Construction takes a few milliseconds per ten thousand tokens
+    of the vocabulary. Every kind except "any" needs llguidance."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -115,7 +116,7 @@ class Grammars:
             library, tokens, limits = self._library
             text = written(spec, self.tokenizer)
             matcher = library.LLMatcher(tokens, library.LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
-            matcher.compute_bitmask()  # some limits are checked only here
+            matcher.compute_bitmask()  # the library checks some limits only in this call
             if matcher.is_error():
                 raise EngineError(f"The {_NOUN[spec.kind]} cannot be enforced: {_reason(matcher)}.")
             source = _Source(matcher, _size(text))
@@ -165,7 +166,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar ready to use; `source` stays in its initial state."""
+    """A compiled grammar. The matcher in `source` stays in its initial state; samples copy it."""
 
     words: Words
     source: _Source | None
@@ -180,10 +181,10 @@ class Compiled:
 
 
 class GrammarState:
-    """The position of one sample in its grammar. Without a `matcher` every token fits. `done` is set once the sample's
-    stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an answer that cannot
-    end). `slow` says that the grammar takes too much time. If `failed` or `slow` is set, the caller must end the
-    sample."""
+    """The position of one sample in its grammar. Without a `matcher` the answer may have any token. `done` is set once
+    the sample's stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an
+    answer that cannot end). `slow` is set if the grammar takes too much time. If `failed` or `slow` is set, the caller
+    must end the sample."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -210,8 +211,8 @@ class GrammarState:
         return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next, or after `drafted`. `mask` has one bit per id, all 0 before
-        the call.
+        """Set the bits of the tokens that may come next; if `drafted` is given, of those that may follow it. `mask` has
+        one bit per id, all 0 before the call.
 
         After a draft that does not fit, all bits are set. If no token fits, `failed` is set, and only the
         bits of stop tokens are set in `mask`.
@@ -228,13 +229,13 @@ class GrammarState:
             else:
                 found = self._next()
                 mask[: len(found)] = found
-        finally:  # also after an error: the failed step is computed again
+        finally:  # roll back after an error too: the failed step is retried from this state
             if moved:
                 self.rollback(moved)
                 self.failed = before  # a dead end after a draft is not final
 
     def accept(self, token: int) -> None:
-        """`token` was sampled: advance the state."""
+        """Advance the state by a sampled token."""
         now = (self._thinking, self._spelled, self.done)
         moved = False
         if not self.done and self.failed is None and not self.slow:
@@ -253,7 +254,7 @@ class GrammarState:
         self._past.append((*now, moved))
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back."""
+        """Roll back the last `count` tokens."""
         in_matcher = 0
         for _ in range(count):
             self._thinking, self._spelled, self.done, moved = self._past.pop()

@@ -1,11 +1,11 @@
-"""From a request's grammar spec to a grammar in llguidance's Lark notation.
+"""Converts a request's grammar spec to a grammar in llguidance's Lark notation.
 
 JSON has one format, that of `json.dumps`: separators `, ` and `: ` and no other white space, so a model cannot fill its
-budget with blanks. The chat template writes the same format, and the released models were trained on it.
+token budget with white space. The chat template writes the same format, and the released models were trained on it.
 
 A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; the marks are special
 tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser (`glm5.chat.parsers`)
-reads an argument's text by the argument's schema. The grammar admits exactly the texts that the parser reads as valid:
+reads an argument's text according to its schema. The grammar admits exactly the texts that the parser reads as valid:
 plain text if only a string is allowed; JSON if no string is allowed; if both are allowed, JSON of the other types and
 any text that is not JSON of these types.
 """
@@ -120,8 +120,8 @@ def _check_size(value: Any, what: str) -> None:
 
 
 def _states(divisor: float) -> int:
-    """Estimate of the number of remainders: the divisor as a fraction, numerator times denominator. Above the limit if
-    the divisor is not positive."""
+    """Estimate of the number of remainders: numerator times denominator of the divisor as a fraction. Above the limit
+    if the divisor is not positive."""
     try:
         exact = Fraction(str(divisor))
     except ValueError:
@@ -236,9 +236,9 @@ class _Calls:
         self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
-        """The rule for a string or another type. The parser reads a text as JSON of the other type if it can. So if the
-        schema restricts the other type, its values get their own rule, and the rule for text excludes its look-alikes.
-        """
+        """The rule for a string or another type. The parser reads a text as JSON of the other type if possible. So if
+        the schema restricts the other type, its values get their own rule, and the rule for strings excludes texts that
+        look like them."""
         bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
         literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
         unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))
@@ -270,7 +270,7 @@ _HARMLESS = {"type", "title", "description", "default", "examples", "deprecated"
 _ABOUT_OTHERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems",
                  "minItems", "maxItems", "uniqueItems", "contains", "properties", "required", "additionalProperties",
                  "patternProperties", "propertyNames", "minProperties", "maxProperties"}  # fmt: skip
-"""Keywords that restrict values of other types, but no string."""
+"""Keywords that restrict values of other types, but not strings."""
 
 
 class _References:
@@ -368,7 +368,7 @@ def _declared(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _is_free(schema: Any, root: _References, kind: str) -> bool:
-    """Whether every value of a type is certain to fit a schema."""
+    """Whether a schema certainly allows every value of a type."""
     waiting, seen = [schema], set[int]()
     while waiting:
         schema = root.resolved(waiting.pop())

@@ -1,8 +1,8 @@
 """A consistent-hash ring with bounded load: all turns of an id go to the same rank (§4.1).
 
 Every rank owns many points of a circle. An id is also a point, and belongs to the rank of the next point. A
-rank that joins takes an equal share from all others; a rank that leaves spreads its ids over all others; no other id
-moves. Nothing here depends on time, chance or call order: two processes with the same ranks agree.
+rank that joins takes an equal share from all others. A rank that leaves spreads its ids over all others. No other id
+moves. The ring does not depend on time, chance or call order: two processes with the same ranks agree.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ class KVPool:
 
     @property
     def available(self) -> int:
-        """Pages that `alloc` can give, after eviction if necessary."""
+        """Number of pages that `alloc` can return, after eviction if necessary."""
         return self.total - self._busy
 
     @property
     def unused(self) -> int:
-        """Pages that are neither referenced by a sequence nor pinned."""
+        """Number of pages that are neither referenced by a sequence nor pinned."""
         return len(self._free) + self.total + 1 - self._next
 
     def held(self, page: int) -> bool:
@@ -121,7 +121,7 @@ class KVPool:
             raise EngineError(f"A stored page has {len(data)} bytes, {at} were expected.")
 
     def page_bytes(self, tokens: int = PAGE) -> int:
-        """Bytes that `dump` returns."""
+        """Number of bytes that `dump` returns for `tokens` tokens."""
         return sum(part.shape[0] * tokens * part.shape[3] * part.element_size() for part in self._parts())
 
     def _parts(self) -> tuple[Tensor, ...]:

@@ -13,9 +13,9 @@ from glm5.records import SamplingParams
 
 @dataclass(frozen=True)
 class Speculation:
-    """Result of a speculative run. `token_ids` per prompt; `accepted[k]` counts rounds that accepted at least the first
-    k + 1 drafts; `accept_length` is the mean number of tokens per verification: the accepted drafts plus one token of
-    the trunk (1: no draft was accepted)."""
+    """Result of a speculative run. `token_ids` has one list per prompt; `accepted[k]` counts rounds that accepted at
+    least the first k + 1 drafts; `accept_length` is the mean number of tokens per verification: the accepted drafts
+    plus one token of the trunk (1: no draft was accepted)."""
 
     token_ids: list[list[int]]
     rounds: int

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 1e-6
 HIGHEST_TEMPERATURE = 1e6
-"""Temperature limits, apart from 0 (greedy). Outside them the division or the logits may overflow."""
+"""Temperature limits; 0 (greedy) is also valid. Outside the limits the division or the logits may overflow."""
 HIGHEST_PENALTY = 10
 HIGHEST_BIAS = 1000
 MAX_BAD_BYTES = 4096
-"""Maximum bytes of all `bad_words` together, in UTF-8; each byte takes some hundred bytes of memory."""
+"""Maximum bytes of all `bad_words` together, in UTF-8; each byte takes a few hundred bytes of memory."""
 
 
 class SamplerState:
     """Sampling state of one sample: parameters, seed and the tokens so far.
 
-    Call `advance` after every token that is kept. A preempted request keeps its state, because nothing here depends on
-    the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the parameters
-    restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
+    Call `advance` after every token that is kept. A preempted request keeps its state, because no part of the state
+    depends on the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the
+    parameters restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SamplerState:
         return self.params.temperature == 0
 
     def advance(self, token: int) -> None:
-        """Record `token`."""
+        """Record a token that is kept."""
         self.position += 1
         if self.counts is not None:
             self._counts[token] += 1
@@ -100,7 +100,7 @@ class SamplerState:
         )
 
 
-@lru_cache(maxsize=4)  # some MB each
+@lru_cache(maxsize=4)  # a few MB each, mostly the key
 def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
     """[V], true for all ids except `allowed`; shared by samples, so do not modify it."""
     if not 0 <= min(allowed) <= max(allowed) < vocab_size:
@@ -156,8 +156,8 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Apply the states' penalties, biases and masks in place to logits [n, V] in fp32 or wider. Row i comes after
-    `drafted[i]`, tokens that its state has not recorded yet. All operations are batched."""
+    """Apply the states' penalties, biases and masks in place to logits [n, V] in fp32 or wider. Row i predicts the
+    token after `drafted[i]`, which are tokens that its state has not recorded yet. All operations are batched."""
     _penalise(logits, states, drafted)
     rows, ids, values = [], [], []
     for row, state in enumerate(states):

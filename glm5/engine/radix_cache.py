@@ -118,7 +118,7 @@ class RadixCache:
                     return  # nothing new
                 self._absorb(node, key)
                 child = node.children[key] = Node(key, node)
-                self._roots[namespace] = root  # until its last child is removed
+                self._roots[namespace] = root  # removed with its last child
             if child.page is None:
                 self._unstore(child)
                 child.page = page
@@ -134,7 +134,7 @@ class RadixCache:
                 self._forget(other)
 
     def clear(self) -> None:
-        """Drop everything, as new weights require. Sequences keep their own pages."""
+        """Drop all entries (needed after a weight update). Sequences keep their own pages."""
         for root in list(self._roots.values()):
             for child in list(root.children.values()):
                 self._forget(child)

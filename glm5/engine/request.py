@@ -19,9 +19,9 @@ class Request:
     `tokens` are prompt and output. The pages contain the latents of the first `stored` tokens. The model continues at
     `next`, which is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D]
     that predicts the next token. If it is set, the last token is read together with the next drafts, not in a prefill.
-    `namespace` None keeps the request out of the prefix cache. `number` is the serial number of the request, `row` its
-    row in the page table. With `score` nothing is sampled: the completion gets the log-probabilities of the prompt's
-    tokens after the first. `error` is set if the request failed.
+    `watch` detects stop strings. `namespace` None keeps the request out of the prefix cache. `number` is the serial
+    number of the request, `row` its row in the page table. With `score` nothing is sampled: the completion gets the
+    log-probabilities of all prompt tokens except the first. `error` is set if the request failed.
     """
 
     prompt_ids: list[int]
@@ -73,7 +73,7 @@ class Request:
         return known >= count
 
     def saw(self, count: int) -> None:
-        """The model has read the first `count` tokens; their latents are in the pages."""
+        """Record that the model has read the first `count` tokens; their latents are in the pages."""
         self.next = count
         self.stored = max(self.stored, count)
 

@@ -1,4 +1,4 @@
-"""From spans of requests to hidden states: batch tensors over the page table, and the forward passes."""
+"""Computes hidden states for spans of requests: batch tensors over the page table, and the forward passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
     MLA takes all tokens in one flat batch without padding if it is sparse or the mode is exact. Otherwise attention
-    needs rows of equal length, so feeds are grouped by length. In exact mode none of this changes a token's bits.
+    needs rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result.
     """
 
     def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:

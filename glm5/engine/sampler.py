@@ -1,7 +1,7 @@
-"""From hidden states to tokens: penalties, masks, temperature, filters, and draws that are independent of the batch.
+"""Samples tokens from hidden states: penalties, masks, temperature, filters, and draws that ignore the batch.
 
 `distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` builds the records;
-`sample` does all three. Speculative decoding uses `distributions` to accept and to reject.
+`sample` does all three. Speculative decoding uses `distributions` to accept and reject drafts.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     min-p keeps tokens with at least min_p times the highest probability. top-k keeps the k likeliest of them. top-p
     keeps the smallest number of likeliest tokens that together have the share p of the remaining mass. This is vLLM's
     order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so only the
-    `SHORT` likeliest are sorted if that decides a row.
+    `SHORT` likeliest are sorted if these are enough to decide a row.
     """
     cut = _Cut(params, logp)
     if logp.shape[1] <= SHORT:
@@ -184,7 +184,7 @@ class _Cut:
         return part
 
     def __call__(self, probs: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which of the probabilities [n, K], in descending order, to keep, and per row whether K was enough to decide.
+        """For probabilities [n, K] in descending order: which to keep, and per row whether K was enough to decide.
 
         `total` [n, 1] is the sum of the whole row if `probs` is only its first part, else None.
         """

@@ -14,7 +14,7 @@ from glm5.engine.request import Request
 @dataclass(frozen=True)
 class Span:
     """Tokens start .. start + count - 1 of a request, the model's next input. The last `drafts` of them are not drafted
-    yet; `draws` says that the request gets new tokens from this span."""
+    yet. If `draws` is True, the request gets new tokens from this span."""
 
     request: Request
     start: int
@@ -29,15 +29,15 @@ class Scheduler:
     Every running request that has read its prompt gets its next token in every step. Prompts are read in chunks within
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
     admitted when there are pages for its known tokens. When pages run out, the youngest running request is preempted:
-    it frees its pages and goes to the front of the queue. It keeps its tokens and its seed, and later recomputes those
-    of its tokens that are no longer in the prefix cache. While prompts are being read or are waiting, scored rows get
+    it frees its pages and goes to the front of the queue. It keeps its tokens and its seed. Later it recomputes its
+    tokens that are no longer in the prefix cache. While prompts are being read or are waiting, scored rows get
     at most half the budget, and prompts may overtake them in the queue.
     """
 
     def __init__(
         self, pool: KVPool, radix: RadixCache | None, *, max_batch: int, chunk: int, drafts: int, bring_back: bool
     ) -> None:
-        """`bring_back`: recompute the last reused token for its hidden state."""
+        """`bring_back`: recompute the last token of a cached prefix, because its hidden state is needed."""
         self.pool, self.radix = pool, radix
         self.chunk, self.drafts, self.bring_back = chunk, drafts, bring_back
         self.waiting: deque[Request] = deque()
@@ -69,7 +69,7 @@ class Scheduler:
             if self._provide(request, span):
                 spans.append(span)
             else:
-                break  # it was the youngest and was preempted
+                break  # the request was the youngest and was preempted
         self.admit(spans)
         return spans
 
@@ -80,7 +80,8 @@ class Scheduler:
         return max(1, budget // 2) if waits or reads else budget
 
     def _provide(self, request: Request, span: Span) -> bool:
-        """Allocate a span's pages, preempting younger requests if needed. False if the request was itself preempted."""
+        """Allocate a span's pages, preempting younger requests if needed. Returns False if it preempted the request
+        itself."""
         # The MTP layer writes one token ahead of the trunk.
         needed = -(-(span.start + span.count + (1 if self.bring_back else 0)) // PAGE) - len(request.pages)
         while needed > self.pool.available:

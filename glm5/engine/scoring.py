@@ -19,8 +19,8 @@ LINES = 64
 
 
 def score_span(hidden: Tensor, weight: Tensor, span: Span) -> list[Sampled]:
-    """Scores of the tokens after each position of a span, from its hidden states [count, D]. Leaves out tokens that the
-    completion has already (a preempted request reads its tokens again)."""
+    """Scores of the tokens after each position of a span, from its hidden states [count, D]. Leaves out tokens that
+    are already in the completion (a preempted request reads its tokens again)."""
     request, params = span.request, span.request.params
     known = max(0, len(request.completion.token_ids) - span.start)
     ids = request.tokens[span.start + 1 + known : span.start + 1 + span.count]

@@ -233,7 +233,7 @@ class Steps:
         self, items: list[Item], work: Callable[[list[Item]], None], again: Callable[[Item], Item | None]
     ) -> None:
         """Do `work` on all items except those whose requests make it raise. Before an item is retried,
-        `again` returns it as it was before the failure, or None if it must not be retried."""
+        `again` returns the item as it was before the failure, or None if it must not be retried."""
         parts, attempts = [items], 0
         while parts:
             part = parts.pop()
@@ -258,7 +258,7 @@ class Steps:
             del error  # its traceback references the tensors of the attempt
 
     def _again(self, span: Span) -> Span | None:
-        """A span as it was before it failed."""
+        """A span as it was before it failed; None if its request was preempted."""
         request = span.request
         if request.row < 0:
             return None  # preempted by the plan for the next step; it is scheduled again
@@ -295,7 +295,7 @@ class Steps:
 
 
 def caught(work: Callable[..., object], *arguments: object) -> BaseException | None:
-    """Do `work` and return what it raises. A panic of a Rust library is caught too, although it is no Exception."""
+    """Do `work` and return what it raises. A panic of a Rust library (no `Exception`) is caught too."""
     try:
         work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

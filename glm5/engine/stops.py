@@ -1,7 +1,7 @@
 """Streaming detection of stop strings: one object per sample, constant work per character.
 
 The engine and the code that sends text to a client each feed the same tokens to a `StopStringDetector` of their own, so
-both end a sample at the same place. A stop string, or one character, may span several tokens.
+both end a sample at the same character. A stop string, or one character, may span several tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StopMatcher:
         return data[:end]
 
     def finish(self) -> str:
-        """The held-back end of the text, which might have become a stop string."""
+        """The held-back end of the text, which could have become a stop string; call it after the last piece."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -137,8 +137,9 @@ class StopStringDetector:
 
 @lru_cache(maxsize=16)
 def automaton(stops: tuple[str, ...]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
-    """Aho-Corasick. Per state: its transitions, the state of its longest proper suffix, its length, and the longest
-    stop string that ends there (or ""). Shared by a request's samples, read-only; some hundred bytes per character."""
+    """Aho-Corasick. Four lists with one entry per state: transitions, failure link (the state of the longest proper
+    suffix), depth, and the longest stop string that ends in this state (or ""). Read-only and shared by all samples of
+    a request. Takes a few hundred bytes of memory per character."""
     following: list[dict[str, int]] = [{}]
     depth, found = [0], [""]
     for stop in stops:

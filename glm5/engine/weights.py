@@ -81,8 +81,8 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     """Copy staged weights into the engine as `version`, between two of its steps.
 
     Running requests use the new weights from their next token. With `hashes`, the tensors whose type was not converted
-    are read back from the engine and compared. Raises EngineError if the memory differs from the staged weights (only
-    after memory errors).
+    are read back from the engine and compared. Raises EngineError if the engine's memory differs from the staged
+    weights, which only a memory error can cause.
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")
@@ -110,7 +110,7 @@ def tensor_hashes(model: nn.Module) -> dict[str, str]:
 
 
 def _read(model: GLM5ForCausalLM, path: Path, tokenizer: Tokenizer | None) -> Mapping[str, Tensor]:
-    """The weights of a directory in host memory. Configuration and tokenizer are compared first."""
+    """The weights of a directory in host memory. Compares configuration and tokenizer first."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
     ours, theirs = _meaning(model.config), _meaning(GLM5Config.load(path))

@@ -14,11 +14,11 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.stops import automaton
 
 Mask = NDArray[np.int32]
-"""One bit per id, 32 per word, lowest first; ids outside the vocabulary are 0."""
+"""One bit per id, 32 per word, lowest bit first; ids outside the vocabulary are 0."""
 KEPT_MASKS = 64
-"""Cached masks per `Spelling`."""
+"""Maximum number of cached masks per `Spelling`."""
 KEPT_SPELLINGS = 16
-"""Cached `Spelling` objects, apart from those in use."""
+"""Maximum number of cached `Spelling` objects. Requests keep those that they use."""
 
 
 class Words:
@@ -88,7 +88,7 @@ class Spelling:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
         self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
-        # Per state: of each text with this prefix, the remaining bytes, unless longer than the longest token.
+        # Per state: the remaining bytes of each text with the state's prefix, if one token can contain them.
         self._rests: dict[int, list[bytes]] = {}
         for text in self._texts:
             state = 0

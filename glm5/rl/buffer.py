@@ -40,7 +40,7 @@ class Buffer:
     padded_responses: int = 0
     """Repeated responses in returned batches."""
     lost_in_a_row: int = 0
-    """Consecutive groups dropped for environment failures, up to now."""
+    """Number of consecutive groups dropped for environment failures; 0 after a group becomes ready."""
     _open: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
     _ready: dict[int, list[Trajectory]] = field(default_factory=dict)
     """The valid responses of complete groups, not padded yet."""

@@ -34,11 +34,11 @@ class Controller:
         self.in_flight = 0
         """Rollouts that have started and not ended."""
         self.pushing = False
-        """Whether a weight push to the engine is under way; no update is computed meanwhile."""
+        """Whether a weight push to the engine is running; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
-        """If a state is waiting to be saved: the value of `pushed` when saving became due. `start` then uses this value
-        to limit the number of groups. Otherwise None."""
+        """While a state waits to be saved: the value of `pushed` when saving became due, which `start` then uses to
+        limit the number of groups. Otherwise None."""
 
     @property
     def concurrency(self) -> int:
@@ -51,7 +51,8 @@ class Controller:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing is under way and no batch is complete. Check it after `start` has returned None."""
+        """Whether no rollout and no push is running, and no batch is complete. Check it after `start` has returned
+        None."""
         return not self.in_flight and not self.pushing and self.buffer.ready < self._stage.prompts
 
     def start(self) -> tuple[int, int] | None:
@@ -84,7 +85,7 @@ class Controller:
         return self.buffer.take(self._stage.prompts) if self.buffer.ready >= self._stage.prompts else None
 
     def updated(self) -> None:
-        """Report that the learner finished the update. Then `pushing` says whether the new weights go to the engine."""
+        """Report that the learner finished the update. Sets `pushing` if the new weights must go to the engine."""
         self.version += 1
         self.pushing = self.version % self._stage.push_every == 0
 
@@ -95,9 +96,9 @@ class Controller:
     def saves(self) -> bool:
         """Whether to save a state now. Call it once after every update. If a push can happen at once, push first.
 
-        A state is due every `save_every` updates. A state contains no rollouts. So while one is due, a push
-        allows no further groups to start; the state is saved after all started groups were used or dropped. Runs with
-        and without an interruption wait in the same way and end with the same numbers.
+        A state is due every `save_every` updates. A state contains no rollouts. So while a state is due, a
+        push allows no further groups to start, and the state is saved after all started groups were used or dropped.
+        Runs with and without an interruption wait in the same way, so they end with the same numbers.
         """
         every = self._stage.optim.save_every
         if every and self.version % every == 0 and self._landing is None:

@@ -1,4 +1,4 @@
-"""Counts environment failures by cause and ends a stage if a family has too many (§4.1)."""
+"""Counts environment failures by cause and ends a stage if one task family has too many (§4.1)."""
 
 from __future__ import annotations
 

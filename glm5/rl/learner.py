@@ -103,7 +103,7 @@ class Learner:
             at += len(batch)
         self.version += 1
         numbers = total.numbers()
-        if "loss" in numbers:  # so far a sum of the steps' means
+        if "loss" in numbers:  # `merge` added up the means of the steps
             numbers["loss"] /= len(batches)
         return numbers | {"grad_norm": sum(norms) / len(norms), "lr": rate}
 
@@ -200,7 +200,8 @@ class Learner:
 
 
 def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """`count` minibatches of whole groups, in order, as equal in size as possible; fewer if there are fewer groups."""
+    """Split into `count` minibatches of whole groups, in order, with about equal numbers of groups. There are fewer
+    minibatches if there are fewer groups."""
     groups: list[list[TrainSample]] = []
     for sample in samples:
         if not groups or groups[-1][-1].group != sample.group:

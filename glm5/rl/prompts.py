@@ -1,4 +1,4 @@
-"""Chooses the problem of each group of rollouts: mixtures of families, filtered by difficulty, tagged with teachers."""
+"""Chooses the problem of each group of rollouts from a mixture of families; filters by difficulty, tags teachers."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ class PromptStream:
         return problems.index(place, again)
 
     def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
-        """Measure the pass rates that `difficulty` asks for, unless `path` has them for this `policy`; then filter the
-        problems by pass rate. Raises DataError if no problem is left, RolloutError if no episode could be played."""
+        """Measure the pass rates that `difficulty` needs, unless the file `path` has them for this `policy` (an id of
+        its weights); then filter the problems by pass rate. Raises DataError if no problem is left, RolloutError if no
+        episode could be played."""
         for entry, config in enumerate(self.stage.families):
             if config.difficulty is None:
                 continue

@@ -1,4 +1,4 @@
-"""Writes batches of rollouts to a file and reads them back bit for bit: updates can be repeated without an engine.
+"""Writes batches of rollouts to a file and reads them back bit for bit, to repeat updates without an engine.
 
 Each line is a JSON object with one trajectory, in training order. A trajectory that pads its group (`repair_group`) is
 written as often as it is trained on. Keys:
@@ -10,9 +10,9 @@ written as often as it is trained on. Keys:
     teacher           teacher of the prompt in distillation, else ""
     turns             [{given, shared, output, logprobs, versions, finish_reason}, ...]
 
-A turn's context is the first `shared` tokens of the previous turn (context and output), then `given`: this keeps long
-episodes small. Only outputs count in the loss. Floats are written with all their digits; non-finite ones are strings
-("inf", "-inf", "nan"). `detail` is for people: values that JSON cannot represent become strings.
+A turn's context is the first `shared` tokens of the previous turn (context and output), then `given`: this keeps the
+lines of long episodes short. Only outputs count in the loss. Floats are written with all their digits; non-finite ones
+are strings ("inf", "-inf", "nan"). `detail` is for people: values that JSON cannot represent become strings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE = "rollouts.jsonl"
 MAX_TOKENS, TOKENS_PER_BYTE = 1 << 15, 32
 """Maximum tokens of the contexts and outputs of one trajectory when a file is read: `MAX_TOKENS` plus `TOKENS_PER_BYTE`
 per byte of its line. Without a limit, many turns of a short line could reuse one long prefix through `shared`, and so
-expand to far more tokens than the line has bytes. A usual episode of a hundred turns needs some 8 tokens per byte."""
+expand to far more tokens than the line has bytes. A usual episode of a hundred turns needs about 8 tokens per byte."""
 
 
 def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str = "", step: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""Shows one trajectory of an update token by token, for people: what the loss saw, and the ratios after the step.
+"""A readable, token-by-token record of one trajectory of an update: what the loss saw, and the ratios after the step.
 
-`RolloutTrace` observes the loss of an update and keeps one row whose advantage is not 0: the row with the ratio
-farthest from 1 (the first of several), or, if all ratios are 1, the row with the largest advantage. After the step the
+`RolloutTrace` observes the loss of an update and keeps one row with an advantage other than 0: the row with the `rho`
+farthest from 1. If several have the same, it keeps the one with the largest absolute advantage. After the step the
 row's tokens are scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The
 file depends only on the batch and the weights, so a resumed run writes the same file. Keys:
 
@@ -9,9 +9,10 @@ file depends only on the batch and the weights, so a resumed run writes the same
     problem, domain, outcome, reward, teacher
     tokens                                   [{text, loss, ...}, ...], a context and the tokens sampled after it
 
-Tokens with `loss` were sampled. They also have `rho` = pi_theta / pi_rollout before the step (the loss used it),
-`ratio` (the same after the step), `advantage`, `masked` (the loss dropped the token), `clipped` (the loss clipped its
-ratio) and `version` (of the weights that sampled it). Bytes that are not UTF-8 are written as \\xNN.
+A token whose own `loss` is true was sampled by the policy. Such tokens also have `rho` = pi_theta / pi_rollout before
+the step (the loss used it), `ratio` (the same after the step), `advantage`, `masked` (the loss dropped the token),
+`clipped` (the loss clipped its ratio) and `version` (of the weights that sampled it). Bytes that are not UTF-8 are
+written as \\xNN.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Seen:
 
 
 class RolloutTrace:
-    """Observes an update's micro-batches (`policy_loss` calls it with each) and keeps the row that `write` writes.
+    """Observes an update's micro-batches (`policy_loss` calls it with each) and keeps the row for `write`.
     `loss` is the name of the objective."""
 
     def __init__(self, loss: str) -> None:
@@ -75,7 +76,7 @@ class RolloutTrace:
     def write(
         self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
     ) -> bool:
-        """Write the row's file; call it after the step. Returns False without a file if all advantages were 0."""
+        """Write the row's file; call it after the step. If all advantages were 0, writes no file and returns False."""
         if self._seen is None:
             return False
         sample = self._seen.sample
@@ -90,7 +91,7 @@ class RolloutTrace:
 
 
 def is_due(step: int, config: OptimConfig) -> bool:
-    """Whether to write a row of this update: the last update, and every update that saves a state."""
+    """Whether to write a trace of update `step`: of the last update, and of every update that saves a state."""
     return step == config.steps or (config.save_every > 0 and step % config.save_every == 0)
 
 
@@ -131,5 +132,5 @@ def _tokens(seen: _Seen, after: Tensor, tokenizer: Tokenizer) -> list[dict[str, 
 
 
 def _number(value: float) -> float | None:
-    """`value` with nine digits, enough for every fp32 number; None if it is not finite."""
+    """`value` with nine significant digits, enough for every fp32 number; None if it is not finite."""
     return float(f"{value:.9g}") if math.isfinite(value) else None

@@ -13,7 +13,7 @@ from glm5.train.loop import StageIO
 
 @dataclass(frozen=True)
 class StageStart:
-    """All these values are the same when an interrupted stage starts again.
+    """The inputs of a stage. All are the same when an interrupted stage starts again.
 
     policy      the model with the stage's starting weights; copy it (`clone`) before changing anything
     io          `io.folder` is the stage's own folder, `io.metrics` the run's metrics, `io.name` the stage's name

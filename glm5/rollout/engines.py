@@ -1,7 +1,7 @@
-"""Where a gateway's tokens come from: an engine of this process, or servers with SGLang's native surface.
+"""Sources of a gateway's tokens: an engine in this process, or servers with SGLang's native API.
 
-A generation that an engine loses (it died, or was told to abort for a weight update) goes on elsewhere from the tokens
-sampled so far: they are sent as the end of the prompt. So nothing is sampled twice and no token is lost.
+An engine loses a generation if it dies or aborts, for example for a weight update. The pool then retries the generation
+on a newly picked engine, with the tokens sampled so far appended to the prompt. So no token is sampled twice or lost.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from glm5.serve.samples import Delta, Part
 log = get_logger("gateway")
 
 ATTEMPTS = 8
-"""Engines that one generation may be lost on."""
+"""Maximum number of attempts per generation, each on a newly picked engine."""
 PAUSE_SECONDS = 0.2
-"""Before a lost generation goes on; doubles up to a hundred times as much while no engine answers."""
+"""Seconds to wait before a lost generation is retried. Doubles after each loss of it, up to 100 times this value."""
 FAR = 86_400.0
+"""HTTP timeout of a generation in seconds (one day). The real deadline is set by the session."""
 
 
 class EngineLost(EngineError):
-    """The engine died or hung up, or ended the generation for a weight update."""
+    """The engine died, closed the connection, is full, or aborted the generation; another engine can continue it."""
 
 
 class TokenSource(Protocol):
@@ -45,12 +46,12 @@ class TokenSource(Protocol):
     name: str
 
     def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if the rest can be sampled
-        elsewhere, EngineError if the request cannot be computed."""
+        """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if another engine can sample the
+        remaining tokens, EngineError if the request cannot be computed."""
         ...
 
     async def version(self) -> int:
-        """The version of the engine's weights. Raises EngineLost."""
+        """The version of the engine's weights. Raises EngineLost if the engine does not answer."""
         ...
 
 
@@ -80,19 +81,19 @@ class LocalEngine:
 
 
 class HttpEngine:
-    """A server with SGLang's `/generate`. `url` is its root."""
+    """A server with SGLang's `/generate`. `url` is its base URL."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.name = url
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._idle: list[httpx.AsyncClient] = []
-        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so once
+        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A client with one connection: with every request, httpx looks at all connections of a client."""
+        """A client for one request at a time: httpx scans all connections of a client on every request."""
         client = self._idle.pop() if self._idle else None
-        if client is None:  # trust_env: a proxy of the environment is not meant for engines
+        if client is None:  # trust_env: do not send requests to engines through a proxy
             timeout = httpx.Timeout(FAR, connect=5.0)
             client = httpx.AsyncClient(
                 base_url=self.name, headers=self._headers, timeout=timeout, trust_env=False, verify=self._verify
@@ -122,7 +123,7 @@ class HttpEngine:
                         if delta.finish_reason is None:
                             yield delta
                         else:
-                            last = delta  # given out after the rest is read, so that the connection can be used again
+                            last = delta  # yield it after the response is read to its end: the connection can be reused
         except (httpx.HTTPError, OSError) as error:
             if last is None:
                 raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
@@ -144,14 +145,15 @@ class HttpEngine:
 
 
 class Reading:
-    """Reads the events of one answer, which may hold the new part or the whole of the sample so far."""
+    """Reads the events of one answer. Each event may contain only the new tokens or all tokens of the sample so far."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._seen = 0
 
     def feed(self, text: str) -> Delta:
-        """The new tokens of an event. Raises EngineLost if the server failed, RequestFailed if this is no event."""
+        """The new tokens of an event. Raises EngineLost if the event reports an error, RequestFailed if it is not in
+        SGLang's format."""
         try:
             told = json.loads(text)
             if "error" in told:
@@ -166,7 +168,7 @@ class Reading:
             versions = [int(version) for version in versions[-fresh:]] if fresh else []
             kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise RequestFailed(f"{self._name} sent an event that is not SGLang's: {error!r:.200}.") from error
+            raise RequestFailed(f"{self._name} sent an event not in SGLang's format: {error!r:.200}.") from error
         if not len(ids) == len(scores) == len(versions) == fresh:
             raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
         self._seen += fresh
@@ -174,9 +176,10 @@ class Reading:
 
 
 def native_params(params: SamplingParams) -> dict[str, Any]:
-    """`sampling_params` of SGLang's `/generate`. Raises ApiError if it cannot express them."""
+    """Convert to `sampling_params` of SGLang's `/generate`. Raises ApiError if it does not support one of the
+    parameters."""
     if params.grammar is not None:
-        text = "Engines over HTTP take no output format or forced tool here; leave it out."
+        text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
     sent: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,
@@ -199,11 +202,12 @@ def native_params(params: SamplingParams) -> dict[str, Any]:
 
 @dataclass
 class EnginePool:
-    """Sends each session to one engine by consistent hashing; a session moves if its engine is overloaded or lost."""
+    """Sends each session to one engine by consistent hashing. Its requests go to another engine while this one is
+    overloaded or has recently lost a generation."""
 
     engines: Sequence[TokenSource]
     most: int = 1024
-    """Generations at once; more wait."""
+    """Maximum number of concurrent generations; further ones wait."""
     lost: Counter[str] = field(default_factory=Counter)
     """How often each engine lost a generation."""
 
@@ -213,15 +217,16 @@ class EnginePool:
         self._ring = HashRing(range(len(self.engines)))
         self._load: Counter[int] = Counter()
         self._permits = asyncio.Semaphore(self.most)
-        self._down: dict[int, float] = {}  # until when an engine that was lost is avoided
+        self._down: dict[int, float] = {}  # by engine: avoid it until this time (monotonic seconds)
 
     @property
     def running(self) -> int:
-        """Generations under way."""
+        """Number of running generations."""
         return self._load.total()
 
     async def generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample, wherever they come from; the last delta has a finish reason."""
+        """Tokens of one sample, from one or several engines; the last delta has a finish reason. Raises ApiError 503
+        after `ATTEMPTS` losses."""
         async with self._permits:
             async with contextlib.aclosing(self._generate(ids, params, session)) as deltas:
                 async for delta in deltas:
@@ -251,7 +256,7 @@ class EnginePool:
             except EngineLost as error:
                 self.lost[self.engines[rank].name] += 1
                 self._down[rank] = time.monotonic() + pause
-                log.warning("%s The generation goes on after %d tokens.", error, len(sofar))
+                log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
                 if len(sofar) >= params.max_tokens:
                     yield Delta(0, [], [], [], "length", [])
                     return
@@ -259,10 +264,10 @@ class EnginePool:
                 self._load[rank] -= 1
             await asyncio.sleep(min(pause, 100 * PAUSE_SECONDS))
             pause *= 2
-        raise ApiError(503, f"{ATTEMPTS} engines in a row lost this generation; retry later.", code="engines_lost")
+        raise ApiError(503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost")
 
     async def versions(self) -> Mapping[str, int | None]:
-        """The version of the weights of each engine; None if it does not answer."""
+        """Weight version by engine name; None if the engine does not answer."""
         found: dict[str, int | None] = {}
         for engine in self.engines:
             try:
@@ -281,17 +286,17 @@ class EnginePool:
         avoid = {rank for rank, until in self._down.items() if until > now}
         try:
             return self._ring.pick(session, self._load, avoid=avoid)
-        except LookupError:  # all were lost lately: try the one that is due first
+        except LookupError:  # all have recently lost a generation: take the one whose pause ends first
             return min(self._down, key=self._down.__getitem__)
 
 
 def _number(version: Any) -> int:
-    """A weight version as a number; servers that name none have version 0."""
+    """A weight version as a number; 0 if the server gives no number."""
     return int(version) if str(version).isdigit() else 0
 
 
 def _refused(status: int, text: str) -> Exception:
-    """The error of a request that a server refused."""
+    """The error for an HTTP status other than 200: EngineLost if another engine may succeed, else ApiError."""
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         text = json.loads(text)["error"]["message"]
     if status in (429, 503):

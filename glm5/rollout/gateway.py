@@ -1,7 +1,8 @@
-"""The gateway: sessions for agents that speak Chat Completions, Responses or Messages, and what was sampled in them.
+"""The gateway: sessions for agents that speak Chat Completions, Responses or Messages, and their samples.
 
-An agent gets a base URL and a key, which open the chat surfaces of its session and nothing else. Everything else needs
-the admin key. The session is named by the path (`/sessions/ID/v1/...`) or, on plain `/v1/...`, by the key.
+An agent gets a base URL and a key. The key gives access to the chat surfaces of its session and to nothing else. All
+other paths except `/healthz` need the admin key. A chat request names its session by the path (`/sessions/ID/v1/...`)
+or, on plain `/v1/...`, by the key alone.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from glm5.serve.surfaces.schema import Body, parse
 log = get_logger("gateway")
 
 KEPT = 4096
-"""Sessions in memory; those beyond that are not under way are read from the store again when needed."""
+"""Number of sessions kept in memory. If there are more, idle ones are dropped; the store is read again when needed."""
 MOST_REWARD = 1e6
+"""Maximum absolute value of a reward."""
 _NAME = re.compile(r"[A-Za-z0-9_.:~-]{1,128}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
@@ -58,8 +60,8 @@ DIALECTS: dict[str, Handler] = {
 
 
 class NewSession(Fields):
-    """POST /sessions. `group` joins the rollouts of one problem. A second request with the same `id` gets the same
-    session. See `SessionOptions` for `limits` and `temperature`."""
+    """POST /sessions. `group` identifies the rollouts of one problem. A second request with the same `id` gets the same
+    session. See `SessionOptions` for the limits and `temperature`."""
 
     task_id: str = Field(default="", max_length=1024)
     group: str | int | None = None
@@ -72,21 +74,22 @@ class NewSession(Fields):
 
 
 class NewReward(Fields):
-    """POST /sessions/ID/reward; the last one counts."""
+    """POST /sessions/ID/reward. A later reward replaces an earlier one."""
 
     reward: float = Field(ge=-MOST_REWARD, le=MOST_REWARD)
 
 
 class Closing(Fields):
-    """POST /sessions/ID/close. `excluded` is the cause if the rollout must not be trained on, such as the failure of an
-    environment."""
+    """POST /sessions/ID/close. `excluded` is the reason why the rollout must not be trained on, such as the failure of
+    an environment, or None."""
 
     excluded: str | None = Field(default=None, max_length=256)
 
 
 @dataclass
 class Gateway:
-    """The sessions of a store, on an engine pool. `max_length` is the longest prompt plus answer, in tokens."""
+    """The sessions of a store, sampled by an engine pool. `max_length` is the maximum length of prompt plus answer, in
+    tokens."""
 
     pool: EnginePool
     store: Store
@@ -99,7 +102,8 @@ class Gateway:
     _loading: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, body: NewSession) -> Session:
-        """A new session, or the one that has this id. Raises ApiError if that one was made for another task."""
+        """A new session, or the existing one with this id. Raises ApiError 400 if the id is malformed, or if the
+        existing session has another task, group or mode."""
         name = body.id or uuid.uuid4().hex
         if not _NAME.fullmatch(name):
             raise ApiError(400, "id must have 1 to 128 letters, digits or the characters _ . : ~ -.", param="id")
@@ -136,7 +140,7 @@ class Gateway:
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
 
     def _forget(self) -> None:
-        """Drop the sessions that were used longest ago, closed ones first, beyond `KEPT`."""
+        """If more than `KEPT` sessions are in memory, drop idle ones: closed ones first, then by last use."""
         if len(self._sessions) > KEPT:
             idle = [one for one in self._sessions.values() if not one.calls]
             idle.sort(key=lambda one: (one.row.closed is None, one.used))
@@ -148,7 +152,7 @@ class Gateway:
         return await self._change(name, reward=reward)
 
     async def end(self, name: str, excluded: str | None = None) -> Session:
-        """Close a session and end its requests under way. A closed session stays as it was closed."""
+        """Close a session and cancel its running requests. No effect if it is closed already."""
         session = await self.session(name)
         if session.row.closed is not None:
             return session
@@ -163,7 +167,7 @@ class Gateway:
         return session
 
     def status(self, session: Session) -> dict[str, Any]:
-        """What is known of a session, without its tokens."""
+        """State and counters of a session, without its tokens."""
         nodes = session.history.nodes
         return {
             "id": session.id,
@@ -181,15 +185,15 @@ class Gateway:
         }
 
     def samples(self, session: Session, history: History) -> dict[str, Any]:
-        """The training rows of a session with its reward. A session without a sampled token is excluded: its agent
-        never reached the policy."""
+        """The training rows of a session with its reward. A session without a sampled token is excluded as "empty":
+        its agent never reached the policy."""
         found = summary(history.nodes)
         excluded = session.row.excluded or (None if found["tokens_sampled"] else "empty")
         head = {"id": session.id, "task_id": session.row.task, "group": session.row.group}
         return {**head, "reward": session.row.reward, "excluded": excluded, **found}
 
     async def answer(self, request: Request, name: str, dialect: str) -> Any:
-        """Answer a chat request of a session."""
+        """Answer a chat request of a session. `dialect` is a key of `DIALECTS`."""
         session = await self.session(name)
         session.check_open()
         service = SessionService(
@@ -219,7 +223,7 @@ class Gateway:
             )
 
     def session_of(self, request: Request, name: str | None) -> str:
-        """The session that the key of a request opens. Raises ApiError 401 if it opens none or not this one."""
+        """The session that a request's key opens. Raises ApiError 401 if that is none, or not the session `name`."""
         for key in _offered(request.headers):
             found = session_of_key(self.admin_key, key)
             if found is not None and name in (None, found):
@@ -321,13 +325,13 @@ def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
         found = await gateway.answer(request, name, dialect)
         return found if isinstance(found, Response) else JSONResponse(found)
 
-    # Plain routes: FastAPI's cost more time than the rest of a short request, and offer nothing that is used here.
+    # Starlette routes: FastAPI's take longer than the rest of a short request, and their features are not needed.
     for path in (f"/sessions/{{name}}/v1/{dialect}", f"/v1/{dialect}"):
         app.add_route(path, answer, methods=["POST"])
 
 
 def _offered(headers: Headers) -> list[str]:
-    """The keys of a request."""
+    """The keys that a request sends."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     found = [bearer.strip()] if scheme.lower() == "bearer" else []
     return found + ([headers["x-api-key"].strip()] if "x-api-key" in headers else [])
@@ -335,4 +339,4 @@ def _offered(headers: Headers) -> list[str]:
 
 async def _store_failed(request: Request, error: Exception) -> Response:
     log.error("%s", error)
-    return await on_error(request, ApiError(503, "The session store cannot be written now.", code="store_failed"))
+    return await on_error(request, ApiError(503, "The session store cannot be used now.", code="store_failed"))

@@ -1,13 +1,13 @@
 """The conversation tree of a session: which stored turn a request continues, and which of its messages are new (§4.1).
 
-An agent sends its whole conversation with every request. If the conversation begins with one that is stored, up to an
-answer of the policy, the new prompt is the stored ids plus the rendered new messages. So no sampled token is tokenised
-again. Otherwise the conversation was edited, and the session's tree of turns forks at the deepest turn that still
-agrees; the cause is counted. Pure: no clock, no files.
+An agent sends its whole conversation with every request. If the conversation starts with a stored conversation
+that ends in an answer of the policy, the new prompt is the stored ids followed by the rendered new messages. So no
+sampled token is tokenised again. Otherwise the conversation was edited: the session's tree of turns forks at the
+deepest turn that still agrees, and the cause of the fork is counted. This module uses no clock and no files.
 
-Two conversations agree if their messages have the same text and calls. Differences that clients make without meaning
-are tolerated: white space around an answer, the order of arguments, ids of calls, reasoning that was left out.
-Tolerance only decides which turn is continued; the ids of that turn are used as they were sampled.
+Two conversations agree if their messages have the same text and calls. Differences that clients introduce and that do
+not change the meaning are tolerated: white space around an answer, the order of arguments, ids of calls, reasoning that
+was left out. Tolerance only decides which turn is continued; the ids of that turn are used as they were sampled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ CAUSES = (
     "options_changed",  # other tools, thinking mode or effort, the same conversation
     "compacted",  # the same task, with another history
     "subagent",  # another task
-    "branch",  # a second continuation of the same turn
+    "branch",  # a second continuation of the same turn, or an answer that the policy did not sample
 )
-"""Why a turn does not simply extend the newest turn of its session."""
+"""Why a turn does not simply extend a leaf of its session's tree."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One stored turn. `given` are the ids between the parent's last id and `output`; `tail` are their messages."""
+    """One stored turn. `given` are the ids between the parent's last id and `output`; `tail` are the messages that
+    these ids encode. `head` is the digest of the chat options and tools."""
 
     parent: Node | None
     given: array[int]
@@ -52,15 +53,15 @@ class Node:
     head: bytes
     cause: str | None = None
     row: int = 0
-    """Number in the store."""
+    """Row id in the store."""
     chain: bytes = b""
     """Digest of the conversation up to and including the reply."""
     body: bytes = b""
-    """The same without options and leading system messages."""
+    """The same digest without options and leading system messages."""
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
-        """The turns from the first one of the conversation to this one."""
+        """The path from the first turn of the conversation to this turn."""
         found = [self]
         while found[-1].parent is not None:
             found.append(found[-1].parent)
@@ -73,8 +74,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request belongs: it continues `parent` (None: it starts anew) with the messages `tail`. `begun` is the
-    beginning of the answer that the client wrote itself, as the last message."""
+    """The place of a request in the tree: it continues `parent` (None: it is a new root) with the messages `tail`. If
+    the client wrote the beginning of the answer itself, as its last message, `begun` is that message."""
 
     parent: Node | None
     tail: tuple[Message, ...]
@@ -84,7 +85,8 @@ class Place:
 
 
 class History:
-    """The turns of one session. `sort_results`: the template puts tool results into the order of their calls."""
+    """The tree of turns of one session. `sort_results`: the template puts tool results into the order of their
+    calls."""
 
     def __init__(self, sort_results: bool = False) -> None:
         self.nodes: list[Node] = []
@@ -104,7 +106,7 @@ class History:
         return Place(parent, tail, head, self._cause(parent, head, tail, turns), begun)
 
     def add(self, node: Node) -> None:
-        """Add a turn; its parent was added before."""
+        """Add a turn; add its parent first."""
         start = (node.head, b"") if node.parent is None else (node.parent.chain, node.parent.body)
         node.chain, node.body = start
         for message in (*node.tail, node.reply):
@@ -146,7 +148,8 @@ class History:
         return self._same_text(turns) or self._same_task(turns)
 
     def _same_text(self, turns: Sequence[Message]) -> str | None:
-        """Whether the conversation continues a turn apart from its system messages and options."""
+        """The cause, if the conversation would continue a stored turn with system messages and options ignored; else
+        None."""
         body, known = b"", False
         for turn in turns:
             _, body = _step(b"", body, turn)
@@ -171,12 +174,13 @@ def _system(node: Node) -> list[str]:
 
 
 def _key(node: Node) -> tuple[bytes, ...]:
-    """Orders turns independently of their arrival."""
+    """A sort key of turns that does not depend on their order of arrival."""
     return (node.given.tobytes(), node.output.tobytes(), node.logprobs.tobytes())
 
 
 def _same_calls(mine: Message, theirs: Message) -> bool:
-    """Whether the client's message has the ids that this answer's calls were given; surfaces change their prefix."""
+    """Whether the call ids in the client's message (`theirs`) match those that we assigned in our answer (`mine`). The
+    prefix is ignored, because surfaces change it."""
     return [_bare(call) for call in mine.tool_calls] == [_bare(call) for call in theirs.tool_calls]
 
 
@@ -185,7 +189,7 @@ def _bare(call: ToolCall) -> str:
 
 
 def _same_reasoning(node: Node, turns: Sequence[Message]) -> bool:
-    """Whether all reasoning that the client sent back is that of the stored turns."""
+    """Whether all reasoning that the client sent back equals that of the stored turns. Reasoning may be left out."""
     at, here = len(turns) - 1, node
     while True:
         said = turns[at].reasoning
@@ -203,7 +207,7 @@ def _head(chat: ChatInput) -> bytes:
 
 
 def _step(chain: bytes, body: bytes, message: Message) -> tuple[bytes, bytes]:
-    """Digests of a conversation with one more message."""
+    """The digests `chain` and `body` of a conversation after one more message."""
     digest = _digest(message)
     return _hash(chain, digest), body if not body and message.role == "system" else _hash(body, digest)
 
@@ -234,9 +238,10 @@ def read_message(plain: Mapping[str, Any]) -> Message:
 
 
 def in_order(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """The paths to all leaves, each turn before its continuations, in an order that depends only on their content."""
+    """Yields the path from the root to each leaf. The order of the paths depends only on their content."""
     keys: dict[Node, bytes] = {}
-    for node in reversed(nodes):  # a turn comes before its continuations, so here after them
+    # In `nodes` a turn comes before its continuations, so the reversed loop visits the continuations first.
+    for node in reversed(nodes):
         below = sorted(keys[child] for child in node.children)
         keys[node] = _hash(b"".join((*_key(node), node.versions.tobytes())), b"".join(below))
     open_paths = [[node] for node in sorted((n for n in nodes if n.parent is None), key=keys.__getitem__)]

@@ -1,4 +1,4 @@
-"""Starts the gateway: its engine or the engines it was given, its store, its keys."""
+"""Starts the gateway with its store, its admin key, and its own engine or given engines."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from glm5.serve.options import EngineOptions, Limits
 
 log = get_logger("gateway")
 INFO_SECONDS = 10.0
+"""Timeout of the request for an engine's model information."""
 KEEP_ALIVE_SECONDS = 60
-"""How long a connection may be idle between requests: longer than agents keep theirs (httpx: 5 s). A request that is
-sent just when the server hangs up would see a broken connection."""
+"""Seconds that a connection may be idle between requests. Agents keep connections open for 5 seconds (httpx) or longer.
+An agent that sends a request just when the server closes the connection would see an error."""
 
 
 def run(
@@ -46,11 +47,12 @@ def run(
     options: EngineOptions | None = None,
     as_json: bool = False,
 ) -> None:
-    """Serve sessions until interrupted. Without `engines`, the model of `directory` runs in this process; with them,
-    only its tokenizer is used, and without a directory the one that the first engine names.
+    """Serve sessions until interrupted. Without `engines` (base URLs), the model of `directory` runs in this process.
+    With `engines`, only the tokenizer of `directory` is used; without a directory, the one that the first engine names.
 
     Raises:
         UsageError: neither a directory nor engines; an address in use; an engine that does not answer.
+        CheckpointError: the directory has no usable model or tokenizer.
         StoreError: the store cannot be opened or is in use.
     """
     if directory is None and not engines:
@@ -97,7 +99,7 @@ def run(
 
 
 class _Server(Server):
-    """Calls `ready` once it listens."""
+    """A server that calls `ready` with its sockets once it listens."""
 
     def __init__(self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None]) -> None:
         super().__init__(config)
@@ -109,8 +111,8 @@ class _Server(Server):
 
 
 def _admin_key(file: Path | None, store: Path) -> tuple[str, Path | None]:
-    """The admin key and the file that holds it, if it is one that we made. A key that was made stays the same: the keys
-    of sessions depend on it."""
+    """The admin key, and the path of its file if we created it, else None. A created key is reused after a restart,
+    because the keys of sessions depend on it."""
     given = find_key("admin", None, file)
     if given is not None:
         return given, None
@@ -131,7 +133,7 @@ def _model_info(url: str, key: str | None) -> dict[str, Any]:
         with httpx.Client(trust_env=False, timeout=INFO_SECONDS, headers=headers) as client:
             answer = client.get(url.rstrip("/") + "/get_model_info").raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise UsageError(f"The engine {url} does not answer as SGLang's do: {type(error).__name__} {error}.") from None
+        raise UsageError(f"The engine {url} does not answer as SGLang does: {type(error).__name__} {error}.") from None
     return answer if isinstance(answer, dict) else {}
 
 

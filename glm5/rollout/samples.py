@@ -1,4 +1,4 @@
-"""The turns of a session as training rows. A pure function of what is stored: the order of arrival does not matter."""
+"""The turns of a session as training rows. They depend only on the stored turns, not on their order of arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_SAMPLED = -1
 
 
 def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
-    """One row per last turn. A turn that several rows share counts in the loss of the first of them only."""
+    """One row per leaf: the tokens on its path. If rows share a turn, only the first of them has it in the loss."""
     rows, taken = [], set()
     for path in in_order(nodes):
         row = TrainSample([], [], [], [], [])
@@ -32,7 +32,8 @@ def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
 
 
 def summary(nodes: Sequence[Node]) -> dict[str, Any]:
-    """`samples`, `forks` by cause, and the number of sampled tokens that are in no row (`tokens_lost`, always 0)."""
+    """`samples` (the rows), `turns`, `forks` by cause, `tokens_sampled`, and `tokens_lost`: the number of sampled
+    tokens that are in no row's loss (always 0)."""
     rows = rows_of(nodes)
     sampled, trained = sum(len(node.output) for node in nodes), sum(sum(row.loss_mask) for row in rows)
     return {

@@ -1,4 +1,4 @@
-"""Answers the chat requests of one session: the surfaces of `serve` on stored token ids."""
+"""Answers the chat requests of one session: the surfaces of `serve`, with prompts made of stored token ids."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from glm5.serve.surfaces.schema import Body, parse
 
 Result = TypeVar("Result")
 OURS = ("function", "custom")
-"""Types of tools that the agent runs itself. All others run at a provider and would go around the environment."""
+"""Types of tools that the agent runs itself. All others are removed: a provider runs them, outside the environment."""
 SHORT = 1 << 14
-"""Bytes of a body that is worked on in the event loop: a thread would cost more than the work."""
+"""Maximum bytes of a request body that the event loop processes itself: a thread would cost more than the work."""
 EARLY_SECONDS = 0.5
-"""How long a stream waits for its first token before it begins: an error until then has a status of its own."""
+"""Seconds that a streamed response waits for its first token. An error before that still gets its own HTTP status."""
 
 
 @dataclass(kw_only=True)
 class SessionService(TextService):
-    """The service of one request. `counts` is True for a request that only counts tokens."""
+    """The service of one request. `counts` is True if it only counts tokens, `mine` if it runs `call` itself instead of
+    joining an identical request, `short` if its body has at most `SHORT` bytes."""
 
     session: Session
     pool: EnginePool
@@ -54,10 +55,10 @@ class SessionService(TextService):
         return nodes[-1].versions[-1] if nodes and nodes[-1].versions else 0
 
     def check_model(self, name: str | None) -> None:
-        """Any name is accepted: agents have their own."""
+        """Accept any name: agents send model names of their own."""
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The parsed body, without tools that run at a provider."""
+        """Parse the body, without tools that run at a provider, and claim the call of this request."""
         raw = await read_body(request, self.limits)
         self.short = len(raw) <= SHORT
         body = await self._work(_parsed, kind, raw)
@@ -68,10 +69,11 @@ class SessionService(TextService):
         return body
 
     def release(self) -> None:
-        """Call at the end of the request: a call that never started is given up."""
+        """Call this at the end of the request. If its call never started, requests that wait for the call get an
+        error."""
         if self.call is not None and self.mine and self.call.task is None:
             self.session.calls.pop(self.call.digest, None)
-            self.call.fail(ApiError(503, "The first request of this kind failed; send it again.", code="retry"))
+            self.call.fail(ApiError(503, "An identical request failed before its start; send it again.", code="retry"))
 
     async def prompt_of(self, body: ChatBody, count: int) -> Prompt:
         """The stored ids of the conversation so far plus its new messages, rendered."""
@@ -126,16 +128,18 @@ class SessionService(TextService):
         field_name: str = "prompt",
         top_logprobs: int | None = None,
     ) -> SampleStream:
-        """Start the turn, or join the request that has."""
+        """Start the turn, or join the identical request that has started it."""
         call, body = self.call, jobs[0][0]
         assert call is not None
         if body.samples() > 1:
             raise ApiError(400, "A session samples one answer per request; leave n out.", param="n", code="unsupported")
         if top_logprobs:
-            raise ApiError(400, "A session gives no top_logprobs.", param="top_logprobs", code="unsupported")
+            raise ApiError(
+                400, "A session has no top_logprobs; leave them out.", param="top_logprobs", code="unsupported"
+            )
         if self.session.trained and body.ignore_eos:
-            raise ApiError(400, "A session to train on ends at stop tokens; leave ignore_eos out.", param="ignore_eos")
-        if self.mine or call.ended:  # else the request that came first does this
+            raise ApiError(400, "A session for training ends at stop tokens; leave ignore_eos out.", param="ignore_eos")
+        if self.mine or call.ended:  # else the first of the identical requests does this
             (part,) = await self._work(self._parts, jobs, names, None, field_name)
             call.part = Part(part.prompt, self.session.params(part.params), self.session.id, self.session.id)
             call.sampled = Sampled(frozenset(part.params.stop_token_ids), Completion())
@@ -156,7 +160,7 @@ class SessionService(TextService):
         return CallStream(call)
 
     def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:
-        """The reply of the call; all requests with its bytes get the same ids of tool calls."""
+        """The reply of the call. Identical requests get the same tool-call ids."""
         assert self.call is not None
         return super().replies(jobs, stream, name=self.call.digest.hex()[:24], **options)
 
@@ -166,7 +170,7 @@ class SessionService(TextService):
 
 
 def _takes_one_call(body: Any) -> bool:
-    """Whether the answer may have one tool call only."""
+    """Whether the answer may have at most one tool call."""
     choice = getattr(body, "tool_choice", None)
     return not getattr(body, "parallel_tool_calls", True) or getattr(choice, "disable_parallel_tool_use", False) is True
 

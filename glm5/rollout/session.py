@@ -1,6 +1,7 @@
-"""A session of an agent: its turns, its requests under way, its limits.
+"""A session of an agent: its turns, its running requests, its limits.
 
-A request that repeats another one, byte for byte, joins it or gets its stored answer; it never samples twice.
+A request that repeats an earlier one byte for byte joins it if it is still running, or gets its stored answer. So a
+retry does not sample a second answer.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ log = get_logger("gateway")
 
 SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias bad_words
     allowed_token_ids seed""".split()
-"""Sampling parameters that change the distribution, and the seed, which would make the samples of a group equal."""
+"""Sampling parameters that a session for training ignores: those that change the distribution, and the seed, which
+would make the samples of a group equal."""
 
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What a session allows, and how a trained session samples whatever its agent asks for.
+    """Limits of a session, and the temperature of a session for training.
 
     Attributes:
-        turns: most turns; 400 with the code `turn_limit` beyond.
-        tokens: longest prompt plus answer; None: the engine's.
-        answer_tokens: longest answer; None: what the agent asks for.
-        temperature: of a session to train on. There, `top_p` and the other parameters that change the distribution are
-            not applied: the learner computes log-probabilities of the whole distribution.
+        turns: maximum number of turns; further requests get status 400 with the code `turn_limit`.
+        tokens: maximum length of prompt plus answer; None: the engine's limit.
+        answer_tokens: maximum length of an answer; None: the limit that the agent sends.
+        temperature: replaces the agent's in a session for training. Such a session also ignores `top_p` and the other
+            parameters in `SHAPING`, because the learner computes log-probabilities of the whole distribution.
     """
 
     turns: int = 1024
@@ -54,14 +56,14 @@ class SessionOptions:
 
 @dataclass
 class Sampled:
-    """What answers need to know of a sample."""
+    """The data of a sample that answers need (see `SampleStream`)."""
 
     stop_ids: frozenset[int]
     completion: Completion
 
 
 class Call:
-    """One request of an agent, from its arrival to its stored turn. Others with the same bytes wait for the same."""
+    """One request of an agent, from its arrival until its turn is stored. Identical requests share one call."""
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
@@ -78,18 +80,18 @@ class Call:
         self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """More tokens; the last ones have a finish reason."""
+        """Add tokens. A delta with a finish reason ends the call."""
         self.deltas.append(delta)
         self.ended = delta.finish_reason is not None
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End without an answer."""
+        """End the call with an error."""
         self.error, self.ended = error, True
         self._wake()
 
     def start(self, task: asyncio.Task[None], deadline: float) -> None:
-        """`task` carries the call out, until `deadline` in the event loop's time."""
+        """Record that `task` runs the call, until `deadline` in the event loop's time (seconds)."""
         self.task, self.deadline = task, deadline
         self._wake()
 
@@ -105,8 +107,8 @@ class Call:
 
 
 class CallStream:
-    """The tokens of a call on their way to one client (see `SampleStream`). A client that leaves stops nothing: its
-    repeated request finds the answer."""
+    """The tokens of a call on their way to one client (see `SampleStream`). If the client disconnects, the call goes
+    on, so that a retry gets the answer."""
 
     def __init__(self, call: Call) -> None:
         assert call.part is not None and call.sampled is not None
@@ -117,7 +119,7 @@ class CallStream:
         self._call = call
 
     def cancel(self, index: int | None = None) -> None:
-        """Nothing to do; see the class."""
+        """No effect: the call goes on (see the class)."""
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         call, at = self._call, 0
@@ -140,9 +142,9 @@ class Session:
     options: SessionOptions
     history: History
     stored: dict[bytes, tuple[Node, str]] = field(default_factory=dict)
-    """Turns by the digest of their request, with their finish reason."""
+    """Stored turns and their finish reasons, by the digest of the request."""
     calls: dict[bytes, Call] = field(default_factory=dict)
-    """Requests under way."""
+    """Running requests, by digest."""
     retries: int = 0
     used: float = field(default_factory=time.monotonic)
 
@@ -160,7 +162,8 @@ class Session:
             raise ApiError(410, f"The session {self.id} is closed.", code="session_closed")
 
     def claim(self, digest: bytes) -> tuple[Call, bool]:
-        """The call of a request, and whether the caller has to carry it out. Raises ApiError 400 at the turn limit."""
+        """The call of a request, and whether the caller must run it (False for a repeated request). Raises ApiError 400
+        at the turn limit."""
         self.used = time.monotonic()
         if (call := self.calls.get(digest)) is not None:
             self.retries += 1
@@ -169,7 +172,7 @@ class Session:
         if (found := self.stored.get(digest)) is None:
             taken = len(self.history.nodes) + len(self.calls)
             if taken >= self.options.turns:
-                text = f"The session has had its {self.options.turns} turns."
+                text = f"The session has reached its limit of {self.options.turns} turns."
                 raise ApiError(400, text, code="turn_limit")
             self.calls[digest] = call
             return call, True
@@ -179,7 +182,7 @@ class Session:
         return call, False
 
     def params(self, asked: SamplingParams) -> SamplingParams:
-        """The parameters to sample with."""
+        """The parameters to sample with if the agent asks for `asked`."""
         most = min(asked.max_tokens, self.options.answer_tokens or asked.max_tokens)
         if not self.trained:
             return replace(asked, max_tokens=most)
@@ -187,8 +190,8 @@ class Session:
         return replace(asked, max_tokens=most, temperature=self.options.temperature, **plain)
 
     async def run(self, call: Call, reply: Reply, pool: EnginePool, store: Store, seconds: float, whole: bool) -> None:
-        """Sample the answer of a call and store its turn; only then its last tokens are given out, with `whole` all of
-        them as one."""
+        """Sample the answer of a call and store its turn. The last delta is put only after that; with `whole`, all
+        tokens are then put as one delta. Errors end the call; they are not raised."""
         assert call.part is not None and call.place is not None
         deltas: list[Delta] = []
         try:
@@ -221,7 +224,7 @@ class Session:
             self.calls.pop(call.digest, None)
 
     def cancel(self) -> None:
-        """End all requests under way, except those whose turn is being stored: the history has what the store has."""
+        """Cancel all running requests, except those whose turn is being stored: history and store must stay equal."""
         for call in list(self.calls.values()):
             if call.task is not None and not call.storing:
                 call.task.cancel()
@@ -262,7 +265,7 @@ def _told(params: SamplingParams) -> Mapping[str, Any]:
 
 
 def key_of(admin_key: str, session: str) -> str:
-    """The key of a session: it names the session, and only the holder of the admin key can make it."""
+    """The key of a session. It contains the session's id, and only a holder of the admin key can compute it."""
     mac = hmac.new(admin_key.encode(), session.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
     return f"sk-glm5-{session}-{mac[:40]}"
 

@@ -1,7 +1,7 @@
-"""The durable record of a run's sessions: SQLite, in WAL mode, written before a reply leaves.
+"""The durable record of a run's sessions: an SQLite file in WAL mode. A turn is stored before its reply ends.
 
-One thread writes. It takes all writes that wait and commits them together, so a thousand turns per second cost some
-tens of commits. A commit survives the death of any process (with `synchronous` "full" also a power failure).
+One thread writes. It commits all waiting writes together, so a thousand turns per second need only tens of commits. A
+commit survives the death of any process; with `Store(full=True)`, also a power failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from glm5.rollout.history import History, Node, read_message, told
 Result = TypeVar("Result")
 FORMAT = 1
 MOST_TOGETHER = 1024
-"""Writes in one transaction."""
+"""Maximum number of writes in one transaction."""
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, grp TEXT, mode TEXT NOT NULL, options TEXT NOT NULL, created REAL NOT NULL,
@@ -45,13 +45,14 @@ CREATE UNIQUE INDEX turns_by_request ON turns (session, digest);
 
 
 class StoreError(CheckpointError):
-    """The store cannot be read or written now."""
+    """The store cannot be opened, read or written."""
 
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One session. `options` are its limits and sampling parameters; `excluded` is the cause if its rollout must not be
-    trained on; `trained` is the version of the weights that it helped to make."""
+    """One session. `options` are the fields of its `SessionOptions`. `created` and `closed` are Unix times in seconds.
+    `excluded` is the reason why its rollout must not be trained on, or None. `trained` is the weight version that was
+    made by training on it, or None."""
 
     id: str
     task: str
@@ -67,9 +68,9 @@ class SessionRow:
 
 
 class Store:
-    """A store file, made if it does not exist. Use it as a context manager.
+    """A store file, created if it does not exist. Use it as a context manager. `full`: a commit waits for the disk.
 
-    Raises StoreError if the file is not a store of this format or another process has it.
+    Raises StoreError if the file is not a store of this format or another process uses it.
     """
 
     def __init__(self, path: Path, *, full: bool = False) -> None:
@@ -118,7 +119,8 @@ class Store:
         await self.write(lambda db: db.execute(f"UPDATE sessions SET {text} WHERE id = ?", values))
 
     async def add_turn(self, session: str, node: Node, finish: str, digest: bytes, options: Mapping[str, Any]) -> None:
-        """Store a turn and set `node.row`. `digest` identifies the request that made it, `options` how it was drawn."""
+        """Store a turn and set `node.row`. `digest` identifies the request that produced the turn; `options` are the
+        options with which it was sampled."""
         messages = json.dumps([told(message) for message in (*node.tail, node.reply)], default=repr)
         values = (
             session, None if node.parent is None else node.parent.row, node.given.tobytes(), node.output.tobytes(),
@@ -134,14 +136,14 @@ class Store:
         return next(self.sessions("WHERE id = ?", (session,)), None)
 
     def sessions(self, where: str = "", values: Sequence[Any] = ()) -> Iterator[SessionRow]:
-        """Sessions in the order of their creation."""
+        """Sessions in the order of their creation. `where` is an SQL WHERE clause; `values` fill its placeholders."""
         names = "id, task, grp, mode, options, created, reward, closed, excluded, retries, trained"
         with self._reading() as db:
             for row in db.execute(f"SELECT {names} FROM sessions {where} ORDER BY created, id", values):
                 yield SessionRow(*(*row[:4], json.loads(row[4]), *row[5:]))
 
     def turns(self, session: str, sort_results: bool = False) -> tuple[History, dict[bytes, tuple[Node, str]]]:
-        """The turns of a session, and by digest of its request each turn with its finish reason."""
+        """The turns of a session, and a dict from request digest to (turn, finish reason)."""
         history, nodes = History(sort_results), dict[int | None, Node]()
         digests: dict[bytes, tuple[Node, str]] = {}
         names = "id, parent, given, output, logprobs, versions, head, messages, cause, finish, digest"
@@ -185,7 +187,7 @@ class Store:
                 self._commit(db, waiting)
 
     def _open(self, stack: ExitStack) -> sqlite3.Connection:
-        """The writer's connection; `stack` closes it, and the file whose lock keeps other processes out."""
+        """Open the writer's connection, and the lock file that keeps other processes out. `stack` closes both."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             owner = stack.enter_context(open(f"{self.path}.lock", "wb"))  # noqa: SIM115
@@ -209,12 +211,13 @@ class Store:
     def _commit(
         self, db: sqlite3.Connection, waiting: Sequence[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]
     ) -> None:
-        """Carry out changes in one transaction. One that fails is undone alone; if the commit fails, all are."""
+        """Run changes in one transaction. If a change fails, only that change is rolled back; if the commit fails, all
+        of them are."""
         results: list[tuple[Future[Any], Any]] = []
         try:
             db.execute("BEGIN IMMEDIATE")
             for change, future in waiting:
-                if not future.set_running_or_notify_cancel():  # given up by its caller
+                if not future.set_running_or_notify_cancel():  # cancelled by its caller
                     continue
                 db.execute("SAVEPOINT one")
                 try:

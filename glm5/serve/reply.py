@@ -52,8 +52,8 @@ class Reply:
     """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
 
     `matched` is then the stop string or stop id that ended it, or None. `drafts` is the number of tokens that the
-    engine drafts per step. `draft_tokens` counts the drafts, `accepted_draft_tokens` those in the sample. The ids of
-    its calls begin with `name`, or are random.
+    engine drafts per step. `draft_tokens` counts the drafted tokens, `accepted_draft_tokens` those that were accepted
+    into the sample. The ids of its calls begin with `name`, or are random.
     """
 
     def __init__(

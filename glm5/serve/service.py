@@ -31,8 +31,8 @@ log = get_logger("serve")
 MAX_SCORES = 1 << 20
 """Maximum log-probabilities of prompt tokens in one answer: some 30 MB, a second's work."""
 READ = 2
-"""At most this many context lengths of a prompt are read: enough to report the exact length of a prompt that is only a
-little too long."""
+"""A prompt is read up to this multiple of the context length: enough to report the exact length of a prompt that is
+only slightly too long."""
 MAX_ANSWER_SCORES = 1 << 21
 """Maximum log-probabilities of generated tokens in one answer: up to some 70 MB, and five times that in memory."""
 Job = tuple[Sampling, Prompt]
@@ -207,9 +207,9 @@ class Service(TextService):
         top_logprobs: int = 0,
         names: Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Score the tokens of prompts after the first, all in one request (see `EngineThread.score`). The answer
-        repeats the scores for each of the `samples` of a row. Raises ApiError if a prompt cannot be scored or the
-        answer is too long."""
+        """Score all tokens of each prompt except its first, all prompts in one request (see `EngineThread.score`). The
+        answer repeats the scores for each of the `samples` of a row. Raises ApiError if a prompt cannot be scored or
+        the answer is too long."""
         scores = sum(len(row) * count for row, count in zip(rows, samples, strict=True)) * (1 + top_logprobs)
         if scores > MAX_SCORES:
             text = f"The answer would have {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are allowed."
@@ -239,8 +239,9 @@ def _rendered(tokenizer: Tokenizer, body: ChatBody) -> Prompt:
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
-    """Maximum tokens of each answer. Without a limit from the client, it is at most what `MAX_ANSWER_SCORES` allows at
-    `each` log-probabilities per token. Raises ApiError if the limits together are too high."""
+    """Maximum tokens of each answer. If the client sets no limit, it is capped so that the answers, with `each`
+    log-probabilities per token, stay within `MAX_ANSWER_SCORES`. Raises ApiError if the limits together are too
+    high."""
     samples = sum(body.samples() for body, _ in jobs)
     most = MAX_ANSWER_SCORES // (each * max(1, samples)) or 1
     rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]

@@ -34,12 +34,12 @@ class Algorithm(ABC):
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Build everything that needs the model. Called before the first update, and again when the stage resumes.
-        Returns numbers for the stage's results."""
+        Returns metrics for the stage's results."""
         return {}
 
     @abstractmethod
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """The train samples, with their advantages, and numbers for the metrics."""
+        """The train samples, with their advantages, and metrics of the update."""
 
     @abstractmethod
     def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:

@@ -73,7 +73,7 @@ class ModelTeacher:
 
 
 class EngineTeacher:
-    """Scores with the inference engine, one row at a time, as in the paper."""
+    """Scores with the inference engine, as in the paper."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -87,8 +87,8 @@ class EngineTeacher:
 
 
 class Distillation(Algorithm):
-    """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to teachers, which score one after the
-    other. The metrics are `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
+    """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to teachers. The teachers score one
+    after the other. The metrics are `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
 
     takes = DistillStage
 

@@ -1,4 +1,4 @@
-"""General RL: exact rules remove answers; an outcome reward model ranks those that pass (§3.4). The loss is Eq. 1."""
+"""General RL: exact rules reject answers; an outcome reward model scores those that pass (§3.4). The loss is Eq. 1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GeneralRL(ReasoningRL):
         return cls(stage, stage_reward_model(stage), **stage.algorithm_options)
 
     def prepare(self, start: StageStart) -> dict[str, float]:
-        """Train or load the reward model. The names of the numbers begin with `reward_model_`."""
+        """Train or load the reward model. Returns its metrics, with names prefixed by `reward_model_`."""
         self.tokenizer = start.tokenizer
         families = [make_family(family.name, **family.options) for family in self.stage.families]
         return {f"reward_model_{name}": n for name, n in self.reward_model.prepare(start, families).items()}
@@ -55,7 +55,7 @@ class GeneralRL(ReasoningRL):
         return rows, numbers
 
     def _pair(self, trajectory: Trajectory) -> tuple[str, str]:
-        """The last user message and the last answer as text, without thinking: what a reader sees."""
+        """The last user message and the last answer as text, without thinking, as a user sees them."""
         tokenizer, turn = self.tokenizer, trajectory.turns[-1]
         ids, special = turn.context_ids, tokenizer.special
         start = len(ids) - ids[::-1].index(special["<|user|>"])

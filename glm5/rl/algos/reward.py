@@ -22,7 +22,7 @@ class Credit(Protocol):
 
 
 class RewardRL(Algorithm):
-    """Subclasses say how rewards become advantages."""
+    """Subclasses set `credit`, which turns rewards into advantages."""
 
     takes: ClassVar[type[PolicyStage]] = RewardStage
     credit: ClassVar[Credit]

@@ -59,8 +59,8 @@ class LogicalDriver:
     """Keeps the engine busy, hands batches to the learner and pushes weights.
 
     One clock tick is one engine step. An update's weights become visible `train_ticks` ticks after its batch was taken.
-    An environment's answer becomes visible one or two `env_ticks` after the request. Asynchrony is simulated: runs are
-    exactly reproducible, but no time is saved.
+    An environment's answer becomes visible between one and two `env_ticks` after the request. Asynchrony is simulated:
+    runs are exactly reproducible, but no time is saved.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LogicalDriver:
         self._time = TimeSpent()
 
     def weights(self) -> GLM5ForCausalLM:
-        """The model that the engine gets: the learner's. Experiments override this."""
+        """The model whose weights go to the engine: the learner's. Experiments override this."""
         return self.learner.model
 
     def run(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ class LogicalDriver:
 
     def _measure(self) -> None:
         """Measure pass rates of the starting policy if a family asks for them. No state of the stage is loaded yet, so
-        learner and engine still have its weights."""
+        learner and engine still have the weights of the starting policy."""
         if any(family.difficulty for family in self.stage.families):
             hashes = sorted(tensor_hashes(self.learner.model).items())
             policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
@@ -179,8 +179,9 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`.
-        So new turns start together and share one prefill, instead of interrupting decoding one by one."""
+        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`
+        (if that is 0, now). So new turns start together and share one prefill, instead of interrupting decoding one by
+        one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 
@@ -227,7 +228,7 @@ class LogicalDriver:
     def _save(self, state: Path, numbers: dict[str, float]) -> None:
         if self.controller.pushed < self.controller.version:
             self._push()
-        self._clock = 0  # a resumed run has a new clock
+        self._clock = 0  # as in a resumed run
         extra = self.controller.state() | {"numbers": numbers}
         extra |= {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
         save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)

@@ -1,4 +1,4 @@
-"""Policy losses: each equation is an `Objective`; `policy_loss` averages it over a micro-batch and measures it.
+"""Policy losses. Each equation is an `Objective`; `policy_loss` averages it and computes its statistics.
 
 The algorithms call `policy_loss(objective, tokens, average)`. `icepop_grpo_loss` and `double_sided_is_loss` compute the
 paper's two equations as plain functions of tensors.

@@ -5,7 +5,7 @@
     maximise E_t[ f(r_t) A_t log pi_theta(y_t) ]                                      (5)
 
 The bounds are strict and apply to both signs of A. f(r) A carries no gradient: (5) is a weighted policy gradient. A
-gradient through r would multiply it by 1 + log pi.
+gradient through r would multiply each token's gradient by 1 + log pi.
 """
 
 from __future__ import annotations

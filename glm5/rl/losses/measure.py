@@ -13,8 +13,8 @@ from glm5.train.step_metrics import StepMetrics
 
 RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
 """Edges of the histogram's bins, 2^-3 to 2^3, a factor of 2^(2/3) apart. Ratio 1 is the middle of a bin. 1/2 and 2 are
-edges: the paper's bounds for IcePop, and our defaults for double-sided importance sampling. Bin 0 is below the first
-edge, the last bin above the last edge."""
+edges: the paper's bounds for IcePop, and our defaults for double-sided importance sampling. Bin 0 has the ratios below
+the first edge, the last bin those above the last edge."""
 
 BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
 

@@ -1,4 +1,4 @@
-"""Turns an objective into a loss: evaluate, average, add the KL penalty, measure. Every algorithm uses it."""
+"""Turns an objective into a loss: evaluate, average, add the KL penalty, compute statistics. All algorithms use it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def policy_loss(
 ) -> tuple[Tensor, Statistics]:
     """The scalar loss -average(objective) + weight * average(KL), and its statistics.
 
-    Both are scaled to this micro-batch's share of the optimizer step (`tokens.whole`): the losses and gradients of all
-    micro-batches add up to those of the step, and `Statistics.merge` combines their statistics into those of the step.
+    The loss is scaled to this micro-batch's share of the optimizer step (`tokens.whole`), so that the losses and
+    gradients of all micro-batches add up to those of the step. `Statistics.merge` combines their statistics.
     """
     tokens = tokens.cleaned()
     terms = objective(tokens)

@@ -22,7 +22,7 @@ class PPO(Objective):
 
     "rollout": the engine's log-probabilities at the time of sampling. Stale rollouts need it, because the learner no
     longer has the weights that sampled their tokens. This is not the decoupled objective, which has a proximal policy
-    besides the behaviour policy. "old": `Tokens.old`.
+    in addition to the behaviour policy. "old": `Tokens.old`.
     """
 
     clip_low: float = 0.2
@@ -42,7 +42,7 @@ class PPO(Objective):
 
 @dataclass(frozen=True)
 class GRPO(PPO):
-    """Eq. 1 without pop, so the mismatch between engine and learner is ignored."""
+    """Eq. 1 without pop: the mismatch between engine and learner is not corrected."""
 
     against: Literal["rollout", "old"] = "old"
 

@@ -49,7 +49,7 @@ class Tokens:
         return (self.logprobs if self.old_logprobs is None else self.old_logprobs).detach()
 
     def cleaned(self) -> Self:
-        """A copy with zeros outside the mask: no inf or nan in the padding reaches a gradient."""
+        """A copy with zeros outside the mask, so that no inf or nan in the padding reaches a gradient."""
         zeroed: dict[str, Any] = {}
         for name in ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "entropy"):
             values = getattr(self, name)

@@ -19,18 +19,19 @@ class RewardModel(ABC):
     `glm5.rl.reward_models.REWARD_MODELS`. `__init__` should be cheap: it also runs when a recipe is checked."""
 
     domains: Collection[str] = (GeneralFamily.domain,)
-    """The task families, by their `domain`, whose episodes the model scores. Others keep their graders' reward."""
+    """The task families, by their `domain`, whose episodes the model scores. Episodes of other families keep the
+    reward of their graders."""
 
     @classmethod
     def of(cls, config: RewardModelConfig) -> Self:
-        """The reward model of a recipe's section, by default with its `options`. Raises ConfigError if the section has
-        `optim` and the class does not train."""
+        """Build the reward model of a recipe's `reward_model` section, by default with its `options`. Raises
+        ConfigError if the section has `optim` and the class does not train."""
         if config.optim is not None:
             raise ConfigError(f'the reward model "{config.kind}" is not trained; remove reward_model.optim.')
         return cls(**config.options)
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
-        """Train or load the model; returns numbers for the stage's results.
+        """Train or load the model; returns metrics for the stage's results.
 
         Called once before the first update, and again when an interrupted stage resumes. The model must then give the
         same scores as before: seed every draw, or keep files in `start.io.folder`. `families` are those of the stage,
@@ -40,8 +41,8 @@ class RewardModel(ABC):
 
     @abstractmethod
     def score(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float]:
-        """One finite score per (prompt, answer) pair; larger is better. The reward is sigmoid(score), so between 0
-        and 1."""
+        """One finite score per (prompt, answer) pair; larger is better. The reward is sigmoid(score), which
+        lies between 0 and 1."""
 
 
 def checked_scores(model: RewardModel, pairs: Sequence[tuple[str, str]]) -> list[float]:

@@ -69,8 +69,8 @@ class PreferenceModel(nn.Module):
 
 
 class LearnedRewardModel(RewardModel):
-    """Trained on preference pairs of the stage's family `general`, each time the stage starts: the training is short
-    and repeats bit for bit, so it has no saved state."""
+    """A `PreferenceModel` that is trained on preference pairs of the stage's family `general`, each time the stage
+    starts. The training is short and reproducible bit for bit, so its state is not saved."""
 
     def __init__(self, optim: OptimConfig, pairs: int, held_out_pairs: int) -> None:
         self._optim, self._pairs, self._held_out_pairs = optim, pairs, held_out_pairs
@@ -83,8 +83,9 @@ class LearnedRewardModel(RewardModel):
         return cls(config.optim, config.pairs, config.held_out_pairs, **config.options)
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
-        """Train the model; returns its accuracy on held-out pairs. The metrics have the stage NAME/reward_model."""
-        family = next(family for family in families if isinstance(family, GeneralFamily))  # the recipe check found one
+        """Train the model; returns its accuracy on held-out pairs. Metrics are logged under the stage name
+        `NAME/reward_model`."""
+        family = next(family for family in families if isinstance(family, GeneralFamily))  # checked with the recipe
         self._model, accuracy = train_preferences(
             start.policy,
             start.tokenizer,
