@@ -142,7 +142,7 @@ class Gateway:
     def _forget(self) -> None:
         """If more than `KEPT` sessions are in memory, drop idle ones: closed ones first, then by last use."""
         if len(self._sessions) > KEPT:
-            idle = [one for one in self._sessions.values() if not one.calls]
+            idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
             idle.sort(key=lambda one: (one.row.closed is None, one.used))
             for one in idle[: len(self._sessions) - KEPT + KEPT // 8]:
                 del self._sessions[one.id]
@@ -210,9 +210,11 @@ class Gateway:
             counts=dialect == "messages/count_tokens",
         )
         request.state.service = service
+        session.requests += 1
         try:
             return await DIALECTS[dialect](request)
         finally:
+            session.requests -= 1
             service.release()
 
     def check_admin(self, request: Request) -> None:

@@ -144,6 +144,7 @@ class SessionService(TextService):
             call.part = Part(part.prompt, self.session.params(part.params), self.session.id, self.session.id)
             call.sampled = Sampled(frozenset(part.params.stop_token_ids), Completion())
         if self.mine:
+            self.session.check_open()  # it may have been closed since the request came
             seconds, one = self.limits.request_seconds, _takes_one_call(body)
             whole = one or not getattr(body, "stream", False)
             (reply,) = self.replies(jobs, CallStream(call), parallel_calls=not one)

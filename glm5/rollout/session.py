@@ -146,6 +146,8 @@ class Session:
     calls: dict[bytes, Call] = field(default_factory=dict)
     """Running requests, by digest."""
     retries: int = 0
+    requests: int = 0
+    """Requests that hold this object."""
     used: float = field(default_factory=time.monotonic)
 
     @property
