@@ -62,7 +62,7 @@ def serve(path: Path, seconds: float, listener: socket.socket, told: Connection)
     tokenizer = Tokenizer.byte_level()
     engine, limits = Free(tokenizer, seconds), fitted(Limits(requests=4096, samples=4096, header_seconds=60), files=2)
     with Store(path) as store:
-        gateway = Gateway(EnginePool([engine], 4096), store, tokenizer, ADMIN, 1 << 16, limits)
+        gateway = Gateway(EnginePool([engine], most=4096), store, tokenizer, ADMIN, 1 << 16, limits)
         server = Server(ServerConfig(create_gateway(gateway), limits, 1.0))
         began = cpu()
 

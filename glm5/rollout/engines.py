@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import ssl
 import time
 from collections import Counter
@@ -28,10 +29,12 @@ from glm5.serve.samples import Delta, Part
 
 log = get_logger("gateway")
 
+MOST_SURPRISE, ROUNDING = 1e6, 1e-3
+"""Log-probabilities must be above minus the first, and at most the second."""
 ATTEMPTS = 8
 """Maximum number of attempts per generation, each on a newly picked engine."""
 PAUSE_SECONDS = 0.2
-"""Seconds to wait before a lost generation is retried. Doubles after each loss of it, up to 100 times this value."""
+"""Seconds to wait before a lost generation is retried. Doubles after each loss without a new token."""
 FAR = 86_400.0
 """HTTP timeout of a generation in seconds (one day). The real deadline is set by the session."""
 
@@ -178,7 +181,7 @@ class Reading:
 def native_params(params: SamplingParams) -> dict[str, Any]:
     """Convert to `sampling_params` of SGLang's `/generate`. Raises ApiError if it does not support one of the
     parameters."""
-    if params.grammar is not None:
+    if params.grammar is not None and params.grammar.kind != "any":  # "any" only limits thinking
         text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
     sent: dict[str, Any] = {
@@ -206,6 +209,8 @@ class EnginePool:
     overloaded or has recently lost a generation."""
 
     engines: Sequence[TokenSource]
+    vocab: int = 1 << 31
+    """Size of the vocabulary; larger ids are an engine's error."""
     most: int = 1024
     """Maximum number of concurrent generations; further ones wait."""
     lost: Counter[str] = field(default_factory=Counter)
@@ -234,37 +239,54 @@ class EnginePool:
 
     async def _generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
         sofar: list[int] = []
-        pause = PAUSE_SECONDS
-        for _ in range(ATTEMPTS):
-            left = replace(params, max_tokens=params.max_tokens - len(sofar))
-            rank = self._pick(session)
+        attempts, pause = 0, PAUSE_SECONDS
+        while attempts < ATTEMPTS:
+            rank, before = self._pick(session), len(sofar)
+            name = self.engines[rank].name
             self._load[rank] += 1
             try:
-                stream = self.engines[rank].stream([*ids, *sofar], left, session)
+                stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
+                        self._check(name, delta, params.max_tokens - len(sofar))
                         sofar += delta.token_ids
                         reason = delta.finish_reason
-                        if reason in ("abort", "error") and len(sofar) < params.max_tokens:
+                        if reason in ("abort", "error"):
                             if delta.token_ids:
                                 yield replace(delta, finish_reason=None)
-                            raise EngineLost(f"{self.engines[rank].name} aborted a generation.")
-                        yield replace(delta, finish_reason="length") if reason in ("abort", "error") else delta
+                            raise EngineLost(f"{name} aborted a generation.")
+                        yield delta
                         if reason is not None:
                             return
-                raise EngineLost(f"{self.engines[rank].name} ended an answer early.")
+                raise EngineLost(f"{name} ended an answer early.")
             except EngineLost as error:
-                self.lost[self.engines[rank].name] += 1
+                self.lost[name] += 1
                 self._down[rank] = time.monotonic() + pause
                 log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
+                if sofar and sofar[-1] in params.stop_token_ids:  # complete; only its end was lost
+                    yield Delta(0, [], [], [], "stop", [])
+                    return
                 if len(sofar) >= params.max_tokens:
                     yield Delta(0, [], [], [], "length", [])
                     return
             finally:
                 self._load[rank] -= 1
-            await asyncio.sleep(min(pause, 100 * PAUSE_SECONDS))
-            pause *= 2
+            if len(sofar) > before:
+                attempts, pause = 0, PAUSE_SECONDS
+            attempts += 1
+            if attempts < ATTEMPTS:
+                await asyncio.sleep(pause)
+                pause *= 2
         raise ApiError(503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost")
+
+    def _check(self, name: str, delta: Delta, room: int) -> None:
+        """Raise RequestFailed if a delta cannot be trained on: the engine may be any server."""
+        if len(delta.token_ids) > room or not all(0 <= token < self.vocab for token in delta.token_ids):
+            raise RequestFailed(f"{name} sent more tokens than were asked for, or ids outside the vocabulary.")
+        if not all(math.isfinite(score) and -MOST_SURPRISE < score <= ROUNDING for score in delta.logprobs):
+            raise RequestFailed(f"{name} sent log-probabilities that are not finite numbers up to 0.")
+        if not all(0 <= version < 1 << 31 for version in delta.weight_versions):
+            raise RequestFailed(f"{name} sent weight versions that are no 31-bit numbers.")
 
     async def versions(self) -> Mapping[str, int | None]:
         """Weight version by engine name; None if the engine does not answer."""
@@ -288,6 +310,14 @@ class EnginePool:
             return self._ring.pick(session, self._load, avoid=avoid)
         except LookupError:  # all have recently lost a generation: take the one whose pause ends first
             return min(self._down, key=self._down.__getitem__)
+
+
+def _rest(params: SamplingParams, count: int) -> SamplingParams:
+    """The parameters for the rest of a generation that has `count` tokens. A seed would repeat the first draws."""
+    if not count:
+        return params
+    minimum = max(0, params.min_tokens - count)
+    return replace(params, max_tokens=params.max_tokens - count, min_tokens=minimum, seed=None)
 
 
 def _number(version: Any) -> int:

@@ -14,7 +14,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.history import History
+from glm5.rollout.history import Node
 from glm5.rollout.samples import summary
 from glm5.rollout.service import SessionService, sorts_results
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
@@ -49,7 +49,7 @@ KEPT = 4096
 """Number of sessions kept in memory. If there are more, idle ones are dropped; the store is read again when needed."""
 MOST_REWARD = 1e6
 """Maximum absolute value of a reward."""
-_NAME = re.compile(r"[A-Za-z0-9_.:~-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
     "chat/completions": chat,
@@ -106,7 +106,9 @@ class Gateway:
         existing session has another task, group or mode."""
         name = body.id or uuid.uuid4().hex
         if not _NAME.fullmatch(name):
-            raise ApiError(400, "id must have 1 to 128 letters, digits or the characters _ . : ~ -.", param="id")
+            raise ApiError(
+                400, "id must have 1 to 128 letters, digits or _ . : ~ -, and begin with a letter or digit.", param="id"
+            )
         options = SessionOptions(body.turns, body.tokens, body.answer_tokens, body.temperature)
         group = None if body.group is None else str(body.group)
         row = SessionRow(name, body.task_id, group, body.mode, asdict(options), time.time())
@@ -156,9 +158,16 @@ class Gateway:
         session = await self.session(name)
         if session.row.closed is not None:
             return session
-        changed = await self._change(name, closed=time.time(), excluded=excluded, retries=session.retries)
-        changed.cancel()
-        return changed
+        before, closed = session.row, time.time()
+        # In memory first: a second close, and a request that arrives during the write, must see it.
+        session.row = replace(before, closed=closed, excluded=excluded, retries=session.retries)
+        try:
+            await self.store.change_session(name, closed=closed, excluded=excluded, retries=session.retries)
+        except BaseException:
+            session.row = replace(session.row, closed=None, excluded=before.excluded)
+            raise
+        await session.cancel()
+        return session
 
     async def _change(self, name: str, **fields: Any) -> Session:
         session = await self.session(name)
@@ -184,10 +193,10 @@ class Gateway:
             "excluded": session.row.excluded,
         }
 
-    def samples(self, session: Session, history: History) -> dict[str, Any]:
+    def samples(self, session: Session, nodes: Sequence[Node]) -> dict[str, Any]:
         """The training rows of a session with its reward. A session without a sampled token is excluded as "empty":
         its agent never reached the policy."""
-        found = summary(history.nodes)
+        found = summary(nodes)
         excluded = session.row.excluded or (None if found["tokens_sampled"] else "empty")
         head = {"id": session.id, "task_id": session.row.task, "group": session.row.group}
         return {**head, "reward": session.row.reward, "excluded": excluded, **found}
@@ -316,7 +325,8 @@ def _admin_routes(gateway: Gateway) -> APIRouter:
     async def samples(request: Request, name: str) -> Response:
         gateway.check_admin(request)
         session = await gateway.session(name)
-        return await asyncio.to_thread(lambda: json_answer(gateway.samples(session, session.history)))
+        nodes = list(session.history.nodes)  # it may grow meanwhile
+        return await asyncio.to_thread(lambda: json_answer(gateway.samples(session, nodes)))
 
     return routes
 

@@ -16,10 +16,11 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from glm5.chat.messages import canonical
+from glm5.errors import DataError
 from glm5.records import Message, ToolCall
 from glm5.serve.prompts import ChatInput
 
@@ -58,7 +59,6 @@ class Node:
     """Digest of the conversation up to and including the reply."""
     body: bytes = b""
     """The same digest without options and leading system messages."""
-    children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
         """The path from the first turn of the conversation to this turn."""
@@ -98,7 +98,14 @@ class History:
         """Find the deepest turn that the conversation continues. Raises DataError if a message is malformed."""
         turns = canonical(chat.messages, self._sort)
         head = _head(chat)
-        begun = turns.pop() if chat.ending == "continue" and len(turns) > 1 else None
+        begun = None
+        if chat.ending == "continue":
+            begun = turns.pop()
+            if begun.role != "assistant" or begun.tool_calls or not turns:
+                raise DataError(
+                    f"messages[{len(turns)}] cannot be continued; it must be an assistant message without tool calls, "
+                    "and must not be the first message."
+                )
         parent, at = self._deepest(turns, chat.messages, head)
         tail = tuple(turns[at:])
         if parent is not None and chat.mode.clear and any(turn.role == "user" for turn in tail):
@@ -111,8 +118,6 @@ class History:
         node.chain, node.body = start
         for message in (*node.tail, node.reply):
             node.chain, node.body = _step(node.chain, node.body, message)
-        if node.parent is not None:
-            node.parent.children.append(node)
         self.nodes.append(node)
         self._chains.setdefault(node.chain, []).append(node)
         self._bodies.add(node.body)
@@ -125,9 +130,9 @@ class History:
             if turn.role == "assistant" and chain in self._chains:
                 found.append((i + 1, self._chains[chain]))
         for count, nodes in reversed(found):
-            for node in sorted(nodes, key=lambda node: (not _same_calls(node.reply, turns[count - 1]), _key(node))):
-                if _same_reasoning(node, turns[:count]):
-                    return node, count
+            fitting = [node for node in nodes if _same_reasoning(node, turns[:count])]
+            if fitting:
+                return min(fitting, key=lambda node: (_other_calls(node, turns[:count]), _key(node))), count
         return None, 0
 
     def _cause(self, parent: Node | None, head: bytes, tail: Sequence[Message], turns: Sequence[Message]) -> str | None:
@@ -178,10 +183,22 @@ def _key(node: Node) -> tuple[bytes, ...]:
     return (node.given.tobytes(), node.output.tobytes(), node.logprobs.tobytes())
 
 
-def _same_calls(mine: Message, theirs: Message) -> bool:
-    """Whether the call ids in the client's message (`theirs`) match those that we assigned in our answer (`mine`). The
-    prefix is ignored, because surfaces change it."""
-    return [_bare(call) for call in mine.tool_calls] == [_bare(call) for call in theirs.tool_calls]
+def _other_calls(node: Node, turns: Sequence[Message]) -> int:
+    """Number of stored answers on the path to `node` whose call ids are not those in the client's messages. The prefix
+    of an id is ignored, because surfaces change it."""
+    return sum(
+        list(map(_bare, mine.tool_calls)) != list(map(_bare, said.tool_calls)) for mine, said in _answers(node, turns)
+    )
+
+
+def _answers(node: Node, turns: Sequence[Message]) -> Iterator[tuple[Message, Message]]:
+    """The stored answers on the path to `node`, each with the client's message for it; the last one first."""
+    at = len(turns) - 1
+    here: Node | None = node
+    while here is not None:
+        yield here.reply, turns[at]
+        at -= len(here.tail) + 1
+        here = here.parent
 
 
 def _bare(call: ToolCall) -> str:
@@ -190,15 +207,9 @@ def _bare(call: ToolCall) -> str:
 
 def _same_reasoning(node: Node, turns: Sequence[Message]) -> bool:
     """Whether all reasoning that the client sent back equals that of the stored turns. Reasoning may be left out."""
-    at, here = len(turns) - 1, node
-    while True:
-        said = turns[at].reasoning
-        if said is not None and said.strip() not in ("", (here.reply.reasoning or "").strip()):
-            return False
-        at -= len(here.tail) + 1
-        if here.parent is None:
-            return True
-        here = here.parent
+    return all(
+        (said.reasoning or "").strip() in ("", (mine.reasoning or "").strip()) for mine, said in _answers(node, turns)
+    )
 
 
 def _head(chat: ChatInput) -> bytes:
@@ -240,14 +251,15 @@ def read_message(plain: Mapping[str, Any]) -> Message:
 def in_order(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """Yields the path from the root to each leaf. The order of the paths depends only on their content."""
     keys: dict[Node, bytes] = {}
-    # In `nodes` a turn comes before its continuations, so the reversed loop visits the continuations first.
-    for node in reversed(nodes):
-        below = sorted(keys[child] for child in node.children)
+    following: dict[Node | None, list[Node]] = {}
+    for node in nodes:  # not `Node.children`, which may grow meanwhile
+        following.setdefault(node.parent, []).append(node)
+    for node in reversed(nodes):  # in `nodes` a turn comes before its continuations, so these come first here
+        below = sorted(keys[child] for child in following.get(node, ()))
         keys[node] = _hash(b"".join((*_key(node), node.versions.tobytes())), b"".join(below))
-    open_paths = [[node] for node in sorted((n for n in nodes if n.parent is None), key=keys.__getitem__)]
+    open_paths = [[node] for node in sorted(following.get(None, ()), key=keys.__getitem__)]
     while open_paths:
         path = open_paths.pop()
-        following = sorted(path[-1].children, key=keys.__getitem__)
-        if not following:
+        if path[-1] not in following:
             yield path
-        open_paths += [[*path, node] for node in following]
+        open_paths += [[*path, node] for node in sorted(following.get(path[-1], ()), key=keys.__getitem__)]

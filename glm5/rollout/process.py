@@ -77,7 +77,7 @@ def run(
             thread.start()
             stack.callback(thread.stop, 0.0)
             sources = [LocalEngine(thread)]
-        pool = EnginePool(sources, limits.samples)
+        pool = EnginePool(sources, tokenizer.vocab_size, limits.samples)
         app = create_gateway(
             Gateway(pool, kept, tokenizer, key, length, limits), allowed_hosts=hosts_answered(host, key, KEY_ALONE)
         )

@@ -60,7 +60,8 @@ class SessionService(TextService):
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Parse the body, without tools that run at a provider, and claim the call of this request."""
         raw = await read_body(request, self.limits)
-        self.short = len(raw) <= SHORT
+        # A foreign template may be slow.
+        self.short = len(raw) <= SHORT and self.tokenizer.chat_format.version is not None
         body = await self._work(_parsed, kind, raw)
         if not self.counts:
             path = request.scope["path"].rpartition("/v1/")[2]
@@ -81,7 +82,7 @@ class SessionService(TextService):
             text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
         chat = await self._work(body.chat_input)
-        place = self.session.history.place(chat)
+        place = await self._work(self.session.history.place, chat)
         before = [] if place.parent is None else place.parent.ids()
         place, prompt = await self._work(self._prompt, chat, place, before)
         if self.call is not None and self.call.place is None:
@@ -96,18 +97,16 @@ class SessionService(TextService):
             whole = render(tokenizer, ChatInput(chat.messages, chat.tools, keep, chat.ending))
             if whole.ids[: len(before)] == before:
                 return place, whole
-            return Place(None, (), place.head, "reencoded", place.begun), whole
+            return _anew(place, "reencoded"), whole
         options: Any = {"tokenizer": tokenizer, "version": version, "enable_thinking": mode.enable}
         ending = chat.ending != "none"
         try:
-            if place.parent is None:
+            if place.parent is None or not place.tail:
                 raise DataError("nothing to continue")
             tail = render_tail(place.tail, after=before[-1], add_generation_prompt=ending, **options)
             ids = before + tail
         except DataError:
-            if place.parent is not None:
-                turns = tuple(m for node in place.parent.path() for m in (*node.tail, node.reply))
-                place = Place(None, (*turns, *place.tail), place.head, "ended_otherwise", place.begun)
+            place = _anew(place, "ended_otherwise")
             ids = render_chat(
                 place.tail, chat.tools, clear_thinking=keep.clear, reasoning_effort=mode.effort,
                 add_generation_prompt=ending, **options,
@@ -168,6 +167,14 @@ class SessionService(TextService):
     async def _work(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a part of the request: in a thread unless the request is short."""
         return function(*arguments) if self.short else await asyncio.to_thread(function, *arguments)
+
+
+def _anew(place: Place, cause: str) -> Place:
+    """The same conversation, but not as a continuation of a stored turn."""
+    if place.parent is None:
+        return place
+    turns = tuple(message for node in place.parent.path() for message in (*node.tail, node.reply))
+    return Place(None, (*turns, *place.tail), place.head, cause, place.begun)
 
 
 def _takes_one_call(body: Any) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from glm5.serve.samples import Delta, Part
 log = get_logger("gateway")
 
 SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias bad_words
-    allowed_token_ids seed""".split()
+    allowed_token_ids seed grammar""".split()
 """Sampling parameters that a session for training ignores: those that change the distribution, and the seed, which
 would make the samples of a group equal."""
 
@@ -95,11 +95,15 @@ class Call:
         self.task, self.deadline = task, deadline
         self._wake()
 
-    async def change(self, seconds: float | None = None) -> None:
-        """Wait for the next `start`, `put` or `fail`, at most for `seconds`."""
+    def change(self, seconds: float | None = None) -> Awaitable[None]:
+        """Wait for the next `start`, `put` or `fail` after this call, at most for `seconds`."""
+        return self._change(self._changed, seconds)
+
+    @staticmethod
+    async def _change(changed: asyncio.Event, seconds: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._changed.wait()
+                await changed.wait()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -223,13 +227,20 @@ class Session:
             log.exception("A generation of session %s failed.", self.id)
             call.fail(error)
         finally:
-            self.calls.pop(call.digest, None)
+            if self.calls.get(call.digest) is call:
+                del self.calls[call.digest]
 
-    def cancel(self) -> None:
-        """Cancel all running requests, except those whose turn is being stored: history and store must stay equal."""
+    async def cancel(self) -> None:
+        """End all running requests. Those whose turn is being stored are waited for: the history then has what the
+        store has."""
+        storing = [call.task for call in self.calls.values() if call.storing and call.task is not None]
         for call in list(self.calls.values()):
             if call.task is not None and not call.storing:
+                # A task that was cancelled before its first step runs none of its own code.
+                self.calls.pop(call.digest, None)
+                call.fail(ApiError(410, f"The session {self.id} was closed.", code="session_closed"))
                 call.task.cancel()
+        await asyncio.gather(*storing, return_exceptions=True)
 
     def _node(self, call: Call, answer: Delta, reply: Reply) -> Node:
         place, part = call.place, call.part

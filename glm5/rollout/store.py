@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ from glm5.errors import CheckpointError
 from glm5.rollout.history import History, Node, read_message, told
 
 Result = TypeVar("Result")
+Waiting = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+"""A change, and the future of its caller."""
 FORMAT = 1
 MOST_TOGETHER = 1024
 """Maximum number of writes in one transaction."""
@@ -163,7 +165,7 @@ class Store:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         try:
-            with closing(sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)) as db:
+            with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as db:
                 yield db
         except sqlite3.Error as error:
             raise StoreError(f"Cannot read {self.path}: {error}.") from error
@@ -171,7 +173,7 @@ class Store:
     def _run(self, opened: Future[None]) -> None:
         with ExitStack() as stack:
             try:
-                db = self._open(stack)
+                db: sqlite3.Connection | None = self._open(stack)
             except BaseException as error:
                 opened.set_exception(error)
                 return
@@ -184,10 +186,19 @@ class Store:
                         self._queue.put(None)
                         break
                     waiting.append(more)
-                self._commit(db, waiting)
+                if db is not None and not self._commit(db, waiting):
+                    with suppress(sqlite3.Error):
+                        db.close()
+                    db = None  # opened again for the next writes
+                elif db is None:
+                    db = self._reopened(waiting)
+                    if db is not None:
+                        self._commit(db, waiting)
+            if db is not None:
+                db.close()
 
     def _open(self, stack: ExitStack) -> sqlite3.Connection:
-        """Open the writer's connection, and the lock file that keeps other processes out. `stack` closes both."""
+        """The writer's connection. `stack` closes the lock file, which keeps other processes out."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             owner = stack.enter_context(open(f"{self.path}.lock", "wb"))  # noqa: SIM115
@@ -195,7 +206,13 @@ class Store:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(f"Another process writes {self.path}; stop it, or choose another file.") from None
-            db = stack.enter_context(closing(sqlite3.connect(self.path, isolation_level=None)))
+            return self._connect()
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"Cannot open the session store {self.path}: {error}.") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None)
+        try:
             found = db.execute("PRAGMA user_version").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if found not in (0, FORMAT) or (tables and not found):
@@ -204,15 +221,27 @@ class Store:
             db.execute(f"PRAGMA synchronous = {'FULL' if self._full else 'NORMAL'}")
             if not found:
                 db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-            return db
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"Cannot open the session store {self.path}: {error}.") from error
+        except BaseException:
+            db.close()
+            raise
+        return db
 
-    def _commit(
-        self, db: sqlite3.Connection, waiting: Sequence[tuple[Callable[[sqlite3.Connection], Any], Future[Any]]]
-    ) -> None:
+    def _reopened(self, waiting: Sequence[Waiting]) -> sqlite3.Connection | None:
+        """A new connection after the old one failed; without one, the changes fail."""
+        try:
+            return self._connect()
+        except (sqlite3.Error, StoreError) as error:
+            self._fail(waiting, error)
+            return None
+
+    def _fail(self, waiting: Sequence[Waiting], error: Exception) -> None:
+        for _, future in waiting:
+            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+                future.set_exception(self._error(error))
+
+    def _commit(self, db: sqlite3.Connection, waiting: Sequence[Waiting]) -> bool:
         """Run changes in one transaction. If a change fails, only that change is rolled back; if the commit fails, all
-        of them are."""
+        of them are. Returns False if the connection cannot be used any more."""
         results: list[tuple[Future[Any], Any]] = []
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -228,14 +257,17 @@ class Store:
                 db.execute("RELEASE one")
             db.execute("COMMIT")
         except sqlite3.Error as error:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            for _, future in waiting:
-                if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-                    future.set_exception(self._error(error))
-            return
+            usable = True
+            try:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+            except sqlite3.Error:
+                usable = False
+            self._fail(waiting, error)
+            return usable
         for future, result in results:
             future.set_result(result)
+        return True
 
     def _error(self, error: Exception) -> Exception:
         if isinstance(error, sqlite3.Error):

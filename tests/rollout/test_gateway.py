@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.rollout import check
 from glm5.rollout import engines as engines_module
 from glm5.rollout.samples import summary
-from glm5.rollout.session import key_of, session_of_key
+from glm5.rollout.session import Call, key_of, session_of_key
 from glm5.serve.options import Limits
 from glm5.serve.prompts import Prompt
 from glm5.serve.reply import Reply
@@ -229,12 +232,20 @@ def test_trained_sessions_sample_from_the_whole_distribution(opened: Open) -> No
 
     async def run() -> None:
         async with opened() as setting:
-            wishes = {"temperature": 0.0, "top_p": 0.5, "seed": 3, "frequency_penalty": 1.0, "logit_bias": {"5": 9}}
+            wishes = {
+                "response_format": {"type": "json_object"},
+                "temperature": 0.0,
+                "top_p": 0.5,
+                "seed": 3,
+                "frequency_penalty": 1.0,
+                "logit_bias": {"5": 9},
+            }
             for mode in ("train", "eval"):
                 _, agent = await setting.session(mode=mode, temperature=0.8)
                 await agent.post("chat/completions", json={"model": "m", "messages": [HI], **wishes})
             train, evaluated = setting.engine.asked
             assert (train.temperature, train.top_p, train.seed, train.logit_bias) == (0.8, 1.0, None, ())
+            assert train.grammar is None and evaluated.grammar is not None
             assert (evaluated.temperature, evaluated.top_p, evaluated.seed) == (0.0, 0.5, 3)
 
     play(run())
@@ -293,5 +304,130 @@ def test_the_conformance_kit(opened: Open, monkeypatch: pytest.MonkeyPatch) -> N
             for promise in (check.one_row, check.edits):
                 with pytest.raises(check.Broken, match="are in the loss"):
                     promise(visit)
+
+    play(run())
+
+
+def test_a_request_that_meets_a_close_ends(opened: Open) -> None:
+    """Whether its generation has begun or not; its session is free afterwards."""
+
+    async def run() -> None:
+        async with opened(pause=60) as setting:
+            for delay in (0, 0, 0, 1, 2, 3, 5, 8, 13):
+                name, agent = await setting.session()
+                request = asyncio.create_task(agent.post("chat/completions", json={"model": "m", "messages": [HI]}))
+                session = await setting.gateway.session(name)
+                while not session.calls:
+                    await asyncio.sleep(0)
+                for _ in range(delay):
+                    await asyncio.sleep(0)
+                await setting.gateway.end(name)
+                answer = await asyncio.wait_for(request, 20)
+                assert answer.status_code == 410 and not session.calls and not session.requests
+
+            (call,) = [Call(b"x")]  # a change between the check and the wait is not missed
+            waiting = call.change()
+            call.fail(ValueError())
+            await asyncio.wait_for(waiting, 5)
+
+    play(run())
+
+
+def test_closing_waits_for_a_turn_that_is_being_stored(opened: Open) -> None:
+    """The samples after a close are final; the first of two closes counts."""
+
+    async def run() -> None:
+        async with opened() as setting:
+            name, agent = await setting.session()
+            session = await setting.gateway.session(name)
+            held = threading.Event()
+            setting.gateway.store.write_soon(lambda db: held.wait(20))
+            request = asyncio.create_task(agent.post("chat/completions", json={"model": "m", "messages": [HI]}))
+            while not any(call.storing for call in session.calls.values()):
+                await asyncio.sleep(0.001)
+            closing = [asyncio.create_task(setting.gateway.end(name, cause)) for cause in ("env failed", None)]
+            await asyncio.sleep(0.01)
+            held.set()
+            await asyncio.gather(*closing)
+            assert (await setting.samples(name))["turns"] == 1 and (await request).status_code == 200
+            row = setting.gateway.store.session(name)
+            assert row is not None and row.excluded == session.row.excluded == "env failed"
+
+    play(run())
+
+
+BAD = {
+    "nan": Delta(0, [5], [math.nan], [{}], "stop", [0]),
+    "minus infinity": Delta(0, [5], [-math.inf], [{}], "stop", [0]),
+    "above 0": Delta(0, [5], [3.0], [{}], "stop", [0]),
+    "negative id": Delta(0, [-5], [-1.0], [{}], "stop", [0]),
+    "large id": Delta(0, [10**12], [-1.0], [{}], "stop", [0]),
+    "version": Delta(0, [5], [-1.0], [{}], "stop", [1 << 40]),
+    "too many": Delta(0, [5] * 99, [-1.0] * 99, [{}] * 99, "stop", [0] * 99),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_trained_on_is_not_stored(opened: Open, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stream(*_: Any) -> AsyncGenerator[Delta, None]:
+        yield BAD[case]
+
+    async def run() -> None:
+        async with opened() as setting:
+            setting.gateway.pool.vocab = setting.gateway.tokenizer.vocab_size
+            monkeypatch.setattr(setting.engine, "stream", stream)
+            name, agent = await setting.session()
+            body = {"model": "m", "messages": [HI], "max_tokens": 20}
+            assert (await agent.post("chat/completions", json=body)).status_code == 500
+            assert (await setting.samples(name))["turns"] == 0
+
+    play(run())
+
+
+def test_progress_renews_the_attempts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long generation across more weight updates than there are attempts."""
+    monkeypatch.setattr(engines_module, "PAUSE_SECONDS", 0.0001)
+
+    async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+        yield Delta(0, [70], [-1.0], [{}], "abort", [0])
+
+    async def run() -> None:
+        async with opened() as setting:
+            monkeypatch.setattr(setting.engine, "stream", stream)
+            name, agent = await setting.session()
+            body = {"model": "m", "messages": [HI], "max_tokens": 30}
+            assert (await agent.post("chat/completions", json=body)).status_code == 200
+            assert (await setting.samples(name))["tokens_sampled"] == 30
+
+    play(run())
+
+
+def test_prefill_and_an_answer_as_the_last_message(opened: Open) -> None:
+    """A prompt never gets a turn that nobody wrote."""
+
+    async def run() -> None:
+        async with opened() as setting:
+            _, agent = await setting.session()
+            said = {"role": "assistant", "content": "yes"}
+            options = {"model": "m", "enable_thinking": False}
+            await agent.post("chat/completions", json={"messages": [HI], **options})
+            await agent.post("chat/completions", json={"messages": [HI, said], **options})
+            assert setting.gateway.tokenizer.decode(list(setting.engine.log[1][0])).count("<|user|>") == 1
+            begun = {"messages": [HI, {**said, "content": "be"}], "continue_final_message": True, **options}
+            assert (await agent.post("chat/completions", json=begun)).status_code == 200
+            assert setting.gateway.tokenizer.decode(list(setting.engine.log[2][0])).endswith("</think>be")
+            for last in (HI, {"role": "tool", "content": "x"}):
+                answer = await agent.post("chat/completions", json={**begun, "messages": [HI, last]})
+                assert answer.status_code == 400
+
+    play(run())
+
+
+def test_session_ids(opened: Open) -> None:
+    async def run() -> None:
+        async with opened() as setting:
+            for name in (".", "..", "a/b", "", "é", "x" * 129, "a b"):
+                assert (await setting.admin.post("/sessions", json={"id": name or "?"})).status_code == 400
+            assert (await setting.admin.post("/sessions", json={"id": "run-1:sum.17~2"})).status_code == 200
 
     play(run())

@@ -126,3 +126,15 @@ def test_ten_thousand_messages_are_placed_in_time() -> None:
         messages += [reply, Message("user", "x" * 50)]
     place = history.place(ChatInput(tuple(messages)))
     assert place.parent is history.nodes[-1] and len(place.tail) == 1
+
+
+def test_ids_of_earlier_calls_tell_equal_paths_apart() -> None:
+    """Two sub-agents that said the same, in turns whose last answer has no call."""
+    history, last = History(), []
+    for i in (1, 2):
+        called = replace(CALLED, tool_calls=(ToolCall("f", {}, f"call_{i}"),))
+        turn(history, chat(ASK), called, ids=9 - i)
+        last.append(turn(history, chat(ASK, called, RESULT), DONE))
+    for i, node in zip((1, 2), last, strict=True):
+        again = replace(CALLED, reasoning=None, tool_calls=(ToolCall("f", {}, f"toolu_{i}"),))
+        assert history.place(chat(ASK, again, RESULT, DONE, MORE)).parent is node

@@ -133,3 +133,20 @@ def test_a_gateway_says_what_is_missing(tmp_path: Path) -> None:
     for engines, words in (([], "--engines"), (["http://127.0.0.1:9"], "does not answer"), (["x"], "does not answer")):
         with pytest.raises(UsageError, match=words):
             run(None, engines, tmp_path / "s.db", port=0)
+
+
+def test_the_writer_survives_a_broken_connection(tmp_path: Path) -> None:
+    """The writes of that moment fail; later ones go to a new connection. The path needs quoting in a URI."""
+
+    def broken(db: sqlite3.Connection) -> None:
+        db.close()
+
+    async def run(store: Store) -> None:
+        await store.add_session(SessionRow("s", "t", None, "train", {}, 0.0))
+        with pytest.raises(StoreError):
+            await store.write(broken)
+        await add(store, "s", 1)
+        assert len(store.turns("s")[0].nodes) == 1
+
+    with Store(tmp_path / "a#b?c%41.db") as store:
+        asyncio.run(run(store))
