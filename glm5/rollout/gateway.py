@@ -24,6 +24,7 @@ from pydantic import Field
 from starlette.datastructures import Headers
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.engines import EnginePool
@@ -222,6 +223,9 @@ class Gateway:
         session.requests += 1
         try:
             return await DIALECTS[dialect](request)
+        except Glm5Error as error:
+            service.release(error)
+            raise
         finally:
             session.requests -= 1
             service.release()

@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from glm5.chat.template import RULES, opens_thinking, render_chat, render_tail
-from glm5.errors import DataError
+from glm5.errors import DataError, Glm5Error
 from glm5.records import Completion
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import Place
@@ -69,12 +69,13 @@ class SessionService(TextService):
             self.call, self.mine = self.session.claim(digest)
         return body
 
-    def release(self) -> None:
-        """Call this at the end of the request. If its call never started, requests that wait for the call get an
-        error."""
+    def release(self, refusal: Glm5Error | None = None) -> None:
+        """Clean up at the end of the request: if it claimed a call and did not start it, requests with the same bytes
+        that wait for it get its `refusal`, or 503 without one."""
         if self.call is not None and self.mine and self.call.task is None:
             self.session.calls.pop(self.call.digest, None)
-            self.call.fail(ApiError(503, "An identical request failed before its start; send it again.", code="retry"))
+            failed = ApiError(503, "The first request with these bytes failed; send the request again.", code="retry")
+            self.call.fail(refusal or failed)
 
     async def prompt_of(self, body: ChatBody, count: int) -> Prompt:
         """The stored ids of the conversation so far plus its new messages, rendered."""

@@ -201,8 +201,9 @@ def test_limits_are_refusals_that_clients_do_not_retry(opened: Open) -> None:
             answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], "user": "3"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "turn_limit")
             for refused in ({"n": 2}, {"top_logprobs": 2, "logprobs": True}, {"ignore_eos": True}):
-                answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], **refused})
-                assert answer.status_code == 400, refused
+                same = {"model": "m", "messages": [HI], "metadata": {"x": "y" * 20_000}, **refused}
+                answers = await asyncio.gather(*(agent.post("chat/completions", json=same) for _ in range(4)))
+                assert {answer.status_code for answer in answers} == {400}, refused
             await setting.admin.post(f"/sessions/{name}/close", json={"excluded": "sandbox died"})
             answer = await agent.post("messages", json={"model": "m", "max_tokens": 3, "messages": [HI]})
             assert answer.status_code == 410 and answer.json()["type"] == "error"
