@@ -1,8 +1,8 @@
 """Runs inside the sandbox process tree: builds the locked room, then starts the untrusted program in it.
 
-`glm5.sandbox.sandbox` starts the compiled code of this file (`room.launcher_code`) with `python -I -S -B`. It imports
-nothing of `glm5` and only cheap standard modules, because every run of every rollout pays for the imports. The order of
-the steps is essential: namespaces, file system, identity, capabilities, resource limits, system-call filter, `execve`.
+`glm5.sandbox.sandbox` starts this file with `python -I -S -B`. It imports nothing of `glm5` and only cheap standard
+modules, because every run of every rollout pays for the imports. The order of the steps is essential: namespaces, file
+system, identity, capabilities, resource limits, system-call filter, `execve`.
 
 The request arrives as netstrings (`<length>:<bytes>`) on one descriptor. The result leaves as text lines on another:
 `error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never sees
@@ -305,7 +305,7 @@ def guard_room(first: int, status: int, control: int) -> None:
 
 
 def main() -> None:
-    """`python -c START MODE REQUEST_FD STATUS_FD CONTROL_FD ROOT`; MODE is root, user or bubblewrap."""
+    """`launcher.py MODE REQUEST_FD STATUS_FD CONTROL_FD ROOT`; MODE is root, user or bubblewrap."""
     mode, request_fd, status, control, root = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
     os.set_inheritable(status, False)
     os.set_inheritable(control, False)

@@ -13,17 +13,11 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from marshal import dumps
 from pathlib import Path, PurePosixPath
 
 from glm5.errors import ConfigError
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-START = """# glm5 sandbox launcher
-import marshal, sys
-with open(int(sys.argv.pop()), "rb") as stream:
-    code = marshal.load(stream)
-exec(code)"""
 LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -58,12 +52,6 @@ class Job:
 def interpreter() -> str:
     """Path of the base interpreter, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-@functools.cache
-def launcher_code() -> bytes:
-    """The launcher's bytecode. Compiling it takes longer than all else that the launcher does."""
-    return dumps(compile(LAUNCHER.read_bytes(), str(LAUNCHER), "exec", dont_inherit=True))
 
 
 @functools.cache
@@ -135,6 +123,7 @@ def _bubblewrap_command(limits: Limits) -> list[str]:
     command += ["--cap-drop", "ALL", "--hostname", "sandbox"]
     for path, target in links:
         command += ["--symlink", target, path]
+    command += ["--ro-bind", str(LAUNCHER), "/launcher.py"]
     for path in shown:
         device = _inside(path, ["/dev"])
         command += ["--dev-bind", path, path, "--remount-ro", path] if device else ["--ro-bind", path, path]
@@ -144,10 +133,10 @@ def _bubblewrap_command(limits: Limits) -> list[str]:
     return [*command, "--remount-ro", "/", "--"]
 
 
-def command_of(mode: str, limits: Limits, descriptors: Iterable[int], root: str, code: int) -> list[str]:
-    """`descriptors` are those of the launcher's `main`; from `code` it reads `launcher_code`."""
+def command_of(mode: str, limits: Limits, descriptors: Iterable[int], root: str) -> list[str]:
     room = _bubblewrap_command(limits) if mode == "bubblewrap" else []
-    return [*room, interpreter(), "-I", "-S", "-B", "-c", START, mode, *map(str, descriptors), root, str(code)]
+    launcher = "/launcher.py" if room else str(LAUNCHER)
+    return [*room, interpreter(), "-I", "-S", "-B", launcher, mode, *map(str, descriptors), root]
 
 
 def memory_file(data: bytes) -> int:

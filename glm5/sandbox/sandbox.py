@@ -31,7 +31,7 @@ from types import MappingProxyType
 
 from glm5.errors import GradingError
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
-from glm5.sandbox.room import Job, Limits, command_of, launcher_code, memory_file, request_of
+from glm5.sandbox.room import Job, Limits, command_of, memory_file, request_of
 
 MECHANISMS = {"root": "Linux namespaces (root)", "bubblewrap": "bubblewrap", "user": "Linux user namespaces"}
 NO_FILES: Mapping[str, str] = MappingProxyType({})
@@ -209,7 +209,6 @@ def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
     if token is not None and token.cancelled:
         raise GradingError(INTERRUPTED)
     request_fd = memory_file(request_of(limits, job))
-    code_fd = memory_file(launcher_code())
     stdin_fd = memory_file(job.stdin.encode("utf-8", "surrogateescape"))
     status_read, status_write = os.pipe()
     control_read, control_write = os.pipe()
@@ -218,11 +217,11 @@ def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
     started = time.monotonic()
     try:
         process = subprocess.Popen(
-            command_of(mode, limits, inherited, root, code_fd),
+            command_of(mode, limits, inherited, root),
             stdin=stdin_fd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(*inherited, code_fd),
+            pass_fds=inherited,
             start_new_session=True,
             env={},
             cwd="/",
@@ -233,7 +232,7 @@ def _run_once(mode: str, limits: Limits, job: Job) -> SandboxResult:
         os.rmdir(root)
         raise GradingError(f"{MECHANISMS[mode]}: cannot start the sandbox: {error}.") from error
     finally:
-        for descriptor in (stdin_fd, code_fd, *inherited):
+        for descriptor in (stdin_fd, *inherited):
             os.close(descriptor)
     try:
         captured, stopped = _collect(process, status_read, limits, token)

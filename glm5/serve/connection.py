@@ -121,6 +121,7 @@ class ServerConfig(uvicorn.Config):
 
 
 class Server(uvicorn.Server):
+    MARK
     """Listens with a backlog longer than the number of connections it accepts at once."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
