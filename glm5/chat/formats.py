@@ -133,6 +133,10 @@ class ChatFormat:
         """Whether thinking cannot be switched off."""
         return self.version is not None and RULES[self.version].always_thinks
 
+    def sorts_results(self) -> bool:
+        """Whether the template puts tool results into the order of their calls."""
+        return self.version is not None and RULES[self.version].sorts_results
+
     def efforts(self) -> Sequence[str] | None:
         """Allowed values of `reasoning_effort`, strongest last; empty if the template has none, None if unknown."""
         if self.version is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -210,14 +211,14 @@ def gateway(
 ) -> None:
     """Sessions for agents that others wrote: their requests in, token ids to train on out. `check URL` tests one."""
     from glm5.serve.access import find_key
-    from glm5.serve.options import EngineOptions, Limits
+    from glm5.serve.options import EngineOptions
 
     if url is not None and str(model) != "check":
         raise UsageError(f"gateway takes one checkpoint, or `check` and a URL, not {str(model)!r:.60} and {url!r:.60}.")
     if str(model) == "check":
         _check_gateway(url, find_key("admin", None, admin_key_file), as_json)
         return
-    from glm5.rollout.process import run
+    from glm5.rollout.process import LIMITS, run
 
     run(
         model,
@@ -227,7 +228,7 @@ def gateway(
         port,
         admin_key_file=admin_key_file,
         engine_key=None if engine_key_file is None else find_key("api", None, engine_key_file),
-        limits=Limits(requests=4096, samples=1024, header_seconds=60, request_seconds=request_seconds),
+        limits=replace(LIMITS, request_seconds=request_seconds),
         options=EngineOptions(exact, max_batch=max_batch, dtype=dtype.value, chat_template=chat_template),
         as_json=as_json,
     )

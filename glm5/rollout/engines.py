@@ -69,15 +69,13 @@ class LocalEngine:
     async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
         try:
             stream = await self.thread.submit_all([Part(ids, params, session, session)])
+            try:
+                async for delta in stream:
+                    yield delta
+            finally:
+                stream.cancel()
         except EngineFailed as error:
             raise EngineLost(str(error)) from error
-        try:
-            async for delta in stream:
-                yield delta
-        except EngineFailed as error:
-            raise EngineLost(str(error)) from error
-        finally:
-            stream.cancel()
 
     async def version(self) -> int:
         return self.thread.engine.weight_version

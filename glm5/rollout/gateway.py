@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import re
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -21,7 +19,6 @@ from typing import Any, Literal
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
-from starlette.datastructures import Headers
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import Glm5Error
@@ -29,11 +26,11 @@ from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import Node
-from glm5.rollout.samples import summary
-from glm5.rollout.service import SessionService, sorts_results
+from glm5.rollout.samples import forks, summary
+from glm5.rollout.service import SessionService
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
 from glm5.rollout.store import SessionRow, Store, StoreError
-from glm5.serve.access import KEY_ALONE, add_guard
+from glm5.serve.access import KEY_ALONE, add_guard, knows, offered
 from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.http_io import json_answer, read_body
 from glm5.serve.metrics import CONTENT_TYPE, Metrics
@@ -43,13 +40,12 @@ from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.openai.responses import responses
 from glm5.serve.surfaces.openai.routes import chat
 from glm5.serve.surfaces.schema import Body, parse
+from glm5.tasks.episode import MOST_REWARD
 
 log = get_logger("gateway")
 
 KEPT = 4096
 """Number of sessions kept in memory. If there are more, idle ones are dropped; the store is read again when needed."""
-MOST_REWARD = 1e6
-"""Maximum absolute value of a reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
@@ -139,7 +135,7 @@ class Gateway:
         row = self.store.session(name)
         if row is None:
             raise ApiError(404, f"There is no session {name!r:.140}.", code="session_not_found")
-        history, stored = self.store.turns(name, sorts_results(self.tokenizer.chat_format.version))
+        history, stored = self.store.turns(name, self.tokenizer.chat_format.sorts_results())
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
 
     def _forget(self) -> None:
@@ -152,7 +148,10 @@ class Gateway:
 
     async def reward(self, name: str, reward: float) -> Session:
         """Set the reward of a session."""
-        return await self._change(name, reward=reward)
+        session = await self.session(name)
+        await self.store.change_session(name, reward=reward)
+        session.row = replace(session.row, reward=reward)
+        return session
 
     async def end(self, name: str, excluded: str | None = None) -> Session:
         """Close a session and cancel its running requests. No effect if it is closed already."""
@@ -170,12 +169,6 @@ class Gateway:
         await session.cancel()
         return session
 
-    async def _change(self, name: str, **fields: Any) -> Session:
-        session = await self.session(name)
-        await self.store.change_session(name, **fields)
-        session.row = replace(session.row, **fields)
-        return session
-
     def status(self, session: Session) -> dict[str, Any]:
         """State and counters of a session, without its tokens."""
         nodes = session.history.nodes
@@ -186,7 +179,7 @@ class Gateway:
             "mode": session.row.mode,
             "turns": len(nodes),
             "tokens_sampled": sum(len(node.output) for node in nodes),
-            "forks": dict(sorted(Counter(node.cause for node in nodes if node.cause).items())),
+            "forks": forks(nodes),
             "retries": session.retries,
             "under_way": len(session.calls),
             "reward": session.row.reward,
@@ -232,14 +225,14 @@ class Gateway:
 
     def check_admin(self, request: Request) -> None:
         """Raise ApiError 401 without the admin key."""
-        if not any(hmac.compare_digest(key.encode(), self.admin_key.encode()) for key in _offered(request.headers)):
+        if not knows(request.headers, self.admin_key):
             raise ApiError(
                 401, "This path needs the admin key, as Authorization: Bearer KEY.", code="invalid_admin_key"
             )
 
     def session_of(self, request: Request, name: str | None) -> str:
         """The session that a request's key opens. Raises ApiError 401 if that is none, or not the session `name`."""
-        for key in _offered(request.headers):
+        for key in offered(request.headers):
             found = session_of_key(self.admin_key, key)
             if found is not None and name in (None, found):
                 return found
@@ -344,13 +337,6 @@ def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
     # Starlette routes: FastAPI's take longer than the rest of a short request, and their features are not needed.
     for path in (f"/sessions/{{name}}/v1/{dialect}", f"/v1/{dialect}"):
         app.add_route(path, answer, methods=["POST"])
-
-
-def _offered(headers: Headers) -> list[str]:
-    """The keys that a request sends."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    found = [bearer.strip()] if scheme.lower() == "bearer" else []
-    return found + ([headers["x-api-key"].strip()] if "x-api-key" in headers else [])
 
 
 async def _store_failed(request: Request, error: Exception) -> Response:

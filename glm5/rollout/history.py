@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm5.chat.messages import canonical
-from glm5.errors import DataError
 from glm5.records import Message, ToolCall
-from glm5.serve.prompts import ChatInput
+from glm5.serve.prompts import ChatInput, check_continued
 
 CAUSES = (
     "reencoded",  # the text of an answer was changed
@@ -101,12 +100,8 @@ class History:
         begun = None
         if chat.ending == "continue":
             begun = turns.pop()
-            if begun.role != "assistant" or begun.tool_calls or not turns:
-                raise DataError(
-                    f"messages[{len(turns)}] cannot be continued; it must be an assistant message without tool calls, "
-                    "and must not be the first message."
-                )
-        parent, at = self._deepest(turns, chat.messages, head)
+            check_continued(begun, len(turns))
+        parent, at = self._deepest(turns, head)
         tail = tuple(turns[at:])
         if parent is not None and chat.mode.clear and any(turn.role == "user" for turn in tail):
             return Place(None, tuple(turns), head, "reasoning_pruned", begun)
@@ -122,7 +117,7 @@ class History:
         self._chains.setdefault(node.chain, []).append(node)
         self._bodies.add(node.body)
 
-    def _deepest(self, turns: Sequence[Message], raw: Sequence[Any], head: bytes) -> tuple[Node | None, int]:
+    def _deepest(self, turns: Sequence[Message], head: bytes) -> tuple[Node | None, int]:
         """The turn to continue and the number of messages that it covers."""
         chain, body, found = head, b"", []
         for i, turn in enumerate(turns):
@@ -161,21 +156,24 @@ class History:
             known = known or (turn.role == "assistant" and body in self._bodies)
         if not known:
             return None
-        system = [turn.content for turn in turns if turn.role == "system"]
-        seen = [[m.content for m in node.tail if m.role == "system"] for node in self.nodes if node.parent is None]
-        return "options_changed" if system in seen else "system_edited"
+        seen = [_system(node.tail) for node in self.nodes if node.parent is None]
+        return "options_changed" if _system(turns) in seen else "system_edited"
 
     def _same_task(self, turns: Sequence[Message]) -> str:
-        first = next((turn.content for turn in turns if turn.role != "system"), "")
-        roots = [node for node in self.nodes if node.parent is None]
-        if any(first == next((m.content for m in n.tail if m.role != "system"), "") for n in roots):
-            return "branch" if len(turns) <= max(len(n.tail) for n in roots) else "compacted"
-        system = [turn.content for turn in turns if turn.role == "system"]
-        return "compacted" if system and any(system == _system(node) for node in roots) else "subagent"
+        roots = [node.tail for node in self.nodes if node.parent is None]
+        if _first(turns) in map(_first, roots):
+            return "branch" if len(turns) <= max(map(len, roots)) else "compacted"
+        system = _system(turns)
+        return "compacted" if system and system in map(_system, roots) else "subagent"
 
 
-def _system(node: Node) -> list[str]:
-    return [message.content for message in node.tail if message.role == "system"]
+def _system(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages if message.role == "system"]
+
+
+def _first(messages: Sequence[Message]) -> str:
+    """The first message that is not a system message."""
+    return next((message.content for message in messages if message.role != "system"), "")
 
 
 def _key(node: Node) -> tuple[bytes, ...]:
@@ -252,7 +250,7 @@ def in_order(nodes: Sequence[Node]) -> Iterator[list[Node]]:
     """Yields the path from the root to each leaf. The order of the paths depends only on their content."""
     keys: dict[Node, bytes] = {}
     following: dict[Node | None, list[Node]] = {}
-    for node in nodes:  # not `Node.children`, which may grow meanwhile
+    for node in nodes:
         following.setdefault(node.parent, []).append(node)
     for node in reversed(nodes):  # in `nodes` a turn comes before its continuations, so these come first here
         below = sorted(keys[child] for child in following.get(node, ()))

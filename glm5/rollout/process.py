@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from glm5.serve.engine_thread import EngineThread
 from glm5.serve.options import EngineOptions, Limits
 
 log = get_logger("gateway")
+LIMITS = Limits(requests=4096, samples=1024, header_seconds=60)
 INFO_SECONDS = 10.0
 """Timeout of the request for an engine's model information."""
 KEEP_ALIVE_SECONDS = 60
@@ -43,7 +44,7 @@ def run(
     *,
     admin_key_file: Path | None = None,
     engine_key: str | None = None,
-    limits: Limits | None = None,
+    limits: Limits = LIMITS,
     options: EngineOptions | None = None,
     as_json: bool = False,
 ) -> None:
@@ -57,11 +58,11 @@ def run(
     """
     if directory is None and not engines:
         raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
-    limits = fitted(limits or Limits(requests=4096, samples=1024), files=2)
+    limits = fitted(limits, files=2)
     with bind(host, port) as listener, contextlib.ExitStack() as stack:
         kept = stack.enter_context(Store(store))
         key, key_file = _admin_key(admin_key_file, store)
-        sources: list[TokenSource]
+        sources: Sequence[TokenSource]
         if engines:
             info = _model_info(engines[0], engine_key)
             tokenizer = Tokenizer.load(directory or _tokenizer_of(engines[0], info))
@@ -69,11 +70,8 @@ def run(
             sources = [HttpEngine(url, engine_key) for url in engines]
         else:
             assert directory is not None
-            engine = Engine.from_pretrained(directory, **asdict(options or EngineOptions()))
-            if engine.tokenizer is None:
-                raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
-            tokenizer, length = engine.tokenizer, engine.max_length
-            thread = EngineThread(engine, limits.samples)
+            engine, tokenizer = _engine(directory, options or EngineOptions())
+            length, thread = engine.max_length, EngineThread(engine, limits.samples)
             thread.start()
             stack.callback(thread.stop, 0.0)
             sources = [LocalEngine(thread)]
@@ -93,21 +91,16 @@ def run(
         config = ServerConfig(app, limits, limits.stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                _Server(config, ready).run(sockets=[listener])
+                Server(config, ready).run(sockets=[listener])
         except OSError as error:  # another server took the port during loading
             raise address_error(error, host, port) from None
 
 
-class _Server(Server):
-    """A server that calls `ready` with its sockets once it listens."""
-
-    def __init__(self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready(sockets or ())
+def _engine(directory: Path, options: EngineOptions) -> tuple[Engine, Tokenizer]:
+    engine = Engine.from_pretrained(directory, **asdict(options))
+    if engine.tokenizer is None:
+        raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
+    return engine, engine.tokenizer
 
 
 def _admin_key(file: Path | None, store: Path) -> tuple[str, Path | None]:

@@ -8,19 +8,17 @@ from typing import Any
 
 from glm5.records import TrainSample
 from glm5.rollout.history import Node, in_order
-
-NOT_SAMPLED = -1
-"""Weight version of tokens that no policy produced."""
+from glm5.tasks.episode import NOT_SAMPLED
 
 
 def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
     """One row per leaf: the tokens on its path. If rows share a turn, only the first of them has it in the loss."""
-    rows, taken = [], set()
+    rows, taken = [], set[Node]()
     for path in in_order(nodes):
         row = TrainSample([], [], [], [], [])
         for node in path:
-            fresh, size = id(node) not in taken, len(node.output)
-            taken.add(id(node))
+            fresh, size = node not in taken, len(node.output)
+            taken.add(node)
             row.ids += [*node.given, *node.output]
             row.loss_mask += [False] * len(node.given) + [fresh] * size
             row.rollout_logprobs += [0.0] * len(node.given) + (node.logprobs.tolist() if fresh else [0.0] * size)
@@ -47,7 +45,12 @@ def summary(nodes: Sequence[Node]) -> dict[str, Any]:
             for row in rows
         ],
         "turns": len(nodes),
-        "forks": dict(sorted(Counter(node.cause for node in nodes if node.cause).items())),
+        "forks": forks(nodes),
         "tokens_sampled": sampled,
         "tokens_lost": sampled - trained,
     }
+
+
+def forks(nodes: Sequence[Node]) -> dict[str, int]:
+    """Number of forks by cause."""
+    return dict(sorted(Counter(node.cause for node in nodes if node.cause).items()))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from glm5.chat.template import RULES, opens_thinking, render_chat, render_tail
+from glm5.chat.template import opens_thinking, render_chat, render_tail
 from glm5.errors import DataError, Glm5Error
 from glm5.records import Completion
 from glm5.rollout.engines import EnginePool
@@ -24,7 +24,7 @@ from glm5.serve.http_io import read_body, unless_gone
 from glm5.serve.prompts import ChatBody, ChatInput, Mode, Prompt, render
 from glm5.serve.reply import Reply
 from glm5.serve.samples import Part, SampleStream
-from glm5.serve.service import Job, TextService
+from glm5.serve.service import READ, Job, TextService
 from glm5.serve.surfaces.schema import Body, parse
 
 Result = TypeVar("Result")
@@ -79,9 +79,7 @@ class SessionService(TextService):
 
     async def prompt_of(self, body: ChatBody, count: int) -> Prompt:
         """The stored ids of the conversation so far plus its new messages, rendered."""
-        if count >= self.max_length:
-            text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
-            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        self.check_messages(count)
         chat = await self._work(body.chat_input)
         place = await self._work(self.session.history.place, chat)
         before = [] if place.parent is None else place.parent.ids()
@@ -92,7 +90,7 @@ class SessionService(TextService):
 
     def _prompt(self, chat: ChatInput, place: Place, before: list[int]) -> tuple[Place, Prompt]:
         version = self.tokenizer.chat_format.version
-        tokenizer, mode = self.tokenizer.bounded(2 * self.max_length), chat.mode
+        tokenizer, mode = self.tokenizer.bounded(READ * self.max_length), chat.mode
         keep = Mode(mode.enable, bool(mode.clear), mode.effort)
         if version is None:
             whole = render(tokenizer, ChatInput(chat.messages, chat.tools, keep, chat.ending))
@@ -194,8 +192,3 @@ def _parsed(kind: type[Body], raw: bytes) -> Body:
         if len(kept) < len(tools):
             raw = json.dumps(given | {"tools": kept}).encode()
     return parse(kind, raw)
-
-
-def sorts_results(version: str | None) -> bool:
-    """Whether a template puts tool results into the order of their calls."""
-    return version is not None and RULES[version].sorts_results

@@ -24,7 +24,6 @@ from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import History, Node, Place
 from glm5.rollout.store import SessionRow, Store
 from glm5.serve.errors import ApiError, TooLate
-from glm5.serve.prompts import Prompt
 from glm5.serve.reply import Reply
 from glm5.serve.samples import Delta, Part
 
@@ -67,7 +66,6 @@ class Call:
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
-        self.prompt: Prompt | None = None
         self.place: Place | None = None
         self.part: Part | None = None
         self.sampled: Sampled | None = None

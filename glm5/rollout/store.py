@@ -186,14 +186,11 @@ class Store:
                         self._queue.put(None)
                         break
                     waiting.append(more)
+                db = db or self._reopened(waiting)
                 if db is not None and not self._commit(db, waiting):
                     with suppress(sqlite3.Error):
                         db.close()
                     db = None  # opened again for the next writes
-                elif db is None:
-                    db = self._reopened(waiting)
-                    if db is not None:
-                        self._commit(db, waiting)
             if db is not None:
                 db.close()
 

@@ -164,14 +164,14 @@ class Guard:
                 403, "Cross-site requests are not allowed; allow a site with --allowed-origin.", code="cross_site"
             )
         if _is_admin(path) and self.access.admin_key is not None:
-            if not _knows(headers, self.access.admin_key):
+            if not knows(headers, self.access.admin_key):
                 return ApiError(401, "This path needs the admin key.", code="invalid_admin_key")
         elif self.api_key is None:
             if _is_admin(path) and not (asker.client is not None and is_loopback(asker.client)):
                 return ApiError(
                     403, "Without an API key, this path is only available from this machine.", code="local_only"
                 )
-        elif path not in OPEN_PATHS and not _knows(headers, self.api_key, self.access.admin_key):
+        elif path not in OPEN_PATHS and not knows(headers, self.api_key, self.access.admin_key):
             text = "Wrong or missing API key; send it as Authorization: Bearer KEY or as x-api-key: KEY."
             return ApiError(401, text, code="invalid_api_key")
         return None
@@ -236,12 +236,16 @@ def _address(client: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def _knows(headers: Headers, *keys: str | None) -> bool:
-    """Whether a request carries one of the keys, in constant time."""
+def offered(headers: Headers) -> list[str]:
+    """The keys that a request sends."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    offered = [bearer.strip()] if scheme.lower() == "bearer" else []
-    offered += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
-    found = [hmac.compare_digest(own.encode("latin-1"), key.encode()) for own in offered for key in keys if key]
+    found = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return found + ([headers["x-api-key"].strip()] if "x-api-key" in headers else [])
+
+
+def knows(headers: Headers, *keys: str | None) -> bool:
+    """Whether a request carries one of the keys, in constant time."""
+    found = [hmac.compare_digest(o.encode("latin-1"), key.encode()) for o in offered(headers) for key in keys if key]
     return any(found)
 
 

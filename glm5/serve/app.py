@@ -203,18 +203,13 @@ def listen(
 
 
 class _Server(Server):
-    """Calls `ready` once it listens, and stops the engine thread before it stops itself."""
+    """Stops the engine thread before it stops itself."""
 
     def __init__(
         self, config: ServerConfig, service: Service, ready: Callable[[Iterable[socket.socket]], None]
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, ready)
         self._service = service
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready(sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.ensure_future(

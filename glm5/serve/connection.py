@@ -14,7 +14,7 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -121,13 +121,18 @@ class ServerConfig(uvicorn.Config):
 
 
 class Server(uvicorn.Server):
-    MARK
-    """Listens with a backlog longer than the number of connections it accepts at once."""
+    """Listens with a backlog longer than the number of connections it accepts at once, then calls `ready` with its
+    sockets."""
+
+    def __init__(self, config: ServerConfig, ready: Callable[[Iterable[socket.socket]], None] = announce) -> None:
+        super().__init__(config)
+        self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
+        self._ready(sockets or ())
 
 
 class Connection(H11Protocol):

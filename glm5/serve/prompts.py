@@ -75,12 +75,7 @@ def render(tokenizer: Tokenizer, chat: ChatInput) -> Prompt:
     messages, tools, mode, ending = chat.messages, chat.tools, chat.mode, chat.ending
     last = f"messages[{len(messages) - 1}]"
     if ending == "continue":
-        turn = normalise(messages[-1], last)
-        if turn.role != "assistant" or turn.tool_calls or len(messages) == 1:
-            raise DataError(
-                f"{last} cannot be continued; it must be an assistant message without tool calls, and must not be the "
-                "first message."
-            )
+        check_continued(normalise(messages[-1], last), len(messages) - 1)
     ids, thinking = tokenizer.chat_format.render(
         messages[:-1] if ending == "continue" else messages,
         tools,
@@ -94,6 +89,15 @@ def render(tokenizer: Tokenizer, chat: ChatInput) -> Prompt:
         return Prompt(ids, thinking, tools)
     begun, still = _begun(tokenizer, normalise(messages[-1], last), thinking)
     return Prompt(ids + begun, still, tools, begun=True)
+
+
+def check_continued(turn: Message, number: int) -> None:
+    """Raise DataError if the last message, messages[number], cannot be the beginning of the answer."""
+    if turn.role != "assistant" or turn.tool_calls or number == 0:
+        raise DataError(
+            f"messages[{number}] cannot be continued; it must be an assistant message without tool calls, and must not "
+            "be the first message."
+        )
 
 
 def _begun(tokenizer: Tokenizer, turn: Message, thinking: bool) -> tuple[list[int], bool]:

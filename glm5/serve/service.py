@@ -81,6 +81,12 @@ class TextService:
             text = f"The request asks for {count} samples; at most {self.limits.samples} are allowed."
             raise ApiError(400, text, code="too_many_samples")
 
+    def check_messages(self, count: int) -> None:
+        """Before any work on a conversation: raise ApiError 400 if `count` messages cannot fit at one token each."""
+        if count >= self.max_length:
+            text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """The parsed body of a request, within the limits."""
         return await asyncio.to_thread(parse, kind, await read_body(request, self.limits))
@@ -90,9 +96,7 @@ class TextService:
     ) -> Prompt:
         """Render or encode a prompt in a thread; text far beyond the end of the context is not read. Raises ApiError if
         `count` messages cannot fit at one token each, and TooLate if a foreign template takes too long."""
-        if count >= self.max_length:
-            text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
-            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        self.check_messages(count)
         work = (prompt, tokenizer.bounded(READ * self.max_length), *arguments)
         if prompt is encode or tokenizer.chat_format.version is not None:
             return await asyncio.to_thread(*work)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from glm5.rollout.history import History, Node
+from glm5.rollout.history import CAUSES, History, Node
 from glm5.rollout.samples import summary
 from glm5.rollout.store import Store
 from tests.rollout.conftest import Open, Setting
@@ -267,7 +267,7 @@ async def rounds(opened: Open, seed: int, sessions: int, path: Path) -> Counter[
         everything: Counter[Any] = Counter()
         for name, _ in made:
             found = await setting.samples(name)
-            assert found["tokens_lost"] == 0
+            assert found["tokens_lost"] == 0 and found["forks"].keys() <= set(CAUSES)
             everything += trained(found)
             causes.update(found["forks"] | {"turns": found["turns"], "rows": len(found["samples"])})
             nodes = (await setting.gateway.session(name)).history.nodes

@@ -19,7 +19,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 from glm5.errors import UsageError
 from glm5.serve.access import ADMIN_PATHS, FLUSH_PATH, KEY_ALONE, WORKERS_PATH, Access, add_guard, hosts_answered
-from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, address_error, announce, bind, fitted
+from glm5.serve.connection import RESERVED_FILES, Server, ServerConfig, address_error, bind, fitted
 from glm5.serve.errors import HANDLED, ApiError, Stopping, on_error
 from glm5.serve.http_io import read_body
 from glm5.serve.metrics import CONTENT_TYPE
@@ -186,7 +186,7 @@ async def _serve(
 
 
 class _Server(Server):
-    """Prints its address once it listens, and lets the workers finish before it ends."""
+    """Lets the workers finish before it ends."""
 
     def __init__(self, config: ServerConfig, pool: WorkerPool) -> None:
         super().__init__(config)
@@ -198,7 +198,6 @@ class _Server(Server):
             await super().startup(sockets)
         except OSError as error:  # another server took the port while the engines were loading
             raise address_error(error, host, port) from None
-        announce(sockets or ())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._pool.stop()
