@@ -38,7 +38,7 @@ def sandboxes() -> list[str]:
             except OSError:
                 continue
             ours = tempfile.gettempdir().encode() in line
-            if ours and b"sandbox launcher" in line and "State:\tZ" not in status:
+            if ours and b"launcher.py" in line and "State:\tZ" not in status:
                 found.append(line.replace(b"\0", b" ").decode())
     return found
 
@@ -128,6 +128,7 @@ def test_closing_ends_sandbox_runs_and_lets_none_begin(temporary: None) -> None:
         deadline = time.monotonic() + 60
         while len(sandboxes()) < 8 and time.monotonic() < deadline:  # a folder and a launcher at least
             time.sleep(0.02)
+        assert len(sandboxes()) >= 8
         began = time.monotonic()
     assert time.monotonic() - began < 40  # they would take 50
     for future in running:
