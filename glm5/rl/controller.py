@@ -46,6 +46,12 @@ class Controller:
         return self._stage.concurrency or self._stage.prompts * self._stage.group
 
     @property
+    def budget(self) -> int:
+        """How many groups may have been started in all."""
+        pushed = self.pushed if self._landing is None else self._landing
+        return (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
+
+    @property
     def finished(self) -> bool:
         return self.version >= self._stage.optim.steps
 
@@ -57,18 +63,20 @@ class Controller:
 
     def start(self) -> tuple[int, int] | None:
         """The next rollout to start now, or None if no rollout may start."""
-        pushed = self.pushed if self._landing is None else self._landing
-        budget = (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
         group, member = self._next
-        if self.in_flight >= self.concurrency or group >= budget:
+        if self.in_flight >= self.concurrency or group >= self.budget:
             return None
         self._next = (group, member + 1) if member + 1 < self._stage.group else (group + 1, 0)
         self.in_flight += 1
         return group, member
 
     def ended(self, trajectory: Trajectory) -> None:
-        """Report the end of a rollout. Raises RolloutError if the environment failed in too many consecutive groups."""
+        """Report the end of a rollout of `start`. Raises RolloutError as `arrived` does."""
         self.in_flight -= 1
+        self.arrived(trajectory)
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        """Take a finished rollout. Raises RolloutError if the environment failed in too many consecutive groups."""
         self.buffer.add(trajectory)
         if self.buffer.lost_in_a_row > self._most_lost:
             raise RolloutError(

@@ -13,7 +13,7 @@ import math
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -220,7 +220,18 @@ class EnginePool:
         self._ring = HashRing(range(len(self.engines)))
         self._load: Counter[int] = Counter()
         self._permits = asyncio.Semaphore(self.most)
+        self._gate = asyncio.Event()  # cleared: no generation begins
+        self._gate.set()
         self._down: dict[int, float] = {}  # by engine: avoid it until this time (monotonic seconds)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no generation, and continue none that an engine lost, within the block."""
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
 
     @property
     def running(self) -> int:
@@ -239,6 +250,7 @@ class EnginePool:
         sofar: list[int] = []
         attempts, pause = 0, PAUSE_SECONDS
         while attempts < ATTEMPTS:
+            await self._gate.wait()
             rank, before = self._pick(session), len(sofar)
             name = self.engines[rank].name
             self._load[rank] += 1

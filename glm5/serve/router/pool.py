@@ -96,6 +96,11 @@ class WorkerPool:
             self._enter(place, worker)
             self._spawn(self._keep(place, worker))
 
+    def start_from(self, directory: str) -> None:
+        """Have later workers start from this checkpoint, which has the current weights, so that older folders may be
+        deleted."""
+        self._job = replace(self._job, directory=directory)
+
     def stop(self) -> None:
         """Take no more requests, and tell the workers to stop; their running requests may finish within the limits."""
         self.stopping = True
