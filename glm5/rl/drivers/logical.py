@@ -121,8 +121,8 @@ class LogicalDriver:
             return self._run()
 
     def _measure(self) -> None:
-        """Measure pass rates of the starting policy if a family asks for them. No state of the stage is loaded yet, so
-        learner and engine still have the weights of the starting policy."""
+        """Measure the pass rates of the starting policy for families with a `difficulty`. No state of the stage is
+        loaded yet, so learner and engine still have the weights of the starting policy."""
         if any(family.difficulty for family in self.stage.families):
             hashes = sorted(tensor_hashes(self.learner.model).items())
             policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
@@ -179,9 +179,9 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`
-        (if that is 0, now). So new turns start together and share one prefill, instead of interrupting decoding one by
-        one."""
+        """For a request that goes to an environment now, the tick at which its answer becomes visible: a multiple of
+        `env_ticks`, or now for `env_ticks` 0. So new turns start together and share one prefill, instead of
+        interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 
