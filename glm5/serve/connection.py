@@ -148,7 +148,7 @@ class Connection(H11Protocol):
         self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
         self._phase: tuple[Any, Any] = (h11.IDLE, None)
         self.since = self.loop.time()  # start of `_phase`
-        self._stalled: tuple[float, int] | None = None  # start of the measured time, and the unsent bytes then
+        self._stalled: tuple[float, int] | None = None  # (time, unsent bytes) at the start of the measurement
         self._ticking = self.loop.call_later(self._every, self._tick)
         if len(self.connections) > limits.connections and not self._make_room():
             transport.write(FULL)

@@ -59,7 +59,7 @@ class EngineThread:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._compiler = Compiler(lambda: self.engine.grammars)
-        # Engine thread only: when to rebuild a broken engine, and callbacks for event loops at the end of a round.
+        # Only for the engine thread: the time of the next rebuild, and the callbacks to post after this round.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
 

@@ -113,8 +113,8 @@ class LogicalDriver:
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
 
-        Call it once: the driver's threads end with this call, also after an error. Pending
-        answers of environments are discarded.
+        Call it once: the driver's threads end with this call, also after an error. Pending answers of environments are
+        discarded.
         """
         with self._threads:
             self._measure()

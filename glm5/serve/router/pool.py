@@ -68,14 +68,14 @@ class WorkerPool:
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
         self.pushed: dict[str, Any] | None = None  # body of the last weight update
-        self.stamp = weights_stamp(job.directory)  # of the folder that the current weights were read from
+        self.stamp = weights_stamp(job.directory)  # stamp of the folder of the current weights
         self.version = 0
         self.paused = False
         self._job = job
         self._ring = HashRing()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder = Path()  # of the sockets; created by `start`
+        self._folder = Path()  # folder of the sockets; created by `start`
         self._launched = 0
 
     async def start(self) -> None:
