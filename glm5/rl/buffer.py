@@ -26,8 +26,8 @@ def staleness(trajectory: Trajectory, learner_version: int) -> int:
 class Buffer:
     """Collects responses by group and returns batches of complete groups, lowest group number first.
 
-    A response is invalid if its environment failed or if it is staler than `max_staleness`. Invalid responses are
-    removed one by one; `repair_group` then pads or drops the group.
+    A response is invalid if its environment failed or it is staler than `max_staleness`. Invalid responses are removed
+    one by one; `repair_group` then pads or drops the group.
     """
 
     group_size: int

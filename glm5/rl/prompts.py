@@ -45,12 +45,12 @@ class PromptStream:
 
     For every n, the number of groups of each family among the first n groups differs by at most one from the family's
     exact share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all
-    were used. If several entries have the same family and options, they divide its problems among themselves. Families
-    with a `difficulty` need `measure` first.
+    were used. Entries with the same family and options divide its problems among themselves. Families with a
+    `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:
-        """Raises ConfigError if a family or an option is unknown, or the weights do not form a mixture."""
+        """Raises ConfigError for an unknown family or option, and for weights that do not form a mixture."""
         self.stage, self._seed = stage, seed
         self._families = [make_family(f.name, **f.options) for f in stage.families]
         self._mixture = Mixture([f.weight for f in stage.families])
@@ -170,8 +170,7 @@ class PromptStream:
                 split=SPLIT,
                 env_seconds=stage.env_seconds,
             )
-            # If the environment failed in all episodes of a problem, save 0 tries, so that a resumed stage does not
-            # measure the problem again.
+            # A problem without a valid episode is saved with 0 tries, so a resumed stage does not measure it again.
             found = {index: found.get(index, PassCount(0, 0)) for index in part}
             write_pass_counts(path, policy, key, found)
             known |= found

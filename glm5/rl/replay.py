@@ -38,8 +38,8 @@ def write(groups: Sequence[Sequence[Trajectory]], path: Path | str, stage: str =
 
 
 def read(path: Path | str, stage: str | None = None, step: int | None = None) -> list[list[Trajectory]]:
-    """The groups of all batches of a file, or of one stage or update. Raises DataError, with file and line, if a line
-    is malformed, a batch is incomplete, or there is no such batch."""
+    """The groups of all batches of a file, or of one stage or update. Raises DataError, with file and line, for a
+    malformed line, an incomplete batch or a missing one."""
     found = [
         group
         for (own_stage, own_step), groups in batches(path)
@@ -82,8 +82,8 @@ def batches(path: Path | str) -> Iterator[tuple[tuple[str, int], list[list[Traje
 
 
 def rewind(path: Path | str, stage: str, step: int) -> int:
-    """Remove all trajectories of `stage` that belong to updates after `step`, and the last line if it is truncated.
-    Returns the number of removed lines. A resumed run writes them again. The file is replaced atomically."""
+    """Remove all trajectories of `stage` that belong to updates after `step`, and a truncated last line. Returns the
+    number of removed lines. A resumed run writes them again. The file is replaced atomically."""
     path = Path(path)
     if not path.exists():
         return 0

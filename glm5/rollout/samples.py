@@ -13,7 +13,7 @@ from glm5.tasks.episode import NOT_SAMPLED
 
 
 def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
-    """One row per leaf: the tokens on its path. If rows share a turn, only the first of them has it in the loss."""
+    """One row per leaf: the tokens on its path. A turn that several rows share is in the loss of only the first."""
     rows, taken = [], set[Node]()
     for path in in_order(nodes):
         row = TrainSample([], [], [], [], [])

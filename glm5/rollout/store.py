@@ -60,8 +60,8 @@ class StoreError(CheckpointError):
 @dataclass(frozen=True)
 class SessionRow:
     """One session. `options` are the fields of its `SessionOptions`. `created` and `closed` are Unix times in seconds.
-    `excluded` is the reason why its rollout must not be trained on, or None. `trained` is the weight version that was
-    made by training on it, or None."""
+    `excluded` is the reason why its rollout must not be trained on, or None. `trained` is the version of the weights
+    that training on it produced, or None."""
 
     id: str
     task: str
@@ -96,7 +96,7 @@ class ResultRow:
 class Store:
     """A store file, created if it does not exist. Use it as a context manager. `full`: a commit waits for the disk.
 
-    Raises StoreError if the file is not a store of this format or another process uses it.
+    Raises StoreError for a file that is not a store of this format, or that another process uses.
     """
 
     def __init__(self, path: Path, *, full: bool = False) -> None:
@@ -308,7 +308,7 @@ class Store:
         return db
 
     def _reopened(self, waiting: Sequence[Waiting]) -> sqlite3.Connection | None:
-        """A new connection after the old one failed; without one, the changes fail."""
+        """A new connection after the old one failed. Without a new one, the waiting changes fail."""
         try:
             return self._connect()
         except (sqlite3.Error, StoreError) as error:
@@ -321,8 +321,8 @@ class Store:
                 future.set_exception(self._error(error))
 
     def _commit(self, db: sqlite3.Connection, waiting: Sequence[Waiting]) -> bool:
-        """Run changes in one transaction. If a change fails, only that change is rolled back; if the commit fails, all
-        of them are. Returns False if the connection cannot be used any more."""
+        """Run changes in one transaction. A change that fails is rolled back alone; after a commit that fails, all of
+        them are. Returns False if the connection cannot be used any more."""
         results: list[tuple[Future[Any], Any]] = []
         try:
             db.execute("BEGIN IMMEDIATE")

@@ -95,16 +95,16 @@ class LogicalDriver:
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
 
-        Call it once: the driver's threads end with this call, also after an error. Pending
-        answers of environments are discarded.
+        Call it once: the driver's threads end with this call, also after an error. Pending answers of environments are
+        discarded.
         """
         with self._threads:
             self._measure()
             return self._run()
 
     def _measure(self) -> None:
-        """Measure pass rates of the starting policy if a family asks for them. No state of the stage is loaded yet, so
-        learner and engine still have the weights of the starting policy."""
+        """Measure the pass rates of the starting policy for families with a `difficulty`. No state of the stage is
+        loaded yet, so learner and engine still have the weights of the starting policy."""
         if any(family.difficulty for family in self.stage.families):
             policy = policy_id(self.stage, self.learner.model)
             self.prompts.measure(self.engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
@@ -160,9 +160,9 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`
-        (if that is 0, now). So new turns start together and share one prefill, instead of interrupting decoding one by
-        one."""
+        """For a request that goes to an environment now, the tick at which its answer becomes visible: a multiple of
+        `env_ticks`, or now for `env_ticks` 0. So new turns start together and share one prefill, instead of
+        interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 
