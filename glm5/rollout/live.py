@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,14 @@ from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, Result, TaskService, insist
 from glm5.rollout.store import ResultRow, SessionRow, Store
+from glm5.rollout.waits import Waits
 from glm5.tasks.trajectory_json import encode
 
 log = get_logger("rollout")
 
 WATCH_SECONDS = 0.5
 """Time between two looks at the engines' load."""
+ACCOUNT_SECONDS = 0.02
 DRAIN_SECONDS = 0.01
 MOST_RESULTS = 64
 """Maximum number of results in one answer to the learner."""
@@ -55,6 +57,7 @@ class LiveRollouts:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     results: int = 0
     """Id of the last stored result."""
+    waits: Waits = field(default_factory=Waits)
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     _stops: dict[tuple[int, int], str] = field(default_factory=dict)  # why a task is cancelled
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,6 +68,7 @@ class LiveRollouts:
         """Continue from the store at `version` of the learner. Call it once, before `run`."""
         self.version = version
         self.store.rewind(version)
+        self._forget_lost(version)
         done: defaultdict[int, set[int]] = defaultdict(set)
         for result in self.store.results():
             done[result.group].add(result.member)
@@ -77,9 +81,18 @@ class LiveRollouts:
         for number, family, place, spent in self.store.groups():
             self.orchestrator.restore(number, family, place, done[number], tried[number], spent)
 
+    def _forget_lost(self, version: int) -> None:
+        """Let rollouts start again whose tokens are of weights that were lost: those after `version`."""
+        used = {number for number, _, _, spent in self.store.groups() if spent is not None}
+        for result in self.store.results():
+            if result.group not in used:
+                nodes = self.store.turns(result.session)[0].nodes
+                if any(max(node.versions, default=0) > version for node in nodes):
+                    self.store.forget(result.session)
+
     async def run(self) -> None:
         """Start rollouts until cancelled; then end the running ones."""
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.gather(self._watch(), self._account())
         try:
             while True:
                 self._changed.clear()
@@ -226,6 +239,14 @@ class LiveRollouts:
                 self._stop((rollout.group, rollout.member), "shed")
             self._changed.set()
 
+    async def _account(self) -> None:
+        """Add up what engines and rollouts do."""
+        while True:
+            await asyncio.sleep(ACCOUNT_SECONDS)
+            stages = Counter(job.stage for job in self.jobs.values())
+            idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.open else "none"
+            self.waits.add(time.monotonic(), stages, self.pool.running, idle)
+
     def status(self) -> dict[str, Any]:
         """What happens now: rollouts in flight, shares by family, and the oldest rollouts with what they wait for."""
         now, orchestrator = time.monotonic(), self.orchestrator
@@ -236,6 +257,7 @@ class LiveRollouts:
             "permits": orchestrator.permits,
             "allowed": orchestrator.allowed,
             "engines": vars(self.signals),
+            "engine_seconds": self.waits.engines,
             "families": {
                 label: {"target": share, "pending": c.pending, "trained": c.trained, "dropped": c.dropped}
                 for label, share, c in zip(self.labels, orchestrator.shares, orchestrator.counts, strict=True)

@@ -185,6 +185,15 @@ class Store:
 
         self.write_soon(change).result()
 
+    def forget(self, session: str) -> None:
+        """Remove the result of a session, whose tokens were sampled by weights that are lost."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM results WHERE session = ?", (session,))
+            db.execute("UPDATE sessions SET excluded = 'lost_weights' WHERE id = ?", (session,))
+
+        self.write_soon(change).result()
+
     async def change_session(self, session: str, **fields: Any) -> None:
         """Set fields of a session, such as `reward` or `closed`."""
         text = ", ".join(f"{name} = ?" for name in fields)

@@ -82,6 +82,11 @@ class RolloutClient:
         )["seconds"]
         return seconds
 
+    def clock(self) -> dict[str, float]:
+        """Seconds so far by what rollouts in flight wait for (see `waits.Waits`)."""
+        found: dict[str, float] = self._call("GET", "/trainer/clock")
+        return found
+
     def status(self) -> dict[str, Any]:
         """What happens now."""
         return self._call("GET", "/trainer/status")
