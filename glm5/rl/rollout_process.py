@@ -47,7 +47,7 @@ ENV_THREADS = 64
 @dataclass(frozen=True)
 class RolloutJob:
     """Input of the process. `folder` is a checkpoint with tokenizer; its weights have the version `weights`. `version`
-    is the learner's own, which may be later. `pass_rates` and `policy` are for `PromptStream.measure`."""
+    is the learner's own, which may be later. `allowed` is how many groups may have been started. `pass_rates` and `policy` are for `PromptStream.measure`."""
 
     stage: dict[str, Any]
     launch: dict[str, Any]
@@ -59,6 +59,7 @@ class RolloutJob:
     port: int
     pass_rates: str
     policy: str
+    allowed: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +117,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
                 stage.max_staleness,
             )
             live.restore(job.version)
+            live.allow(job.allowed)
             await _answer(job, launch, stage, tokenizer, live, listener, control)
         finally:
             await fleet.close()

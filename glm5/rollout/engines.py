@@ -271,8 +271,9 @@ class EnginePool:
                 raise EngineLost(f"{name} ended an answer early.")
             except EngineLost as error:
                 self.lost[name] += 1
+                if self._down.get(rank, 0.0) < time.monotonic():  # else the log knows
+                    log.warning("%s The generation goes on elsewhere after %d tokens.", error, len(sofar))
                 self._down[rank] = time.monotonic() + pause
-                log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
                 if sofar and sofar[-1] in params.stop_token_ids:  # complete; only its end was lost
                     yield Delta(0, [], [], [], "stop", [])
                     return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ PushMode = Literal["keep", "retract", "abort", "drain"]
 "retract": they go on with the new weights, their tokens so far computed again. "abort": their rollouts start again.
 "drain": the push waits until they end."""
 ABORT = "/abort_request"
+POLL_SECONDS = 0.1
 WATCHED = ("samples_running", "samples_waiting", "cache_pages", "cache_pages_free", "preemptions_total")
 
 
@@ -109,13 +111,23 @@ class LocalFleet(Fleet):
 
     async def load(self, folder: Path, version: int) -> None:
         body = json.dumps({"model_path": str(folder), "weight_version": version}).encode()
-        answer = await tell_all(self.workers, UPDATE, "POST", body)
-        if self.workers.version != version:
-            raise EngineError(f"No engine took the weights of version {version}: {bytes(answer.body).decode():.500}")
+        deadline = time.monotonic() + self.workers.patience.start
+        while self.workers.version != version:
+            if not self.workers.live():  # all are being replaced
+                if time.monotonic() > deadline:
+                    raise EngineError(f"No engine was ready for the weights of version {version}.")
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            answer = await tell_all(self.workers, UPDATE, "POST", body)
+            if self.workers.version != version and answer.status_code != 503:  # 503: it died meanwhile
+                raise EngineError(
+                    f"No engine took the weights of version {version}: {bytes(answer.body).decode():.500}"
+                )
         self.workers.start_from(str(folder))
 
     async def abort(self) -> None:
-        await tell_all(self.workers, ABORT, "POST", b'{"abort_all": true}')
+        if self.workers.live():
+            await tell_all(self.workers, ABORT, "POST", b'{"abort_all": true}')
 
     async def _metrics(self) -> Mapping[int, str]:
         return await expositions(self.workers)
@@ -131,6 +143,7 @@ class WorkerEngine(HttpEngine):
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        await self._workers.some_up()  # otherwise no other engine could go on either
         place = self._workers.places[self._rank]
         worker = place.worker
         if worker is None or place.state != "up":

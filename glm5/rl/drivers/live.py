@@ -6,6 +6,8 @@ saved every `save_every` updates; what a later run needs besides is in the store
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import tempfile
 import time
@@ -124,24 +126,30 @@ class LiveDriver:
 
     def _batch(self, client: RolloutClient) -> list[list[Trajectory]]:
         """The groups of the next update; waits for them."""
-        wait = 0.0
+        seconds = 0.0
         while True:
-            if (budget := self.controller.budget) != self._allowed:
-                client.allow(budget)
-                self._allowed = budget
             with self._time.on("wait"):
-                before = client.clock() if wait else {}
-                found = client.results(self._cursor, wait)
-                if wait:
-                    self._attribute(before, client.clock())
+                if (budget := self.controller.budget) != self._allowed:
+                    client.allow(budget)
+                    self._allowed = budget
+                found = self._results(client, seconds)
             for row in found:
                 self._arrive(row)
-            if found:
-                wait = 0.0
-                continue  # there may be more
-            if (groups := self.controller.batch()) is not None:
+            if not found and (groups := self.controller.batch()) is not None:
                 return groups
-            wait = POLL_SECONDS
+            seconds = 0.0 if found else POLL_SECONDS  # there may be more
+
+    def _results(self, client: RolloutClient, seconds: float) -> list[dict[str, Any]]:
+        """New results; waits up to `seconds` for one, and notes what the rollouts in flight waited for meanwhile."""
+        if not seconds:
+            return client.results(self._cursor, 0.0)
+        before, lost = client.clock(), client.restart_seconds
+        found = client.results(self._cursor, seconds)
+        after = client.clock() | {"restart": client.restart_seconds}
+        for cause, total in after.items():
+            since = lost if cause == "restart" else before.get(cause, 0.0)
+            self._waits[cause] = self._waits.get(cause, 0.0) + max(0.0, total - since)
+        return found
 
     def _arrive(self, row: Mapping[str, Any]) -> None:
         self._cursor = int(row["id"])
@@ -171,19 +179,15 @@ class LiveDriver:
         self.controller.updated()
         gone, self.controller.buffer.gone = self.controller.buffer.gone, []
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
-        client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
+        with self._time.on("publish"):
+            client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
         numbers |= {"dropped_groups": float(self.controller.buffer.dropped)}
         numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
         return numbers | self.env_errors.numbers | {"restarts": float(client.restarts)}
 
-    def _attribute(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Add up what the rollouts in flight waited for during a wait of the learner."""
-        for cause, seconds in after.items():
-            self._waits[cause] = self._waits.get(cause, 0.0) + max(0.0, seconds - before.get(cause, 0.0))
-
     def _waited(self) -> dict[str, float]:
         waits, self._waits = self._waits, {}
-        return {f"waits/{cause}": seconds for cause, seconds in sorted(waits.items())}
+        return {f"waits/{cause}": seconds for cause, seconds in sorted(waits.items()) if seconds}
 
     def _measure(self) -> str:
         """Measure pass rates of the starting policy if a family asks for them, with an engine of this process. Returns
@@ -228,9 +232,12 @@ class _WeightFolders:
 
     def __init__(self, folder: Path, transport: str) -> None:
         self._parent = SHARED_MEMORY if transport == "memory" and SHARED_MEMORY.is_dir() else folder
+        self._prefix = f"glm5-weights-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}-"
 
     def __enter__(self) -> _WeightFolders:
-        self._folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=self._parent))  # mode 0700
+        for left in self._parent.glob(self._prefix + "*"):  # by a run of this stage that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))  # mode 0700
         return self
 
     def __exit__(self, *_: object) -> None:

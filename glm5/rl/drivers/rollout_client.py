@@ -39,6 +39,7 @@ class RolloutClient:
     threads: int
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
+    restart_seconds: float = 0.0
     _http: httpx.Client | None = None
     _began: float = 0.0
     _early: int = 0
@@ -66,6 +67,7 @@ class RolloutClient:
 
     def allow(self, groups: int) -> None:
         """How many groups may have been started in all."""
+        self.job = replace(self.job, allowed=groups)
         self._call("POST", "/trainer/allow", {"groups": groups})
 
     def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
@@ -117,8 +119,10 @@ class RolloutClient:
                 f"({why}); log.txt has its messages."
             )
         _log.warning("The rollout process was lost (%s); a new one is started.", why)
-        self.restarts += 1
+        began = time.monotonic()
         self._start()
+        self.restarts += 1
+        self.restart_seconds += time.monotonic() - began
 
     def _start(self) -> None:
         environment = {

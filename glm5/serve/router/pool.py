@@ -96,6 +96,11 @@ class WorkerPool:
             self._enter(place, worker)
             self._spawn(self._keep(place, worker))
 
+    async def some_up(self) -> None:
+        """Wait until a worker takes requests."""
+        while not len(self._ring):
+            await self._changed.wait()
+
     def start_from(self, directory: str) -> None:
         """Have later workers start from this checkpoint, which has the current weights, so that older folders may be
         deleted."""
