@@ -32,5 +32,10 @@ class Launch(Frozen):
     port: int = Field(0, ge=0, lt=1 << 16)
     """Address of the gateway for agents; port 0 takes a free one."""
     simulate_learner: float | None = Field(None, ge=0)
-    """Sleep this many seconds instead of each update, to find out how fast rollouts can be. The weights stay the
-    same."""
+    """Sleep this many seconds instead of each update, to see how fast rollouts can be. The weights stay the same."""
+    simulate_engine: float | None = Field(None, gt=0)
+    """Use no engine: answers are meaningless and take this many seconds each, to see how fast the learner can be."""
+    simulate_environment: float | None = Field(None, gt=0)
+    """Make every episode wait, for this many seconds on average (lognormal, sigma 1)."""
+    simulated_waits: int = Field(1, ge=1)
+    """Independent waits per episode that `simulate_environment` is divided into."""

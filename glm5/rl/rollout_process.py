@@ -31,7 +31,8 @@ from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
 from glm5.rollout.process import KEEP_ALIVE_SECONDS, LIMITS, admin_key_of
-from glm5.rollout.services import FamilyService
+from glm5.rollout.services import FamilyService, TaskService
+from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
@@ -47,7 +48,8 @@ ENV_THREADS = 64
 @dataclass(frozen=True)
 class RolloutJob:
     """Input of the process. `folder` is a checkpoint with tokenizer; its weights have the version `weights`. `version`
-    is the learner's own, which may be later. `allowed` is how many groups may have been started. `pass_rates` and `policy` are for `PromptStream.measure`."""
+    is the learner's own, which may be later. `allowed` is how many groups may have been started. `pass_rates` and
+    `policy` are for `PromptStream.measure`."""
 
     stage: dict[str, Any]
     launch: dict[str, Any]
@@ -105,7 +107,9 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
                 seed=derive_seed(job.seed, "policy", stage.name),
                 stop_token_ids=tokenizer.stop_token_ids,
             )
-            service = FamilyService(prompts.problem, tokenizer, params, pool, store, threads)
+            service: TaskService = FamilyService(prompts.problem, tokenizer, params, pool, store, threads)
+            if launch.simulate_environment is not None:
+                service = SlowService(service, launch.simulate_environment, launch.simulated_waits)
             live = LiveRollouts(
                 store,
                 pool,
@@ -153,6 +157,8 @@ async def _answer(
 
 
 def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int) -> Fleet:
+    if launch.simulate_engine is not None:
+        return SimulatedFleet(launch.simulate_engine)
     if launch.engine_urls:
         return RemoteFleet(launch.engine_urls)
     options = EngineOptions(exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype)
