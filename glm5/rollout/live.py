@@ -244,7 +244,7 @@ class LiveRollouts:
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
             stages = Counter(job.stage for job in self.jobs.values())
-            idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.open else "none"
+            idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.has_allowance else "none"
             self.waits.add(time.monotonic(), stages, self.pool.running, idle)
 
     def status(self) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Orchestrator:
         self._present = {i for i, share in enumerate(self.shares) if share}
 
     @property
-    def open(self) -> bool:
-        """Whether the learner's limit, not the permits, keeps new groups from starting."""
+    def has_allowance(self) -> bool:
+        """Whether the learner's limit lets another group start."""
         return self._next < self.allowed
 
     def start(self) -> Rollout | None:

@@ -4,7 +4,7 @@ GET  /trainer/results?after=ID&seconds=S  finished rollouts, as JSON objects of 
 POST /trainer/allow {groups}              how many groups may have been started in all
 POST /trainer/updated {version, sessions, trained, dropped}   an update was made; durable when the answer arrives
 POST /trainer/weights {version, folder, mode}                 load weights into all engines; {seconds}
-GET  /trainer/clock                       seconds so far, by what rollouts waited for
+GET  /trainer/clock                       seconds so far of rollouts and engines (see `waits`)
 GET  /trainer/status                                          what happens now
 """
 
@@ -81,9 +81,9 @@ def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
         return {"seconds": await live.push(Path(body.folder), body.version, body.mode)}
 
     @routes.get("/clock")
-    async def clock(request: Request) -> dict[str, float]:
+    async def clock(request: Request) -> dict[str, dict[str, float]]:
         gateway.check_admin(request)
-        return live.waits.rollouts
+        return {"rollouts": live.waits.rollouts, "engines": live.waits.engines}
 
     @routes.get("/status")
     async def status(request: Request) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class LiveDriver:
         self._cursor = 0
         self._allowed = -1
         self._time = TimeSpent(WORK)
-        self._waits: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics. All
@@ -120,7 +120,7 @@ class LiveDriver:
             if every and controller.version % every == 0 and not controller.finished:
                 with self._time.on("save"):
                     self._save(numbers)
-            self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._waited())
+            self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._noted())
             self.io.advance(1, numbers)
         return numbers
 
@@ -143,13 +143,17 @@ class LiveDriver:
         """New results; waits up to `seconds` for one, and notes what the rollouts in flight waited for meanwhile."""
         if not seconds:
             return client.results(self._cursor, 0.0)
-        before, lost = client.clock(), client.restart_seconds
+        before, lost = client.clock()["rollouts"], client.restart_seconds
         found = client.results(self._cursor, seconds)
-        after = client.clock() | {"restart": client.restart_seconds}
-        for cause, total in after.items():
-            since = lost if cause == "restart" else before.get(cause, 0.0)
-            self._waits[cause] = self._waits.get(cause, 0.0) + max(0.0, total - since)
+        self._note("waits", before, client.clock()["rollouts"])
+        self._note("waits", {}, {"restart": client.restart_seconds - lost})
         return found
+
+    def _note(self, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Add up the seconds since `before` for the metrics NAME/CAUSE. A new rollout process counts from 0 again."""
+        for cause, seconds in after.items():
+            key = f"{name}/{cause}"
+            self._seconds[key] = self._seconds.get(key, 0.0) + max(0.0, seconds - before.get(cause, 0.0))
 
     def _arrive(self, row: Mapping[str, Any]) -> None:
         self._cursor = int(row["id"])
@@ -167,6 +171,7 @@ class LiveDriver:
         if self.record is not None:
             replay.write(groups, self.record, self.io.name, step)
         trace = RolloutTrace(type(self.algorithm.objective).__name__) if is_due(step, self.stage.optim) else None
+        before = client.clock()["engines"]
         with self._time.on("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
@@ -176,6 +181,7 @@ class LiveDriver:
                 numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
                 if trace is not None:
                     trace.write(self.io.folder, self.learner, groups, self.tokenizer)
+        self._note("engines_during_update", before, client.clock()["engines"])
         self.controller.updated()
         gone, self.controller.buffer.gone = self.controller.buffer.gone, []
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
@@ -185,9 +191,10 @@ class LiveDriver:
         numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
         return numbers | self.env_errors.numbers | {"restarts": float(client.restarts)}
 
-    def _waited(self) -> dict[str, float]:
-        waits, self._waits = self._waits, {}
-        return {f"waits/{cause}": seconds for cause, seconds in sorted(waits.items()) if seconds}
+    def _noted(self) -> dict[str, float]:
+        """The metrics of `_note` since the last call."""
+        found, self._seconds = self._seconds, {}
+        return {name: seconds for name, seconds in sorted(found.items()) if seconds}
 
     def _measure(self) -> str:
         """Measure pass rates of the starting policy if a family asks for them, with an engine of this process. Returns

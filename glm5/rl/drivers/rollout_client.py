@@ -84,10 +84,9 @@ class RolloutClient:
         )["seconds"]
         return seconds
 
-    def clock(self) -> dict[str, float]:
-        """Seconds so far by what rollouts in flight wait for (see `waits.Waits`)."""
-        found: dict[str, float] = self._call("GET", "/trainer/clock")
-        return found
+    def clock(self) -> dict[str, dict[str, float]]:
+        """Seconds so far, by what rollouts in flight wait for and by what engines do (see `waits.Waits`)."""
+        return self._call("GET", "/trainer/clock")
 
     def status(self) -> dict[str, Any]:
         """What happens now."""
