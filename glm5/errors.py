@@ -70,6 +70,6 @@ class MissingExtraError(Glm5Error, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suffix for "unknown key" messages: ` (did you mean "lr"?)`, or an empty string if nothing is close."""
+    """Suffix for "unknown key" messages: ` (did you mean "lr"?)`, or an empty string without a close match."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{matches[0]}"?)' if matches else ""

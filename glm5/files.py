@@ -23,7 +23,7 @@ _MOST_MANIFEST = 64 << 20  # bytes
 
 def read_small(path: Path, limit: int) -> bytes:
     """A regular file of at most `limit` bytes. Raises OSError, also for a larger one and for a pipe or a device, which
-    could be endless or never answer: a folder from elsewhere may hold or link to one."""
+    could be endless or never answer: a folder from elsewhere may contain one or a link to one."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file")
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
@@ -45,7 +45,7 @@ def sha256_file(path: Path) -> str:
 @contextmanager
 def exclusive(path: Path, refusal: str) -> Iterator[None]:
     """Lock the folder `path` (made if missing) for this process while the block runs. Raises CheckpointError with the
-    text `refusal` if another process has the lock. It ends with the process, even after a crash."""
+    text `refusal` while another process has the lock. The lock ends with the process, even after a crash."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
@@ -91,12 +91,12 @@ def _error_number(error: Exception) -> int | None:
 
 @contextmanager
 def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Iterator[Path]:
-    """Yield a new folder to fill; if the block succeeds, it becomes `path`, with a manifest of hashes.
+    """Yield a new folder to fill; after the block it becomes `path`, with a manifest of hashes.
 
     An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` is unchanged.
-    Raises CheckpointError if another process is writing it, or if `path` is a file, or a folder with content but no
-    manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too. A folder with a file like
-    the pattern `unlike` is of another kind, and never replaced.
+    Raises CheckpointError while another process writes it, and for a `path` that is a file, or a folder with content
+    but no manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too. A folder with a
+    file like the pattern `unlike` is of another kind, and never replaced.
     """
     path = Path(os.path.realpath(path))  # a link to a folder stays one
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
@@ -138,7 +138,7 @@ def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Itera
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that locks `folder` until it is closed; None if another process has it, or if there is no folder."""
+    """A descriptor that locks `folder` until it is closed; None if another process has it or there is no folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -182,9 +182,9 @@ def verify_manifest(
     remedy: str = "Use an earlier checkpoint.",
     settings: Callable[[str], bool] = lambda name: False,
 ) -> bool:
-    """Check every listed file. Returns False if the folder has no manifest (it is not ours). Raises `error` if a file
-    is damaged; its message calls the folder a `kind` and ends with `remedy`. Files with a name for which `settings` is
-    true may be edited: one warning lists the edited ones."""
+    """Check every listed file. Returns False for a folder without a manifest (it is not ours). Raises `error` for a
+    damaged file; the message calls the folder a `kind` and ends with `remedy`. Files with a name for which `settings`
+    is true may be edited: one warning lists the edited ones."""
     path = folder / MANIFEST
     if not path.exists():
         return False

@@ -102,8 +102,8 @@ class Completion:
 
     `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
     it was sampled from (after temperature); `weight_versions[i]` is the version of the weights that produced it.
-    `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit), "abort", or "error" if
-    the engine could not compute it.
+    `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit), "abort", or "error"
+    (the engine could not compute it).
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -31,13 +31,13 @@ class Register(MutableMapping[str, type[T]]):
             self.add(name, entry)
 
     def add(self, name: str, entry: type[T]) -> None:
-        """Add a class. Raises ConfigError if another class has the name."""
+        """Add a class. Raises ConfigError for a name that another class has."""
         if self._entries.get(name, entry) is not entry:
             raise ConfigError(f'there is already a {self._kind} named "{name}"; choose another name.')
         self[name] = entry
 
     def make(self, name: str, call: Callable[[type[T]], T], options: Mapping[str, Any]) -> T:
-        """`call(class of this name)`. Raises ConfigError if the class refuses the recipe's `options`."""
+        """`call(class of this name)`. Raises ConfigError for `options` that the class refuses."""
         entry = self[name]
         try:
             return call(entry)
@@ -56,7 +56,7 @@ class Register(MutableMapping[str, type[T]]):
         self._unique.discard(name)
 
     def __getitem__(self, name: str) -> type[T]:
-        """The class of this name; imports an entry point only now. Raises ConfigError if there is none, or several."""
+        """The class of this name; imports an entry point only now. Raises ConfigError unless exactly one has it."""
         if name not in self._unique:
             self._find(name)
             self._unique.add(name)
@@ -81,7 +81,7 @@ class Register(MutableMapping[str, type[T]]):
         self[name] = entry
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The class of this name, or `default` if there is none."""
+        """The class of this name, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401 - this is `get`
 
     def __delitem__(self, name: str) -> None:

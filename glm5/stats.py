@@ -45,7 +45,7 @@ def mean_interval(
     """Student's t interval for the mean of independent `values`, cut to `bounds`, the possible range of a mean.
 
     One value has no spread: its interval is all of `bounds`. Equal values give an interval of width 0; for
-    right-or-wrong scores use `wilson`, which does not. Raises ValueError if there are no values.
+    right-or-wrong scores use `wilson`, which does not. Raises ValueError without any values.
     """
     if not values:
         raise ValueError("the mean of no values has no interval")

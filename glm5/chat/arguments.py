@@ -122,7 +122,7 @@ class _SchemaReader:
         return self._left >= 0
 
     def _types(self, schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-        """JSON types that a schema allows; all of them if it does not say, or is too large or too deep."""
+        """JSON types that a schema allows; all of them for a schema that does not say, or is too large or too deep."""
         if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH or not self._take(1):
             return _ALL
         ref, declared, enum = schema.get("$ref"), schema.get("type"), schema.get("enum")
@@ -178,7 +178,7 @@ class _SchemaReader:
 
 
 def _target(root: Mapping[str, Any], ref: str) -> Any:
-    """The schema that a reference such as `#/$defs/Unit` points to; None if it leads outside."""
+    """The schema that a reference such as `#/$defs/Unit` points to; None for one that leads outside."""
     place: Any = root
     head, *path = ref.split("/")
     for part in path:
@@ -199,7 +199,7 @@ def _json_types(value: Any) -> frozenset[str]:
 
 
 def parse_json(text: str) -> tuple[Any, str] | None:
-    """A JSON value and how we write it; None if the text is not JSON or could not be sent on."""
+    """A JSON value and how we write it; None for text that is not JSON or could not be sent on."""
     try:
         value = json.loads(text)
         if not _is_shallow(value):

@@ -67,7 +67,7 @@ class ChatFormat:
     """The chat template in use. Safe to use from several threads.
 
     Attributes:
-        version: a key of `RULES`, or None if the template is not a known version.
+        version: a key of `RULES`, or None for an unknown template.
         origin: who chose it: a file, the command line, or the default.
         guessed: False if the checkpoint or the command line named a version.
 
@@ -110,8 +110,8 @@ class ChatFormat:
         reasoning_effort: str | None = None,
         add_generation_prompt: bool = True,
     ) -> tuple[list[int], bool]:
-        """Ids of a prompt, and whether it ends inside a think block. Raises DataError if the template refuses the
-        conversation."""
+        """Ids of a prompt, and whether it ends inside a think block. Raises DataError for a conversation that the
+        template refuses."""
         options: dict[str, Any] = {
             "enable_thinking": enable_thinking,
             "clear_thinking": clear_thinking,
@@ -138,7 +138,7 @@ class ChatFormat:
         return self.version is not None and RULES[self.version].sorts_results
 
     def efforts(self) -> Sequence[str] | None:
-        """Allowed values of `reasoning_effort`, strongest last; empty if the template has none, None if unknown."""
+        """Allowed values of `reasoning_effort`, strongest last; may be empty. None for an unknown template."""
         if self.version is None:
             return None
         known = RULES[self.version].efforts
@@ -146,7 +146,7 @@ class ChatFormat:
 
 
 def recognise(source: str) -> str | None:
-    """The version of a template file; None if it is unknown. Raises CheckpointError if it is not Jinja."""
+    """The version of a template file; None for an unknown one. Raises CheckpointError for text that is not Jinja."""
     return ChatFormat(TemplateSetting(None, source, "the chat template")).version
 
 

@@ -44,7 +44,7 @@ class JinjaTemplate:
 
     Raises:
         CheckpointError: the template is too large or not Jinja; at rendering, it breaks a limit, leaves the sandbox or
-            fails. Rendering raises DataError if the template rejects the conversation with `raise_exception`.
+            fails. Rendering raises DataError for a conversation that the template rejects with `raise_exception`.
     """
 
     def __init__(self, source: str, *, seconds: float = 10.0, name: str = "the chat template") -> None:
@@ -52,7 +52,7 @@ class JinjaTemplate:
             raise CheckpointError(f"{name} has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are allowed.")
         self._source, self._seconds, self._name = source, seconds, name
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., JinjaTemplate] | None = None  # also runs if a template is never closed
+        self._end: weakref.finalize[..., JinjaTemplate] | None = None  # also runs for a template that is never closed
         self._start()
 
     def text(
@@ -75,7 +75,7 @@ class JinjaTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Token ids: special tokens only if the template itself writes them, never if a message or a tool does.
+        """Token ids. Only text of the template itself may become special tokens, never text of a message or a tool.
 
         To this end a mark follows every character that begins a special token in the text of messages and tools. The
         mark is removed again before tokenising.

@@ -1,8 +1,8 @@
-"""The process that renders foreign chat templates; `glm5.chat.jinja` starts it and kills it if it takes too long.
+"""The process that renders foreign chat templates; `glm5.chat.jinja` starts it and kills it after a time limit.
 
 It reads one JSON object per line and answers each with one line. The first is `{"source", "memory", "max_chars"}`; each
-later one has the variables of one rendering. An answer has `text`, or `error` with `blame`: "template", or "input" if
-the template refused the conversation. It runs as a file and imports only jinja2 and the standard library, to start
+later one has the variables of one rendering. An answer has `text`, or `error` with `blame`: "template", or "input" for
+a conversation that the template refused. It runs as a file and imports only jinja2 and the standard library, to start
 fast.
 """
 

@@ -103,7 +103,7 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DataError if a tool specification has no name."""
+    """Raise DataError for a tool specification without a name."""
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or not isinstance(function_of(tool).get("name"), str):
             raise DataError(f'tools[{i}] needs a "function" with a "name".')

@@ -66,7 +66,8 @@ class ToolCallEnd:
 
 @dataclass(frozen=True)
 class ToolCallUnterminated:
-    """The text ended inside a call. `name` is None if not even that was complete; `text` is the block as written."""
+    """The text ended inside a call. `name` is None if not even the name was complete; `text` is the block as
+    written."""
 
     index: int
     name: str | None
@@ -109,8 +110,8 @@ class ChatParser:
     """Incremental parser of one assistant turn. Feed text without the stop token, then call `finish` once.
 
     `tools` (OpenAI function format, or their `ToolSchemas`) gives the types of arguments. `thinking` says whether the
-    generation prompt opened the think block, see `glm5.chat.template.opens_thinking`. `well_formed` becomes False if
-    the text leaves the grammar, and after `finish` also if the think block or a call was not closed; `unterminated`
+    generation prompt opened the think block, see `glm5.chat.template.opens_thinking`. `well_formed` becomes False for
+    text outside the grammar, and after `finish` also for a think block or a call that was not closed; `unterminated`
     then says which. With `calls=False`, `<tool_call>` is plain text. With `begun`, think tags are plain text: the
     prompt already contains the start of the answer, or there is no chat. No input raises an error.
     """
@@ -151,7 +152,7 @@ class ChatParser:
         return self._drain()
 
     def finish(self) -> list[Event]:
-        """The remaining events: held-back text, and the unterminated call if there is one."""
+        """The remaining events: held-back text, and a call that was not closed."""
         self._take(self._tail)
         self._tail = ""
         if self._doubtful:

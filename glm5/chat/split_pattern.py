@@ -69,8 +69,8 @@ def check_split(step: dict[str, Any]) -> None:
 def pieces(text: str, longest: int = 1 << 18) -> Iterator[str]:
     """`text` in pieces of at most `longest` characters that have the ids of the whole text.
 
-    A piece ends after a line end, if a letter or a digit follows: all `KNOWN` patterns of whole tokenizers split there.
-    A text without such a place is cut anyway, which may change the ids next to the cut.
+    A piece ends after every line end that a letter or a digit follows: all `KNOWN` patterns of whole tokenizers split
+    there. A text without such a place is cut anyway, which may change the ids next to the cut.
     """
     start = 0
     while len(text) - start > longest:

@@ -109,10 +109,10 @@ def render_chat(
     """Render a conversation.
 
     The mask is True for what the model must produce in each assistant turn with `train=True`: reasoning, `</think>`,
-    content, tool calls, and the marker that closes the turn if it is the correct one for such a turn. The mask is False
-    for the prompt: `<|assistant|>`, `<think>`, a `</think>` that a generation prompt contains (of this version and
-    mode, or a lone one), and a `</think>` after which the template removed reasoning (training on it would teach the
-    model not to think).
+    content, tool calls, and the marker that closes the turn, unless it is the wrong one for such a turn. The mask is
+    False for the prompt: `<|assistant|>`, `<think>`, a `</think>` that a generation prompt contains (of this version
+    and mode, or a lone one), and a `</think>` after which the template removed reasoning (training on it would teach
+    the model not to think).
 
     Args:
         tools: tool specifications in OpenAI function format.
@@ -169,7 +169,7 @@ def render_tail(
     these ids to prompt and output gives the ids of `render_chat(..., clear_thinking=False)` without tokenising sampled
     text a second time (§4.1). Tool results must come in the order of the calls.
 
-    Raises DataError if the sampled turn ended with another marker than the first message has.
+    Raises DataError for a sampled turn that ended with another marker than the first message has.
     """
     rules = _rules(version, tokenizer)
     thinking = enable_thinking or rules.always_thinks

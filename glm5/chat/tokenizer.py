@@ -105,7 +105,7 @@ class Tokenizer:
     """Text to ids and back. Build one with `train`, `byte_level` or `load`."""
 
     def __init__(self, tokenizer_json: str, template: str | TemplateSetting = DEFAULT_TEMPLATE_VERSION) -> None:
-        """`tokenizer_json` is the content of a tokenizer.json. Raises ValueError if it is not of a supported kind."""
+        """`tokenizer_json` is the content of a tokenizer.json. Raises ValueError for an unsupported kind."""
         data = checked(json.loads(tokenizer_json))
         self._json = tokenizer_json
         self._template = TemplateSetting(template, origin="the caller") if isinstance(template, str) else template
@@ -146,7 +146,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learn merges from `texts`; the same texts give the same tokenizer.
 
-        `vocab_size` counts bytes, merges and special tokens; the result is smaller if the texts have too few pairs.
+        `vocab_size` counts bytes, merges and special tokens; texts with too few pairs give a smaller result.
         """
         smallest = len(_BYTE_OF_CHAR) + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
@@ -180,15 +180,15 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """Converts conversations to prompts for this tokenizer's model. Raises CheckpointError if its chat template is
-        not Jinja."""
+        """Converts conversations to prompts for this tokenizer's model. Raises CheckpointError for a chat template that
+        is not Jinja."""
         from glm5.chat.formats import ChatFormat  # imports this module
 
         return ChatFormat(self._template)
 
     @property
     def template_version(self) -> str:
-        """A key of `glm5.chat.RULES`. Raises ConfigError if the checkpoint's chat template is not one of them."""
+        """A key of `glm5.chat.RULES`. Raises ConfigError for a checkpoint with another chat template."""
         version = self._template.version or self.chat_format.version
         if version is None:
             raise ConfigError(

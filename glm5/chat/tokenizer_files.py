@@ -27,7 +27,7 @@ class TemplateSetting:
 
 
 def checked(data: Any) -> dict[str, Any]:
-    """The content of a tokenizer.json. Raises ValueError if it would lose text, make ids random or never end."""
+    """The content of a tokenizer.json. Raises ValueError for one that would lose text, make ids random or never end."""
     if not isinstance(data, dict):
         raise ValueError("it is not a JSON object")
     if data.get("normalizer") is not None:

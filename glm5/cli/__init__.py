@@ -15,7 +15,7 @@ from glm5.cli.options import Json, app, show
 from glm5.errors import Glm5Error
 
 SIGINT_CODE = 130
-"""Typer's return value if Ctrl-C ended a verb."""
+"""Typer's return value after Ctrl-C."""
 
 
 @app.command()

@@ -21,7 +21,7 @@ class ByKind:
         self._register = register
 
     def schemas_of(self, table: Any) -> list[type[BaseModel]]:
-        """The class of a table; all classes if it has no valid `kind`, such as a stage with a `preset`."""
+        """The class of a table; all classes for a table without a valid `kind`, such as a stage with a `preset`."""
         for tables in ([table], [{"kind": kind} for kind in self._register]):
             found = []
             for one in tables:

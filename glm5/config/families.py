@@ -46,7 +46,7 @@ class FamilyConfig(Frozen):
 
 
 def family_labels(families: Sequence[FamilyConfig]) -> list[str]:
-    """How metrics and results call the families of a list: by name, with a number where a name comes several times."""
+    """Names of the families in metrics and results: a name that occurs several times gets a number."""
     names = [family.name for family in families]
     often = Counter(names)
     return [f"{name}.{names[:i].count(name) + 1}" if often[name] > 1 else name for i, name in enumerate(names)]

@@ -36,8 +36,8 @@ def load_recipe(path: Path | str, schema: type[Model], overrides: Sequence[str] 
     Values must have the schema's type: text is not turned into numbers. An override's value is read as TOML, or as text
     if it is not TOML. Address a list's table by its `name` or index (`stages.pretrain.steps=10`).
 
-    Raises ConfigError if a file is missing, malformed or does not fit the schema, UsageError if an override is
-    malformed or addresses nothing.
+    Raises ConfigError for a file that is missing, malformed or does not fit the schema, UsageError for an override that
+    is malformed or addresses nothing.
     """
     layers = _read_layers(Path(path))
     data: dict[str, Any] = {}

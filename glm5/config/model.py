@@ -164,7 +164,7 @@ class GLM5Config(BaseModel):
         return self
 
     def _require(self, names: tuple[str, ...]) -> None:
-        """Raise ValueError if one of these sizes is 0: this architecture needs them. They are 0 if it does not."""
+        """Raise ValueError for one of these sizes that is 0 or not given: this architecture needs them."""
         for name in names:
             if not getattr(self, name):
                 given = name in self.model_fields_set

@@ -378,7 +378,7 @@ def _check_families(stage: Stage) -> None:
 
 
 def _check_teachers(stage: DistillStage, known: Collection[str]) -> None:
-    """Raise ValueError if a family's teacher is neither one of the known names nor a path."""
+    """Raise ValueError for a family's teacher that is neither one of the known names nor a path."""
     for family in stage.families:
         teacher = stage.teacher_of(family)
         if teacher is None or not (is_path(teacher) or teacher in known):

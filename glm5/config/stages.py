@@ -22,7 +22,7 @@ RATE_POWER, BATCH_POWER = -0.125, 0.3271
 TOKENS, BATCH, LONGEST = 27e12, 64e6, 202_752
 """The paper's tokens of pre-training, tokens per optimizer step, and tokens of the longest row."""
 ROPE_POWER = math.log(100) / math.log(8)
-"""The base grows a hundredfold if rows grow eightfold, from 4K to 32K."""
+"""The base grows a hundredfold while rows grow eightfold, from 4K to 32K."""
 LEAST_TOPK, LEAST_SPARSE_STEPS, BIAS_TRAVEL, MOST_BIAS_RATE = 128, 100, 4.0, 0.02
 
 FIRST_BATCH, RAMP = 16e6, 5e11
@@ -130,7 +130,7 @@ def scale(
     row_length: int | None = None,
     pretrain_tokens: float | None = None,
 ) -> ScaledStage:
-    """The preset `name` for a model. Raises ConfigError if it is unknown.
+    """The preset `name` for a model. Raises ConfigError for an unknown name.
 
     `tokens` is the stage's budget, `pretrain_tokens` that of the model's pre-training, which sets the learning rate.
     Missing values follow from the others by the rule.

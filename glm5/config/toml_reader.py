@@ -18,8 +18,8 @@ _TOKEN = re.compile(
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises ValueError if it is too long, has a dotted key of more than 64 parts, or is not
-    TOML (then it is a TOMLDecodeError), and RecursionError if values are nested too deeply."""
+    """The tables of a TOML text. Raises ValueError for a text that is too long, has a dotted key of more than 64 parts,
+    or is not TOML (then it is a TOMLDecodeError), and RecursionError for values that are nested too deeply."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES:,} characters")
     dots = 0

@@ -173,7 +173,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 def _encode(
     documents: Iterator[Document], tokenizer: Tokenizer, dedup: bool, workers: int, staging: Path
 ) -> Generator[_Encoded]:
-    """Encoded documents in input order. Starts processes only if there is more than one batch."""
+    """Encoded documents in input order. Starts processes only for more than one batch."""
     batches = _batches(documents)
     first = list(islice(batches, 2))
     alone = workers == 1 or len(first) < 2
@@ -237,7 +237,7 @@ _worker: _Work | None = None
 
 
 def _start_worker(tokenizer: str, dedup: bool) -> None:
-    """Set up a worker, once per process. The parent handles Ctrl-C; the worker exits if the parent is gone."""
+    """Set up a worker, once per process. The parent handles Ctrl-C; the worker exits once the parent is gone."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -155,10 +155,10 @@ def group(
     Two documents are in one group if a chain of near-duplicates connects them. `signatures` is [n, NUM_PERM] and
     `shingles(i)` gives the hashes of document i; `progress(done, all)` counts bands.
 
-    Time grows in proportion to the documents. Where a band proposes more than 256 documents for one another, each is
-    compared with the 256 that follow in the order of the rest of the signature, and with no more after 512 of such
-    comparisons found it different. So of thousands of documents that are alike, but not enough, two that are
-    near-duplicates may both stay if no other band proposes them in a smaller set. Nothing more is ever joined.
+    Time grows in proportion to the documents. In a set of more than 256 candidates of one band, a document is compared
+    only with the next 256, sorted by the rest of the signature. After 512 such comparisons that found it different, it
+    begins no more of them. So among thousands of similar documents two near-duplicates may both stay, unless another
+    band proposes them in a smaller set. The opposite error cannot happen: only near-duplicates are joined.
     """
     join = _Join(signatures, shingles, threshold)
     for band in range(join.count):

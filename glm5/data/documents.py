@@ -95,7 +95,7 @@ class ReadReport:
         return self.sources[-1]
 
     def add_bad(self, where: str, reason: str) -> None:
-        """Count a malformed record of the current source. Raises DataError if there are too many."""
+        """Count a malformed record of the current source. Raises DataError after too many."""
         self.sources[-1].bad += 1
         if len(self.bad) < NAMED_BAD_RECORDS:
             self.bad.append(BadRecord(where, reason))
@@ -114,7 +114,7 @@ class ReadReport:
 
 
 def need_documents(report: ReadReport, sources: Sequence[str]) -> None:
-    """Raise DataError if the sources gave no document."""
+    """Raise DataError for sources that gave no document."""
     if not report.total("documents"):
         left_out = ", ".join(f"{n:,} {name}" for name in ("empty", "binary", "bad") if (n := report.total(name)))
         found = f" ({left_out} left out)" if left_out else ""

@@ -31,7 +31,7 @@ class FimTokens(NamedTuple):
 
 
 def fim_tokens(tokenizer: Tokenizer) -> FimTokens:
-    """The tokenizer's ids. Raises ConfigError if it has no FIM tokens."""
+    """The tokenizer's ids. Raises ConfigError for a tokenizer without FIM tokens."""
     names = [f"<|code_{part}|>" for part in FimTokens._fields]
     missing = [name for name in names if name not in tokenizer.special]
     if missing:

@@ -94,7 +94,7 @@ class _Git:
         }
 
     def stay_inside(self) -> None:
-        """DataError if the repository's files are not below its folder: a given folder is not trusted to name others,
+        """Raise DataError for a repository with files outside its folder: a given folder is not trusted to name others,
         as a worktree's `.git` file and a clone's list of alternates do."""
         for name in ("--absolute-git-dir", "--git-common-dir"):
             where = (self.path / os.fsdecode(self.call("rev-parse", name).rstrip(b"\n"))).resolve()
@@ -107,7 +107,7 @@ class _Git:
                 raise DataError(f"{self.path}: {link} is a link, so content may be elsewhere; use a plain clone.")
 
     def call(self, *arguments: str) -> bytes:
-        """Standard output of a command. Raises DataError, with git's first error line if any, if the command fails."""
+        """Standard output of a command. Raises DataError with git's first error line for a command that fails."""
         done = subprocess.run(
             [*self.command, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True
         )

@@ -37,8 +37,8 @@ class Row(NamedTuple):
 
 
 class RowLoader:
-    """Base class of loaders: a subclass defines the content of a row. `rows_per_epoch` rows hold everything once; it is
-    0 if rows are generated and never repeat."""
+    """Base class of loaders: a subclass defines the content of a row. `rows_per_epoch` rows contain everything once; it
+    is 0 for generated rows, which never repeat."""
 
     rows_per_epoch = 0
     sparse_targets = False

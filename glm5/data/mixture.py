@@ -34,7 +34,7 @@ def whole_parts(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     """Integer weights without a common factor: exact if their sum stays within RESOLUTION, otherwise the nearest that
     sum to it. A positive weight has at least one part; sources of weight 0 are left out.
 
-    Raises ConfigError if a weight is negative or not finite, or if none is positive.
+    Raises ConfigError for a weight that is negative or not finite, and for weights without a positive one.
     """
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight < 0:
@@ -62,7 +62,7 @@ def even_schedule(parts: list[int]) -> np.ndarray:
 
     With K sources, only those with a deficit of at least 1 / (2K - 2) may come next. The one with the earliest deadline
     is taken (Tijdeman, The chairman assignment problem, 1980; bound 1 - 1 / (2K - 2)). Taking the largest deficit would
-    exceed one if there are many sources.
+    exceed one with many sources.
     """
     weights, total = np.asarray(parts, dtype=np.int64), sum(parts)
     twice = 2 * len(parts) - 2

@@ -88,7 +88,7 @@ class Placement:
 def pack(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]:
     """First-fit-decreasing packing without splitting; returns one placement per sequence and the number of rows.
 
-    Raises ValueError if a sequence is longer than a row.
+    Raises ValueError for a sequence longer than a row.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     used: list[int] = []
@@ -108,7 +108,7 @@ def best_fit(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
     """Best-fit-decreasing packing without splitting: each sequence, longest first, goes to the fullest row that still
     has room. Returns the row of every sequence and the number of rows. Costs at most O(n log n + n row_length).
 
-    Raises ValueError if a sequence is longer than a row.
+    Raises ValueError for a sequence longer than a row.
     """
     rows = [0] * len(lengths)
     opened = 0

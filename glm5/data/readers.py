@@ -56,7 +56,7 @@ def read_folder(
 ) -> Iterator[Document]:
     """Text files below `root`, sorted by the parts of their paths; names for which `skip` is true are passed over.
 
-    Links to folders are not entered. Links to files outside `root` are read only if `follow` is set.
+    Links to folders are not entered. Links to files outside `root` are read only with `follow`.
     """
     inside = root.resolve()
     for path, parts in _walk(root, skip):
@@ -91,7 +91,7 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[tuple[Path, tuple
 
 
 def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Document]:
-    """The file as one document. Raises DataError if it is too large for one."""
+    """The file as one document. Raises DataError for a file that is too large for one."""
     raw = _content(path, limit)
     if raw is None:
         raise DataError(
@@ -104,7 +104,7 @@ def read_text_file(path: Path, report: ReadReport, limit: int) -> Iterator[Docum
 
 
 def _content(path: Path, limit: int) -> bytes | None:
-    """The bytes of a file; None if there are more than `limit`."""
+    """The bytes of a file; None for more than `limit`."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 1)
@@ -123,7 +123,7 @@ def text_document(path: str, raw: bytes, report: ReadReport) -> Document | None:
     if not text.strip():
         report.sources[-1].empty += 1
         return None
-    # A file name may hold bytes that are not UTF-8; the document's path must be valid text to be hashed and stored.
+    # A file name may contain bytes that are not UTF-8; the document's path must be valid text to be hashed and stored.
     return Document(os.fsencode(path).decode("utf-8", "replace"), text)
 
 
@@ -176,7 +176,7 @@ def bad_json(error: ValueError | RecursionError) -> str:
 
 
 def _record(record: Any, field: str, name: str) -> Document:
-    """The document of one record. Raises ValueError, with the reason, if the record is malformed."""
+    """The document of one record. Raises ValueError, with the reason, for a malformed record."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     text = record.get(field)
@@ -196,7 +196,7 @@ def _record(record: Any, field: str, name: str) -> Document:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which JSON can hold and UTF-8 cannot."""
+    """False for lone surrogates, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

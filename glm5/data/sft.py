@@ -74,7 +74,7 @@ class BadLines:
 def conversation_files(source: str | Path) -> list[Path]:
     """The file itself, or all `*.jsonl` below a folder sorted by path, without hidden ones.
 
-    Raises DataError if there is none.
+    Raises DataError for a missing path, and for a folder without any.
     """
     path = Path(source)
     if path.is_dir():
@@ -119,7 +119,7 @@ def read_conversations(
 
 
 def parse_conversation(raw: Any, sort_results: bool = False) -> Conversation:
-    """The conversation from one line's value. Raises DataError, with the reason, if it is malformed."""
+    """The conversation from one line's value. Raises DataError, with the reason, for a malformed value."""
     if not isinstance(raw, dict) or not isinstance(raw.get("messages"), list) or not raw["messages"]:
         raise DataError("it needs a non-empty list `messages`")
     tools = raw.get("tools") or []
@@ -150,7 +150,7 @@ def write_conversations(path: Path, conversations: Iterable[Conversation]) -> in
 
 
 def _load(line: bytes) -> Any:
-    """The value of a line of JSON. Raises DataError if it is malformed or could not be written as JSON again."""
+    """The value of a line of JSON. Raises DataError for one that is malformed or could not be written as JSON again."""
     try:
         value = json.loads(line.decode("utf-8"), parse_constant=_refuse)
         if b"\\u" in line:  # only this way can half of a surrogate pair come from UTF-8

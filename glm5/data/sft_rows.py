@@ -25,7 +25,7 @@ Thinking = Literal["preserved", "interleaved", "turn"]
 In all three a turn sees the reasoning of the turns since the last user message: thinking before every response and tool
 call. "interleaved": no other reasoning, the default of inference (`clear_thinking=True`). "preserved": all reasoning,
 as coding agents request (`clear_thinking=False`). "turn": all reasoning. If the data does not say whether a turn was
-asked to think, "turn" assumes so only if the turn has reasoning; the other two always assume so.
+asked to think, "turn" assumes so only for a turn with reasoning; the other two always assume so.
 """
 
 
@@ -66,10 +66,10 @@ def conversation_rows(
     length: int | None = None,
     counts: RowCounts | None = None,
 ) -> list[SftRow]:
-    """The rows of one conversation, each with at least one trained token; empty if no turn is trained.
+    """The rows of one conversation, each with at least one trained token; empty without a trained turn.
 
-    With a `length`, no row is made that has its targets behind it, except the first of them; the others go into
-    `counts` as too long, unmerged. Otherwise a conversation of n user messages could give n long rows.
+    With a `length`, rows with all their targets beyond it are not made, except the first; `counts` has them as too
+    long, unmerged. Otherwise a conversation of n user messages could give n long rows.
 
     Raises:
         DataError: a trained turn has reasoning although its request asked for none, or something cannot be rendered.
@@ -90,7 +90,7 @@ def conversation_rows(
     rows: list[SftRow] = []
     left_out, ended = RowCounts(), set[bool]()
     for (mode, user), places in groups.items():
-        if mode in ended:  # what precedes the user message only grows, so the targets are behind `length` too
+        if mode in ended:  # what precedes the user message only grows, so the targets are beyond `length` too
             lost = int(_render(conversation, places, tokenizer, mode, keep, start=user).mask.sum())
             left_out.too_long += lost > 0
             left_out.lost_targets += lost
@@ -106,13 +106,13 @@ def conversation_rows(
 
 
 def _begins(row: SftRow, tokenizer: Tokenizer) -> int:
-    """Position of the last user message before the first target, or of the last one if there is no target."""
+    """Position of the last user message before the first target, or, without a target, of the last one."""
     first = row.mask.argmax() if row.mask.any() else len(row.ids)
     return int(np.flatnonzero(row.ids[:first] == tokenizer.special["<|user|>"])[-1])
 
 
 def cut_row(row: SftRow, length: int, tokenizer: Tokenizer) -> SftRow | None:
-    """The row up to the last trained token of the whole turns within `length`; None if there is none."""
+    """The row up to the last trained token of the whole turns within `length`; None without a trained token."""
     markers = [tokenizer.special[f"<|{role}|>"] for role in ("system", "user", "assistant", "observation")]
     ends = np.flatnonzero(np.isin(row.ids[:length], markers)) + 1
     trained = np.flatnonzero(row.mask[: ends[-1]]) if len(ends) else ends

@@ -155,12 +155,12 @@ def build_shards(
 
 
 def verify_shards(folder: Path, remedy: str = "Build the shards again with `glm5 data build`.") -> None:
-    """Check the hashes of a shard folder, if it has any. Raises DataError, ending with `remedy`, if they differ."""
+    """Check the hashes of a shard folder that has them. Raises DataError, ending with `remedy`, for a wrong hash."""
     verify_manifest(folder, DataError, "shard folder", remedy)
 
 
 def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, verify: bool = True) -> Shard:
-    """Memory-map one split. Raises DataError if the folder is not a shard folder, is damaged or belongs to another
+    """Memory-map one split. Raises DataError for a folder that is not a shard folder, is damaged or belongs to another
     tokenizer."""
     try:
         info: Mapping[str, Any] = json.loads(read_small(folder / "shards.json", _MOST_INFO))
@@ -175,7 +175,7 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
 
 
 def open_split(folder: Path, split: str, dtype: np.dtype) -> Shard:
-    """Memory-map the files of a `SplitWriter`. Raises DataError if one is missing or does not fit the others."""
+    """Memory-map the files of a `SplitWriter`. Raises DataError for a file that is missing or does not fit."""
     path, paths = folder / f"{split}.tokens", folder / f"{split}.paths"
     try:
         if not all((folder / f"{split}.{part}").is_file() for part in ("tokens", "borders", "bytes")):

@@ -33,8 +33,8 @@ def iter_sources(
 ) -> Generator[Document]:
     """Documents of all sources one by one, in an order that depends only on their content.
 
-    `report` counts what was read, left out and malformed. Raises DataError if a source does not exist or cannot be
-    read, or if more records are malformed than the report tolerates.
+    `report` counts what was read, left out and malformed. Raises DataError for a source that does not exist or cannot
+    be read, and for more malformed records than the report tolerates.
     """
     report = report if report is not None else ReadReport()
     for source in sources:
@@ -50,7 +50,7 @@ def read_source(source: str) -> Iterator[Document]:
 
 
 def read_sources(sources: Sequence[str]) -> list[Document]:
-    """All documents of all sources in memory. Raises DataError if there is none."""
+    """All documents of all sources in memory. Raises DataError for sources without a document."""
     report = ReadReport()
     documents = list(iter_sources(sources, report))
     need_documents(report, sources)

@@ -340,8 +340,9 @@ class Engine:
     def scored(
         self, rows: Sequence[Sequence[int]], temperature: float = 1.0, top_logprobs: int = 0
     ) -> list[Completion]:
-        """Score rows. The tokens of each completion are the row's tokens after the first (see `submit_score`), with the
-        likeliest `top_logprobs` at each position. Raises EngineError for a row that is too long."""
+        """Score rows. The tokens of each completion are the row's tokens after the first (see `submit_score`), with
+        log-probabilities of the `top_logprobs` likeliest tokens at each position. Raises EngineError for a row that is
+        too long."""
         self._check_going()
         if not math.isfinite(temperature) or temperature <= 0:
             raise EngineError("Scoring needs a temperature above 0.")

@@ -44,7 +44,7 @@ def evaluate(
     Each skill has a greedy score. Its `solved` is one "1" or "0" per problem, in order, for paired comparisons of
     stages. With `config.samples` it also has "pass@k" (see `passk`) and `passed`, the number of right samples per
     problem. Failed environments count as not solved; `errors` counts them. Suites that need held-out text are skipped
-    if the corpus is too small to have any.
+    for a corpus that is too small to have any.
     """
     model.eval()
     found: dict[str, Any] = {}
@@ -105,7 +105,8 @@ def play_skill(
 ) -> list[Trajectory]:
     """Greedy episodes of the family's first distinct held-out problems: `config.problems`, or all if it has fewer. With
     a seed, `config.samples` sampled episodes per problem instead: all problems once, then all again, so a larger
-    `config.samples` keeps the first samples. `group` is the problem number. Raises DataError if there is no problem."""
+    `config.samples` keeps the first samples. `group` is the problem number. Raises DataError for a family without
+    problems."""
     source = make_family(family.name, **family.options)
     distinct = DistinctProblems(source, "heldout").indices(config.problems)
     if len(distinct) < config.problems:

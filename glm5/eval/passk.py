@@ -22,8 +22,8 @@ def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
     """Mean pass@k with its 95 % interval; problem i has `passed[i]` right answers among `samples`.
 
     The interval treats the samples of one problem as dependent. It is Wilson's interval for an effective number of
-    independent answers, chosen to match the variance between problems. If all values are 0 or 1, for example with one
-    sample per problem, it equals `wilson`. It lies within [0, 1] and is not empty even if all values are equal.
+    independent answers, chosen to match the variance between problems. With only 0 and 1 as values, for example with
+    one sample per problem, it equals `wilson`. It lies within [0, 1] and is not empty even for equal values.
     """
     values = [pass_at_k(samples, right, k) for right in passed]
     if not values:
@@ -40,8 +40,8 @@ def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[
 
 
 def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
-    """Number of independent answers with the variance of this mean: from `problems` to `problems` * `samples`. It is
-    `problems` if the mean is 0 or 1, because the variance then says nothing."""
+    """Number of independent answers with the variance of this mean: from `problems` to `problems` * `samples`. For a
+    mean of 0 or 1 it is `problems`, because the variance then says nothing."""
     if variance == 0.0:
         return float(problems) if mean in (0.0, 1.0) else float(problems * samples)
     return min(float(problems * samples), max(float(problems), problems * mean * (1.0 - mean) / variance))

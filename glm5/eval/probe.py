@@ -60,7 +60,7 @@ class Probe:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file; empty if it does not exist. Skips malformed lines with a warning."""
+    """The samples of a file; empty for a missing file. Skips malformed lines with a warning."""
     found = []
     for number, line in enumerate(path.read_text("utf-8", "replace").splitlines() if path.exists() else (), 1):
         try:

@@ -95,7 +95,7 @@ def run(
     """Adapt the checkpoint `model_dir` on the shards `data_dir`; the result goes to `out`, the run to `out`-adapt.
 
     Prints the scaled presets through `echo`. Returns the content of `adaptation.json`. Raises ConfigError, DataError or
-    CheckpointError if something does not fit.
+    CheckpointError for anything that does not fit.
     """
     options = options or Options()
     config, overrides = dense_config(model_dir)
@@ -189,7 +189,7 @@ def _check(settings: Settings, config: GLM5Config) -> None:
 
 
 def _check_ids(train: Shard, held_out: Shard, config: GLM5Config) -> None:
-    """Raise DataError if ids exceed the vocabulary; there is no tokenizer to compare."""
+    """Raise DataError for ids outside the vocabulary; there is no tokenizer to compare."""
     for shard in (train, held_out):
         if len(shard.tokens) and int(shard.tokens.max()) >= config.vocab_size:
             raise DataError(f"The shards contain token ids beyond the model's vocabulary of {config.vocab_size}.")
@@ -251,7 +251,7 @@ def _one(
     train: Callable[[GLM5ForCausalLM, StageIO], dict[str, float]],
     before: Callable[[], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Run one stage, from its finished entry or its own state if there is one, and measure it at its end."""
+    """Run one stage and measure it at its end. A finished stage is read from its entry, an interrupted one resumed."""
     folder = run.folder / f"{number:02d}-{name}"
     recover_dir(folder / MODEL)
     if (folder / DONE).exists():
@@ -286,7 +286,7 @@ def _finished(folder: Path) -> dict[str, Any]:
 
 def _losses(model: GLM5ForCausalLM, run: _Shared) -> dict[str, Any]:
     """Mean loss in nats of every held-out row: over all of it, over the tokens with more than index_topk tokens before
-    them (`beyond`), and over those with more than four times as many (`far`; empty if rows are no longer)."""
+    them (`beyond`), and over those with more than four times as many (`far`; empty for shorter rows)."""
     topk = run.settings.index_topk
     losses = dsa_adapt.position_losses(model, run.held_out)
     parts = {"all": losses, "beyond": losses[:, topk:], "far": losses[:, 4 * topk :]}

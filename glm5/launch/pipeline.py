@@ -44,9 +44,9 @@ MODEL = "model"
 def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
     """Run all unfinished stages; returns the run folder. Its `results.json` has everything measured.
 
-    A stage is finished if its `stage.json` exists; the others resume from their own state. Interrupting at any moment
-    and calling again ends with the same numbers. The recipe of an existing run cannot change. The log goes to
-    `log.txt`; stderr gets warnings, or with `verbose` all of it.
+    A stage with a `stage.json` is finished; the others resume from their own state. Interrupting at any moment and
+    calling again ends with the same numbers. The recipe of an existing run cannot change. The log goes to `log.txt`;
+    stderr gets warnings, or with `verbose` all of it.
     """
     _check(recipe, world_size())
     run = Path(recipe.runs) / recipe.name
@@ -144,7 +144,7 @@ def _claim(run: Path, recipe: RunRecipe) -> None:
 
 
 def _work(text: str) -> dict[str, Any] | None:
-    """What a saved recipe computes: all but how processes divide the work and the sinks; None if it cannot be read."""
+    """What a saved recipe computes: all but how processes divide the work and the sinks; None for an unreadable one."""
     try:
         recipe = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):

@@ -89,7 +89,7 @@ class RunState:
         return {name: open_shard(path, split, self.tokenizer, verify=False) for name, path in self.data.items()}
 
     def held_out(self) -> Shard | None:
-        """The held-out text on which the run is scored: that of the first corpus, if there is one."""
+        """The held-out text on which the run is scored: that of the first corpus, or None."""
         shard = next(iter(self.shards("held_out").values())) if self.data else None
         return shard if shard is not None and len(shard) else None
 
@@ -109,7 +109,7 @@ class CustomStage(Stage):
 
     @property
     def units(self) -> int:
-        """How many units of progress `io.advance` will be told."""
+        """Number of units of progress that the stage reports to `io.advance`."""
         return 1
 
 
@@ -119,7 +119,7 @@ def run_stage(state: RunState, stage: Stage, io: StageIO) -> dict[str, float]:
 
 
 def runner_of(stage: Stage) -> Callable[..., dict[str, float]]:
-    """The function that runs a stage. Raises ConfigError if its class is neither built in nor a `CustomStage`."""
+    """The function that runs a stage. Raises ConfigError for a class that is neither built in nor a `CustomStage`."""
     for kind, runner in _RUNNERS.items():
         if isinstance(stage, kind):
             return runner
@@ -192,7 +192,7 @@ def _chat_texts(recipe: RunRecipe, per_family: int = 200) -> list[str]:
 
 
 def check_indexers(recipe: RunRecipe) -> None:
-    """Raise ConfigError if a run from scratch calls its indexers adapted: they would select keys at random, and a
+    """Raise ConfigError for a run from scratch that calls its indexers adapted: they would select keys at random, and a
     selection has no gradient to learn from."""
     if recipe.start is None and recipe.model.get("indexer_adapted"):
         raise ConfigError(
@@ -271,8 +271,8 @@ def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float
 
 
 def check_teachers(state: RunState) -> None:
-    """Raise ConfigError if a teacher's directory is missing or its tokenizer differs from the run's, if that is known
-    yet."""
+    """Raise ConfigError for a teacher's directory that is no checkpoint, or has another tokenizer than the run (if that
+    is known yet)."""
     for stage in state.recipe.stages:
         if isinstance(stage, DistillStage):
             for family in stage.families:

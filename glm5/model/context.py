@@ -138,9 +138,9 @@ class ForwardContext:
     queries see, and lengths [B] is the number of real tokens per row (None = all; padding matters to recurrent layers
     only).
     `exact` computes in the forms that learner and engine share: the bits of a token then do not depend on its batch, on
-    a cache or on the row length. `attend_dense` keeps attention dense even if an indexer exists (DSA warm-up).
-    max_logits, if not None, receives the largest attention logit of each head [N] by layer (softmax attention only).
-    `recompute` saves only the inputs of each layer; the backward pass computes the layer again.
+    a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
+    if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`
+    saves only the inputs of each layer; the backward pass computes the layer again.
     """
 
     positions: Tensor
@@ -302,7 +302,8 @@ def cache_context(
     exact: bool = True,
 ) -> ForwardContext:
     """Context for `length` new tokens per sequence. rows [B]: cache rows; start [B]: tokens already cached; lengths
-    [B]: the number of real new tokens, if rows are padded at their end. Raises ValueError if the cache is too short."""
+    [B]: the number of real new tokens of rows that are padded at their end. Raises ValueError for a cache that is too
+    short."""
     positions = start.unsqueeze(1) + torch.arange(length, device=start.device)
     longest = int(start.max()) + length
     if longest > cache.capacity:
@@ -351,7 +352,7 @@ def paged_context(
 
 def padded_context(attention_mask: Tensor, *, exact: bool = True) -> ForwardContext:
     """Context of padded rows: attention_mask [B, T], 0 = padding. The tokens of a row are contiguous and have RoPE
-    positions from 0 on. Raises ValueError if a row has padding between its tokens."""
+    positions from 0 on. Raises ValueError for padding between the tokens of a row."""
     present = attention_mask.bool()
     index = torch.arange(present.shape[1], device=present.device)
     first, count = (~present).long().cummin(1).values.sum(1, keepdim=True), present.sum(1, keepdim=True)

@@ -65,7 +65,7 @@ def expert_stacks(model: GLM5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
 
 def ignorable(name: str, config: GLM5Config) -> bool:
     """Whether this model does not need a tensor that other tools write: an indexer of a shared or dense layer, an MTP
-    layer if the configuration has none, or the MTP layer's copies of embedding and output matrix."""
+    layer that the configuration does not have, or the MTP layer's copies of embedding and output matrix."""
     match = re.match(r"model\.layers\.(\d{1,9})\.", name)
     if not match:
         return False

@@ -52,8 +52,8 @@ class Indexer(nn.Module):
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
     def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
-        """Selected key slots [B, T, K], ascending, -1 = empty; `keys` come from `ForwardContext.store`. K = index_topk,
-        or the number of keys if that is smaller."""
+        """Selected key slots [B, T, K], ascending, -1 = empty; `keys` come from `ForwardContext.store`. K is the
+        smaller of index_topk and the number of keys."""
         start, end = ctx.key_range()
         slots = min(self.topk, ctx.key_length or ctx.length)
         return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages, self.rule)

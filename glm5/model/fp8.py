@@ -20,10 +20,10 @@ BLOCK = (128, 128)
 
 
 def block_size(quantization: Any, where: str) -> tuple[int, int]:
-    """(rows, columns) of a block from `quantization_config`; (128, 128) if it does not say.
+    """(rows, columns) of a block from `quantization_config`; (128, 128) by default.
 
     The list of unquantised modules is ignored: in releases it names a module that does not exist. The stored type of
-    each tensor decides. Raises CheckpointError if the quantisation method is not block FP8.
+    each tensor decides. Raises CheckpointError for any quantisation method but block FP8.
     """
     if quantization is None:
         return BLOCK
@@ -50,7 +50,7 @@ def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]
 
 
 def check_scale(scale: Tensor, where: str) -> None:
-    """Raises CheckpointError if a scale is negative or not finite; it would silently corrupt a whole block."""
+    """Raises CheckpointError for a scale that is negative or not finite; it would silently corrupt a whole block."""
     if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
         raise CheckpointError(f"{where} holds a scale that is negative or not finite; download or copy the file again.")
 

@@ -37,7 +37,7 @@ class FusedDecode:
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """The residual stream x [M, D] after all blocks, [M, D]; writes the tokens' latents and index keys into the
-        cache. None, and nothing written, if this case is not supported."""
+        cache. None, and nothing written, for a case that is not supported."""
         cache, pages, places = ctx.cache, ctx.pages, ctx.places
         if ctx.exact or cache is None or pages is None or places is None or x.shape[0] > small_batch.MOST_ROWS:
             return None
@@ -91,7 +91,7 @@ class FusedDecode:
 class _Plan:
     """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slot.
 
-    `suits` is False if a block is of another kind, or if the weights are not contiguous plain tensors of `dtype`.
+    `suits` is False for a block of another kind, and for weights that are not contiguous plain tensors of `dtype`.
     """
 
     def __init__(self, config: GLM5Config, blocks: list[Any], dtype: torch.dtype) -> None:

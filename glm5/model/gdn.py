@@ -87,7 +87,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def initialise_gate(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> bool:
-    """Initialise a Gated DeltaNet parameter that needs more than noise; False if `name` is not one.
+    """Initialise a Gated DeltaNet parameter that needs more than noise; False for any other `name`.
 
     Decay rates and time steps cover the usual ranges (1 to 16, 0.001 to 0.1): heads then remember for different spans.
     Filters start near the identity, because a converted layer was trained without them.

@@ -163,7 +163,7 @@ class GLM5ForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
         """Logits for input_ids [B, T]; attention_mask [B, T] is 0 for padding, at the left or right of a row.
 
-        A mask of ones changes nothing. Raises ValueError if the mask has another shape or gaps.
+        A mask of ones changes nothing. Raises ValueError for a mask of another shape or with gaps.
         """
         ctx = self.context(input_ids)
         if attention_mask is not None:
@@ -219,7 +219,7 @@ class GLM5ForCausalLM(nn.Module):
         `dtype=None` means fp32. `allow_missing` is a regular expression for tensors that may be absent; they are
         initialised randomly. `allow_unexpected` is one for tensors to ignore. `model.census` counts loaded, generated
         and ignored tensors. FP8 files as released are dequantised. `device="meta"` reads and checks file headers only.
-        Raises CheckpointError or ConfigError if anything else does not fit.
+        Raises CheckpointError or ConfigError for anything else that does not fit.
         """
         from glm5.model.hf_weights import load_checkpoint
 
@@ -238,7 +238,7 @@ class GLM5ForCausalLM(nn.Module):
     ) -> None:
         """Write config.json and safetensors with per-expert names, atomically. `extra` adds generation settings.
 
-        If the weights exceed `max_shard_size` (bytes or text), they are split over several files with an index.
+        Weights larger than `max_shard_size` (bytes or text) are split over several files with an index.
         """
         from glm5.model.hf_weights import save_checkpoint
 

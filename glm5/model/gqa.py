@@ -30,7 +30,7 @@ class GroupedProjections(nn.Module):
         self.k_norm = RMSNorm(self.dim, c.rms_norm_eps) if qk_norm else None
 
     def project(self, x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """x [M, D] flat -> q [M, N, H], k and v [M, G, H]; q and k are normed if configured."""
+        """x [M, D] flat -> q [M, N, H], k and v [M, G, H]; q and k normed as configured."""
         q = self.q_proj(x, exact).unflatten(-1, (self.heads, self.dim))
         k = self.k_proj(x, exact).unflatten(-1, (self.groups, self.dim))
         v = self.v_proj(x, exact).unflatten(-1, (self.groups, self.dim))

@@ -59,7 +59,7 @@ def save_checkpoint(
 ) -> None:
     """Publish `path` with config, generation defaults and weights; other files in it (tokenizer, adapters) are kept.
 
-    Raises CheckpointError if `path` contains folders, because replacing it would remove them.
+    Raises CheckpointError for a `path` that contains folders, because replacing it would remove them.
     """
     for inner in path.iterdir() if path.is_dir() else ():
         if inner.is_dir():
@@ -173,9 +173,9 @@ def load_checkpoint(
     allow_unexpected: str = "",
     seed: int = 0,
 ) -> GLM5ForCausalLM:
-    """Build the model of `path/config.json` and load it tensor by tensor, in fp32 if `dtype` is None.
+    """Build the model of `path/config.json` and load it tensor by tensor, in `dtype` (None: fp32).
 
-    Raises CheckpointError if a tensor is missing, unexpected or has another shape. Hashes protect the weights. An
+    Raises CheckpointError for a tensor that is missing, unexpected or of another shape. Hashes protect the weights. An
     edited configuration is used, with one warning. `allow_missing` is a regular expression for names that may keep
     their random initialisation (for example a new indexer), `allow_unexpected` one for names to ignore. If the
     configuration has an MTP layer but the files do not, as other tools leave it, only the trunk is loaded, with one
@@ -219,7 +219,7 @@ def load_checkpoint(
 
 
 def _check_side_files(path: Path) -> None:
-    """Raises CheckpointError if config.json or the manifest is a pipe, a device or absurdly large."""
+    """Raises CheckpointError for a config.json or manifest that is a pipe, a device or absurdly large."""
     for name in ("config.json", MANIFEST):
         file = path / name
         if file.exists() and not file.is_dir() and not file.is_file():
@@ -237,7 +237,7 @@ def _pattern(text: str, kind: str) -> Callable[[str], bool]:
 
 
 def _skeleton(path: Path, config: GLM5Config, stored: Mapping[str, Stored]) -> GLM5ForCausalLM:
-    """The model without storage. Raises CheckpointError if config.json has sizes that the files do not confirm."""
+    """The model without storage. Raises CheckpointError for sizes in config.json that the files do not confirm."""
     if config.num_hidden_layers > len(stored):
         raise CheckpointError(
             f"{path}: config.json demands {config.num_hidden_layers} layers, and the last one is missing from the "

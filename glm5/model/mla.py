@@ -44,7 +44,7 @@ class MLA(nn.Module):
             c.kv_lora_rank, self.heads * (self.nope + self.v_dim), split=(self.nope, self.v_dim) * self.heads
         )
         self.o_proj = linear(self.heads * self.v_dim, c.hidden_size)
-        # For Muon Split: the optimizer refuses these matrices if they do not declare this many blocks.
+        # For Muon Split: the optimizer refuses these matrices unless they declare this many blocks.
         self.split_blocks = {"q_b_proj.weight": self.heads, "kv_b_proj.weight": 2 * self.heads}
         self.indexer = Indexer(c) if c.use_dsa and c.computes_topk(layer) else None
 

@@ -145,7 +145,7 @@ def read_json(path: Path, limit: int, kind: str) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> Any:
-    """Parsed JSON. Raises ValueError if an object repeats a key: other readers may keep the other value."""
+    """Parsed JSON. Raises ValueError for an object that repeats a key: other readers may keep the other value."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -163,7 +163,7 @@ def _reason(error: Exception) -> str:
 
 
 def _locate(folder: Path, name: str) -> Path:
-    """`folder/name`. Raises CheckpointError if it is a link out of the folder, except into the hub cache's blobs."""
+    """`folder/name`. Raises CheckpointError for a link out of the folder, except into the hub cache's blobs."""
     file = folder / name
     try:
         home, real = folder.resolve(), file.resolve(strict=True)
@@ -179,7 +179,7 @@ def _locate(folder: Path, name: str) -> Path:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, open for reading, and its size; does not block if the path is a pipe or a device."""
+    """A regular file, open for reading, and its size; does not block on a pipe or a device."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(f"{file} is not a regular file; put the file itself there.")
@@ -201,7 +201,7 @@ def _stamp(handle: BinaryIO) -> tuple[int, ...]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises CheckpointError if types, shapes or offsets do not match the file exactly."""
+    """The tensors of one file. Raises CheckpointError for types, shapes or offsets that do not match the file."""
     with _opened(file) as (handle, size):
         first = handle.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
@@ -266,7 +266,7 @@ def _counts(values: Any) -> bool:
 
 @contextmanager
 def open_tensors(file: Path, stamp: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """A file, open for `read_tensor`. Raises CheckpointError if it changed after its header was read."""
+    """A file, open for `read_tensor`. Raises CheckpointError for a file that changed after its header was read."""
     with _opened(file) as (handle, _):
         if _stamp(handle) != stamp:
             raise CheckpointError(f"{file} changed while it was loaded; load again when nothing writes to it.")

@@ -19,7 +19,7 @@ _OURS = "_glm5_handler"
 
 
 def rank() -> int:
-    """This process's rank in its job; 0 if there is only one process."""
+    """This process's rank in its job; 0 for a single process."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 
@@ -103,7 +103,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        # None if the process was started without a stderr.
+        # None in a process that was started without a stderr.
         if sys.stderr is not None and not sys.stderr.closed:
             super().emit(record)
 

@@ -63,7 +63,7 @@ class MetricsWriter(_Closing):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         if self.path.exists():
-            read_metrics(self.path)  # raises DataError if a line other than the last is damaged
+            read_metrics(self.path)  # raises DataError for a damaged line other than the last
             _repair_last_line(self.path)
         self._file = self.path.open("ab")
 
@@ -165,9 +165,9 @@ def open_metrics(
 ) -> Metrics | NullMetrics:
     """The metrics writer of this process: on rank 0 the file `path` and the sinks, in the folder of the file.
 
-    W&B shows `run_name` and `config` (the resolved recipe). `wandb_mode` is used if WANDB_MODE is not set; without both
-    it is offline. `main` says whether this process is rank 0; the default is to ask RANK. Raises ConfigError on every
-    rank if a sink is not possible.
+    W&B shows `run_name` and `config` (the resolved recipe). WANDB_MODE overrides `wandb_mode`; without both it is
+    offline. `main` says whether this process is rank 0; the default is to ask RANK. Raises ConfigError on every rank
+    for a sink that is not possible.
     """
     check_sinks(sinks)
     if not (rank() == 0 if main is None else main):
@@ -185,8 +185,8 @@ def open_metrics(
 def read_metrics(path: Path | str, stage: str | None = None) -> list[dict[str, Any]]:
     """All lines of a metrics file in order, or those of one stage. None replaces a number that was not finite.
 
-    A last line without its line break was cut off; it is left out unless it is complete. Raises DataError if any other
-    line is not an object with stage and step.
+    A last line without its line break was cut off; it is left out unless it is complete. Raises DataError for any other
+    line that is not an object with stage and step.
     """
     path = Path(path)
     try:

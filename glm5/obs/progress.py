@@ -122,7 +122,7 @@ class PipelineProgress:
 
     def stage_seconds_left(self) -> float | None:
         """Remaining time of the running stage, from its own pace, or from its expected time before the first step. None
-        without either, and if nothing runs."""
+        without either, and while nothing runs."""
         current = self._current
         if current is None:
             return None
@@ -133,7 +133,7 @@ class PipelineProgress:
         return None if current.expected is None else max(current.expected * self._slowness() - spent, 0.0)
 
     def seconds_left(self) -> float | None:
-        """Time until the pipeline's end; None if any remaining stage has no expected time."""
+        """Time until the pipeline's end; None while a remaining stage has no expected time."""
         left = 0.0
         if self._current is not None:
             own = self.stage_seconds_left()

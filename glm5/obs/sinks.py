@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Before a run starts: raise ConfigError if a sink is unknown, named twice or its package is missing."""
+    """Before a run starts: raise ConfigError for a sink that is unknown, named twice or without its package."""
     for place, name in enumerate(names):
         if name not in SINKS:
             raise ConfigError(f'sinks: "{name}" is unknown{nearest(name, SINKS)}; known are {", ".join(SINKS)}.')

@@ -183,7 +183,7 @@ def _attended(q: Tensor, indices: Tensor, value_dim: int, want_probs: bool) -> t
     lambda q, _0, _1, _2, _3, _4, _5, indices, value_dim, _6, want_probs: _attended(q, indices, value_dim, want_probs),
 )
 def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Output and, if `want_probs`, probabilities summed over heads (else an empty tensor); all tensors contiguous."""
+    """Output and, with `want_probs`, probabilities summed over heads (else an empty tensor); all tensors contiguous."""
     *view, indices, value_dim, scale, want_probs = args
     out, target = _attended(q, indices, value_dim, want_probs)
     sizes = (*q.shape, value_dim, indices.shape[2])

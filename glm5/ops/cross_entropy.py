@@ -18,8 +18,8 @@ CHUNK_ROWS = 512
 class _TokenLogprobs(torch.autograd.Function):
     """Projects, normalises and differentiates chunk by chunk; a [rows, V] tensor is freed with its chunk.
 
-    Backward projects again: one extra matrix product, no extra memory. Logits are fp32 or wider. If inputs have 16
-    bits, so has the gradient of the logits, rounded once.
+    Backward projects again: one extra matrix product, no extra memory. Logits are fp32 or wider. For 16-bit inputs the
+    gradient of the logits has 16 bits too, rounded once.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t
 
 The memory S [Dk, Dv] maps keys to values. Decay a_t in (0, 1] lets it fade. Strength b_t is how much of the old value
-of k_t is replaced by v_t. If u_t is the correction that token t writes, S_t is a decayed sum of k_j u_j^T. The
+of k_t is replaced by v_t. Let u_t be the correction that token t writes: S_t is a decayed sum of k_j u_j^T. The
 corrections in a chunk solve a unit lower triangular system, so only the chunks are sequential.
 """
 

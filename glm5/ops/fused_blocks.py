@@ -100,7 +100,7 @@ def fused_blocks(
     end of the keys (int64). `layers` are five numbers for each: its place in the pools, whether it has an indexer,
     whether it has experts, the widths of its feed-forward (of an expert) and of its shared expert. `sizes` are those of
     `Sizes`. `numbers` are the epsilons of the norms and of the latent norms, the scale of attention and that of the
-    experts' weights. Raises ValueError if anything does not fit; nothing has then been written.
+    experts' weights. Raises ValueError for anything that does not fit; nothing has then been written.
     """
     parts = (
         ((x, latents, index_keys, *weights), x.dtype),

@@ -27,7 +27,7 @@ CHUNK_ELEMENTS = 1 << 22
 @dataclass(frozen=True)
 class OtherRule:
     """A selection rule for experiments only, in torch: scores in FP8 (E4M3, scaled per query to map the largest valid
-    score to the largest FP8 value), and ties broken at random if there is a `generator`."""
+    score to the largest FP8 value); with a `generator`, ties are broken at random."""
 
     generator: torch.Generator | None = None
 
@@ -139,7 +139,7 @@ def _in_fp8(scores: Tensor) -> Tensor:
 
 
 def _places(ties: Tensor, rule: OtherRule | None) -> Tensor:
-    """Rank of each tied key among the ties, from 1: by position, or random if `rule` has a generator."""
+    """Rank of each tied key among the ties, from 1: by position, or random for a `rule` with a generator."""
     if rule is None or rule.generator is None:
         return ties.cumsum(-1)
     order = torch.rand(ties.shape[-1], generator=rule.generator).argsort()

@@ -22,7 +22,7 @@ Look = Callable[[slice, Tensor, Tensor, Tensor], None]
 
 
 def _divergence(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted KL per query [B, t] and its gradient for the scores [B, t, S]; both are 0 if a query has no mass."""
+    """Weighted KL per query [B, t] and its gradient for the scores [B, t, S]; both are 0 for a query without mass."""
     mass = torch.where(valid, target, 0.0).to(scores.dtype)
     p = mass / mass.sum(-1, keepdim=True).clamp_min(1e-20)
     logq = torch.log_softmax(scores.masked_fill(~valid, torch.finfo(scores.dtype).min), dim=-1)
@@ -45,8 +45,8 @@ class _SelectedKL(torch.autograd.Function):
 def selected_kl(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
     """Sum over queries of weight * KL(p || softmax(scores)) in nats, p = target normalised to 1 over the valid keys.
 
-    scores [B, T, K] with gradient, target [B, T, K] >= 0, valid bool [B, T, K], weight [B, T] -> scalar. The KL is 0 if
-    a query has no valid key or no attention mass.
+    scores [B, T, K] with gradient, target [B, T, K] >= 0, valid bool [B, T, K], weight [B, T] -> scalar. The KL is 0
+    for a query without a valid key or without attention mass.
     """
     return _SelectedKL.apply(scores, target, valid, weight.to(scores.dtype))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WHOLE = 63
-"""`Pages.shift` if a sequence is one page: every position shifted by it is 0."""
+"""`Pages.shift` for sequences of one page: every position shifted by it is 0."""
 
 
 @dataclass(frozen=True)

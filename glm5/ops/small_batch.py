@@ -22,7 +22,7 @@ def suits(x: Tensor, *weights: Tensor) -> bool:
 
 
 def kernels_for(x: Tensor, *weights: Tensor) -> Kernels | None:
-    """The kernels if they take x [M, D] (see `suits`); None if the caller must use the general form."""
+    """The kernels if they take x [M, D] (see `suits`), else None: the caller uses the general form."""
     return kernels(x) if _fit(x, weights) else None
 
 

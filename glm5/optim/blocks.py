@@ -12,8 +12,8 @@ Shape = tuple[int, int]
 def block_heights(parameter: Tensor, name: str, split: bool) -> tuple[int, ...]:
     """Heights of the row blocks of a matrix [R, C] or of every matrix of a stack [E, R, C]; they add up to R.
 
-    Raises ConfigError if a matrix declares no blocks, or blocks that do not fit. A wrapper that makes new parameters
-    loses the declaration, and training would go on without any sign of it.
+    Raises ConfigError for a matrix that declares no blocks, or blocks that do not fit. A wrapper that makes new
+    parameters loses the declaration, and training would go on without any sign of it.
     """
     rows = parameter.shape[-2]
     if not split:

@@ -18,7 +18,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of step `step` (0-based): linear warm-up from 0, then `shape` down to `final` at the last step.
 
-    A constant rate stays at `peak` and ignores `final`. Raises ConfigError if the shape is unknown.
+    A constant rate stays at `peak` and ignores `final`. Raises ConfigError for an unknown shape.
     """
     if shape not in SHAPES:
         raise ConfigError(f'unknown schedule "{shape}"{nearest(shape, SHAPES)}; use cosine, linear or constant.')

@@ -64,7 +64,7 @@ class ExpertExchange:
 
 
 def _by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """experts [M, K] -> (position of each choice if all M * K are sorted by expert, token at each position, choices per
+    """experts [M, K] -> (position of each choice after sorting all M * K by expert, token at each position, choices per
     expert)."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)

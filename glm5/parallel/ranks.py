@@ -59,8 +59,8 @@ class Ranks:
         return model.cpu()
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
-        """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. If something
-        is differentiated later, it must be part of the result."""
+        """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. Whatever is
+        differentiated later must be part of the result."""
         return function(model, *args)
 
     def shard_slice(self, tensor: Tensor) -> ShardSlice:
@@ -123,7 +123,7 @@ def world_size() -> int:
 
 
 def check_layout(layout: Layout, world: int, experts: int | None = None) -> None:
-    """Raises ConfigError if `world` processes, or the experts of a layer, cannot be divided as in the layout."""
+    """Raises ConfigError for a layout that cannot divide `world` processes, or the experts of a layer."""
     if world % layout.ep:
         raise ConfigError(
             f"parallel.ep = {layout.ep} does not divide the {world} process{'es' if world > 1 else ''} of this job; "

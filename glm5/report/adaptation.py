@@ -14,7 +14,7 @@ from glm5.report.wording import number
 
 @dataclass(frozen=True)
 class AdaptationSection:
-    """`stage` is empty if the record is of the run as a whole."""
+    """`stage` is empty for a record of the whole run."""
 
     stage: str
     said: list[str]
@@ -22,7 +22,7 @@ class AdaptationSection:
 
 
 def adaptation_section(stage: str, record: Adaptation) -> AdaptationSection | None:
-    """None if the record has nothing to show."""
+    """None for a record with nothing to show."""
     mass, baseline = record.mass_curve, record.baseline
     at = f" at k = {record.topk:,}" if record.topk is not None else ""
     losses = [

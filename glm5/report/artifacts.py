@@ -87,8 +87,9 @@ Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
 class RolloutToken(_Finite):
-    """`ratio` is pi_theta / pi_rollout after the update, `rho` that before it, which the loss uses: `masked` if the
-    loss left the token out, `clipped` if it limited it. `version` is that of the weights that sampled the token."""
+    """`ratio` is pi_theta / pi_rollout after the update; `rho` is the same ratio before it, as the loss uses it. The
+    loss leaves a `masked` token out and clips the ratio of a `clipped` one. `version` is that of the weights that
+    sampled the token."""
 
     text: str = ""
     loss: bool = False
@@ -151,7 +152,7 @@ def read_artifacts(run: Path) -> Artifacts:
 
 
 def read_text(path: Path) -> str:
-    """A text file's content; empty if it cannot be read."""
+    """A text file's content; empty for an unreadable one."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -170,7 +171,7 @@ def _read(run: Path, path: Path, shape: type[_T], problems: list[str]) -> _T | N
 
 
 def _samples(path: Path) -> list[TrainingSample]:
-    """The valid samples. If a step was repeated after a resume, the last one counts."""
+    """The valid samples. Of a step that was repeated after a resume, the last sample counts."""
     found: dict[tuple[int, str], TrainingSample] = {}
     for line in read_text(path).splitlines():
         try:

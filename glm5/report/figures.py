@@ -80,7 +80,7 @@ def curves(
     marks: Sequence[float] = (),
     log: bool = False,
 ) -> Panel | None:
-    """Metrics over steps or tokens; a series keeps its colour even if others have no points. None if all are empty.
+    """Metrics over steps or tokens; a series keeps its colour even next to empty ones. None without any points.
 
     `reference` is a level to compare the curves with, `marks` are x positions of errors; `log` applies to y.
     """
@@ -169,7 +169,7 @@ def bars(
     stacked: bool = False,
     log: bool = False,
 ) -> Panel | None:
-    """Bars at named places, with their index as x: several series side by side, or stacked. None if all are empty."""
+    """Bars at named places, with their index as x: several series side by side, or stacked. None without any points."""
     shown = _shown(series)
     if not shown:
         return None
@@ -253,8 +253,8 @@ def _finish_x(axes: Axes, axis: Axis) -> None:
 
 
 def _logarithmic(axes: Axes, which: str) -> None:
-    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on (matplotlib writes formulas); only at the powers
-    of ten if there are many."""
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10 and so on (matplotlib writes formulas); with many, only at
+    the powers of ten."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
     axes.set(**{f"{which}scale": "log"})
@@ -330,8 +330,9 @@ def lines(
 ) -> str:
     """A figure of lines with bands as a data URI for an `<img>`; also written to `path`.
 
-    The result is an SVG that follows the reader's light or dark mode, or a PNG if `path` ends in `.png`. The same
-    curves give the same bytes. Raises ConfigError for another ending, ValueError if a curve's lengths differ.
+    The result is an SVG that follows the reader's light or dark mode, or a PNG for a `path` that ends in `.png`. The
+    same curves give the same bytes. Raises ConfigError for another ending, ValueError for a curve of two different
+    lengths.
     """
     for curve in curves:
         parts = [curve.x, curve.y, *(part for part in (curve.low, curve.high) if part is not None)]

@@ -36,7 +36,7 @@ class PolicySection:
 
 
 def policy_sections(run: Run) -> list[PolicySection]:
-    """The stages with rewards. A panel exists only if its numbers do."""
+    """The stages with rewards. Panels without numbers are left out."""
     return [_section(run, stage) for stage in run.results.stages if run.series(stage.name, "reward")]
 
 
@@ -119,7 +119,7 @@ def _steps_said(run: Run, stage: str) -> str:
 
 
 def _left_out(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Shares of masked and clipped tokens; a sentence if there are none."""
+    """Shares of masked and clipped tokens; or a sentence that there are none."""
     lines = _lines(run, stage, {"masked": "masked_share", "clipped": "clipped_share"})
     if not _any(lines):
         return None, "No token was masked or clipped." if any(line.points for line in lines) else ""
@@ -127,7 +127,7 @@ def _left_out(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def _weights(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Effective sample size; a sentence if all tokens counted alike."""
+    """Effective sample size, or a sentence that all tokens weighed alike."""
     lines = _lines(run, stage, {"share": "ess_share"})
     if lines[0].points and min(value for _, value in lines[0].points) >= 0.9999:
         return None, "All tokens weighed alike: the effective sample size was their number."
@@ -135,7 +135,7 @@ def _weights(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def _ratios(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """Histogram of pi_theta / pi_rollout in the first and the last updates; a sentence if all are about 1."""
+    """Histogram of pi_theta / pi_rollout in the first and the last updates; or a sentence that all are about 1."""
     rows = [[value for _, value in run.series(stage, key)] for key in _BINS]
     steps = min(len(row) for row in rows)
     if not steps:
@@ -176,7 +176,7 @@ def _positive(shares: Sequence[float]) -> Points:
 
 
 def _mismatch(run: Run, stage: str) -> tuple[Panel | None, str]:
-    """|log-probability of learner - of engine| with the same weights; a sentence if it is always 0."""
+    """|log-probability of learner - of engine| with the same weights; or a sentence that it is always 0."""
     lines = _lines(run, stage, {"largest": "mismatch_max", "mean": "mismatch_mean", "KL": "mismatch_kl"})
     if not any(line.points for line in lines):
         return None, ""
@@ -215,7 +215,7 @@ def _time(run: Run, stage: str) -> tuple[Panel | None, str]:
 
 
 def pass_at(results: Results) -> tuple[TableData, list[Panel]] | None:
-    """Greedy score and pass@k by skill after every stage. None if no answers were drawn."""
+    """Greedy score and pass@k by skill after every stage. None without drawn answers."""
     drawn = [(stage.name, found.skills) for stage, found in results.evaluated if _sampled(found.skills)]
     if not drawn:
         return None

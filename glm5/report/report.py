@@ -30,7 +30,7 @@ def build_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of a run and return its path, by default `run_dir/report.html`.
 
     Needs `results.json`, `metrics.jsonl` or both; anything missing is left out of the page. The same data give the same
-    bytes. Raises DataError if there is nothing to report or a file is damaged; MissingExtraError without matplotlib.
+    bytes. Raises DataError for a folder with nothing to report or a damaged file, MissingExtraError without matplotlib.
     """
     run_dir = Path(run_dir)
     run = load_run(run_dir)

@@ -52,7 +52,7 @@ class Score(_Part):
 
     @property
     def outcomes(self) -> list[bool] | None:
-        """Whether each problem was solved; None if that is not stored, or not for all of them."""
+        """Whether each problem was solved; None unless that is stored for all of them."""
         text = self.solved or ""
         return [c == "1" for c in text] if text and len(text) == self.n and not text.strip("01") else None
 
@@ -148,7 +148,7 @@ class Results(_Part):
 
 @dataclass(frozen=True)
 class Run:
-    """Content of a run folder. `finished` is False if results.json does not exist yet."""
+    """Content of a run folder. `finished` is False before results.json exists."""
 
     results: Results
     metrics: dict[str, list[dict[str, Any]]]
@@ -167,7 +167,7 @@ class Run:
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder. Raises DataError if there is nothing to report or a file is damaged."""
+    """Read a run folder. Raises DataError for one with nothing to report or a damaged file."""
     results_path, metrics_path = folder / "results.json", folder / "metrics.jsonl"
     artifacts = read_artifacts(folder)
     if not results_path.is_file() and not metrics_path.is_file() and not artifacts.adaptations:
@@ -198,7 +198,7 @@ def parse_results(data: object, where: str = "results") -> Results:
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float; None if it is not a finite number."""
+    """`value` as a float; None for anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

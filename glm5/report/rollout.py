@@ -39,7 +39,7 @@ class RolloutSection:
 
 
 def rollout_section(stage: str, rollout: Rollout) -> RolloutSection | None:
-    """None if the record has no token that was trained on."""
+    """None for a record without a token that was trained on."""
     shown = rollout.tokens[:MOST_TOKENS]
     trained = [token for token in rollout.tokens if token.loss]
     if not trained:

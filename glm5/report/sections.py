@@ -96,7 +96,7 @@ def score_cell(score: Score | None, change: Change | None = None) -> Cell:
 
 
 def change_interval(change: Change | None) -> str:
-    """`−0.21 to −0.08`; empty if there is none."""
+    """`−0.21 to −0.08`; empty without an interval."""
     known = change is not None and change.low is not None and change.high is not None
     return f"{signed(change.low, 2)} to {signed(change.high, 2)}" if known else ""  # type: ignore[union-attr, arg-type]
 
@@ -139,7 +139,7 @@ def recovery_table(rows: Sequence[Recovery]) -> TableData | None:
 
 
 def needle(results: Results) -> tuple[TableData, Panel | None] | None:
-    """Retrieval by document length: dense attention, sparse attention, the last model. None if not measured."""
+    """Retrieval by document length: dense attention, sparse attention, the last model. None without a measurement."""
     measured = [stage for stage, found in results.evaluated if found.needle]
     if not measured:
         return None
@@ -177,7 +177,7 @@ def _length_order(length: str) -> tuple[int, str]:
 
 
 def mtp(results: Results) -> tuple[TableData, list[Panel]] | None:
-    """Drafting with MTP by stage. None if nothing was measured."""
+    """Drafting with MTP by stage. None without a measurement."""
     found = [(stage.name, evaluation.mtp) for stage, evaluation in results.evaluated if evaluation.mtp]
     if not found:
         return None

@@ -58,7 +58,7 @@ class Recovery:
 def forgetting(results: Results | Mapping[str, Any]) -> list[SkillRow]:
     """One row per skill: its score after every evaluated stage, with the change against the best earlier stage.
     Verdicts use the interval of the change, problem by problem if the outcomes of both stages are stored (see
-    `score_change`). Raises DataError if `results` is not the content of a results.json."""
+    `score_change`). Raises DataError for `results` that are not the content of a results.json."""
     run = results if isinstance(results, Results) else parse_results(results)
     rows = []
     for skill in run.skills:

@@ -20,7 +20,7 @@ def summary_table(results: dict[str, Any]) -> Table:
     """Scores per skill and bits per byte after each stage, from the content of results.json.
 
     A mark means that a number differs from the best earlier stage by more than noise (`score_change`, `bpb_change`).
-    Recovery by distillation follows below. Raises DataError if `results` has another shape.
+    Recovery by distillation follows below. Raises DataError for `results` of another shape.
     """
     run = parse_results(results)
     caption = ["+ better, - worse than the best earlier stage by more than noise", *recovery_sentences(recovered(run))]

@@ -297,7 +297,7 @@ def training_sentence(run: Run) -> str:
 
 def training_tiles(run: Run) -> list[tuple[str, str, str]]:
     """(label, value, remark) of the most wanted numbers of a training run: the last ones of the last stage that has
-    them. Empty if the stages count no tokens."""
+    them. Empty for stages that count no tokens."""
     stages = [stage_curves(run, stage.name) for stage in run.results.stages]
     if all(stage.axis != TOKENS for stage in stages):
         return []

@@ -102,7 +102,7 @@ BPB_NOISE = 0.005
 @dataclass(frozen=True)
 class Change:
     """A difference to an earlier stage. `verdict` is "better", "worse" or "same" (within noise). `low` and `high` are
-    its 95% interval if there is one; `paired` means that it compares problem by problem."""
+    its 95% interval, or None; `paired` means that it compares problem by problem."""
 
     verdict: str
     delta: float

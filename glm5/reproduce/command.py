@@ -45,12 +45,12 @@ def reproduce(
     """Run an experiment and return its result, also saved as `runs/NAME/result.json` beside `card.md` and figures.
 
     Finished runs are kept, so calling again resumes, and more `seeds` add runs. `steps` is the length of training. With
-    `minutes` a trial chooses it so that all runs should fit, and no run starts after that time. `quick` only proves
+    `minutes`, a trial chooses `steps` such that all runs should fit; after that time no run starts. `quick` only proves
     that everything works; its folder is separate. `workers=0` runs in this process, one run after the other. `publish`
     is a folder that gets a copy as `publish/NAME`.
 
-    Raises UsageError for an unknown name, ConfigError if the folder has another plan, Glm5Error if a run failed or no
-    seed is complete.
+    Raises UsageError for an unknown name, ConfigError for a folder with another plan, Glm5Error for a failed run, and
+    without any complete seed.
     """
     experiment = _known(name)
     if steps is not None and minutes is not None:

@@ -1,4 +1,4 @@
-"""Staleness (§4.1): the effect on learning if rollouts come from weights that are several updates old."""
+"""Staleness (§4.1): what rollouts from weights that are several updates old do to learning."""
 
 from __future__ import annotations
 

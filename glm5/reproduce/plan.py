@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """One run: a variant, a seed, its own folder, the corpus, and the checkpoint that it continues, if any."""
+    """One run: a variant, a seed, its own folder, the corpus, and the checkpoint that it continues, or None."""
 
     sizes: Sizes
     variant: str

@@ -305,7 +305,7 @@ def tokens_of(rows: list[dict[str, Any]]) -> int:
 
 def scores(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
     """Shares of distinct held-out problems: `solved` greedily, `sampled` at temperature 1, and `pass` within all
-    samples. If there are several tasks, names begin with the task's."""
+    samples. With several tasks, names begin with the task's."""
     s, tasks = work.sizes, families(work.sizes)
     found: dict[str, float] = {}
     for task in tasks:
@@ -348,7 +348,8 @@ def _passed(
 
 
 def distinct(source: Family, count: int, split: str = "heldout") -> list[int]:
-    """Indices of the first `count` distinct problems of a split, by content. Raises DataError if there are too few."""
+    """Indices of the first `count` distinct problems of a split, by content. Raises DataError for a family with too
+    few."""
     found = DistinctProblems(source, split).indices(count)
     if len(found) < count:
         raise DataError(f"{source.name} has {len(found)} {split} problems, fewer than {count}; give it more levels.")

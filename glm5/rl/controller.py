@@ -47,7 +47,7 @@ class Controller:
 
     @property
     def budget(self) -> int:
-        """How many groups may have been started in all."""
+        """Maximum number of groups started so far, dropped ones included."""
         pushed = self.pushed if self._landing is None else self._landing
         return (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
 

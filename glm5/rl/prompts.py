@@ -45,8 +45,8 @@ class PromptStream:
 
     For every n, the number of groups of each family among the first n groups differs by at most one from the family's
     exact share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all
-    were used. Entries with the same family and options divide its problems among themselves. Families with a
-    `difficulty` need `measure` first.
+    were used. Two entries of the stage's `families` with the same name and options share the family's problems: no
+    problem goes to both. Families with a `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:

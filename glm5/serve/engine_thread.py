@@ -49,7 +49,7 @@ class EngineThread:
         self.max_samples = max_samples
         self.metrics = metrics or Metrics()
         self._wake = threading.Condition()
-        # The condition guards everything below.
+        # The condition guards the fields from here to `_error`.
         self._jobs: deque[Callable[[], None]] = deque()
         self._streams: dict[Stream, None] = {}  # in order of arrival
         self._calls: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
@@ -78,7 +78,7 @@ class EngineThread:
         self._compiler.close()
 
     def check(self) -> None:
-        """Raise the reason while no request can be accepted."""
+        """Raise EngineFailed or Stopping while the engine accepts no requests."""
         if self._error is not None:
             raise EngineFailed(BROKEN)
         if self._deadline is not None:

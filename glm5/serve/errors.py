@@ -116,7 +116,7 @@ def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """The answer to any exception of a route; for `HANDLED`."""
+    """The answer to any exception of a route. Register it for every type in `HANDLED`."""
     path: str = request.scope["path"]
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)

@@ -118,7 +118,7 @@ def encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
 
 
 def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
-    """The answer must be a call of tool `name` (None: of any tool); thinking ends at once.
+    """The grammar of an answer that is a call of tool `name` (None: of any tool), without thinking.
 
     Raises:
         ApiError: there is no such tool.
@@ -137,7 +137,7 @@ def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
 
 
 def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
-    """The answer after its reasoning must be a JSON object, or match a JSON schema."""
+    """The grammar of an answer that, after its reasoning, is a JSON value of `schema` (None: any JSON object)."""
     if schema is None:
         return GrammarSpec("json", after_thinking=prompt.thinking)
     return GrammarSpec("json_schema", json.dumps(schema), after_thinking=prompt.thinking)

@@ -213,9 +213,9 @@ class Service(TextService):
         top_logprobs: int = 0,
         names: Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Score all tokens of each prompt except its first, all prompts in one request (see `EngineThread.score`). The
-        answer repeats the scores for each of the `samples` of a row. Raises ApiError for a prompt that cannot be
-        scored, or an answer that is too long."""
+        """Score all tokens of each prompt except its first, all prompts in one request (see `EngineThread.score`).
+        `samples` is the number of samples per row; the answer has the row's scores once per sample. Raises ApiError for
+        a prompt that cannot be scored, and for an answer that would be too long."""
         scores = sum(len(row) * count for row, count in zip(rows, samples, strict=True)) * (1 + top_logprobs)
         if scores > MAX_SCORES:
             text = f"The answer would have {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are allowed."
@@ -245,8 +245,8 @@ def _rendered(tokenizer: Tokenizer, body: ChatBody) -> Prompt:
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
-    """Maximum tokens of each answer. Without a limit from the client, this maximum keeps the answers, with `each`
-    log-probabilities per token, within `MAX_ANSWER_SCORES`. Raises ApiError for limits that are too high together."""
+    """Maximum tokens of each answer. If the client gave no limit, answers are cut so that all together have at most
+    `MAX_ANSWER_SCORES` log-probabilities, `each` per token. Raises ApiError for limits that allow more."""
     samples = sum(body.samples() for body, _ in jobs)
     most = MAX_ANSWER_SCORES // (each * max(1, samples)) or 1
     rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]
@@ -258,8 +258,8 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
 
 
 async def follow(stream: SampleStream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
-    """Feed the replies as tokens come. A sample that has ended by its text, as after a stop string, is ended in the
-    engine too."""
+    """Feed the replies as tokens come. A sample whose reply ends before the engine's generation, for example at a stop
+    string, is cancelled in the engine."""
     async for delta in stream:
         reply = replies[delta.index]
         if reply.finish_reason is None:

@@ -107,7 +107,7 @@ class DistinctProblems:
 
     def index(self, place: int, again: int = 0) -> int:
         """Index of problem number `place` (from 0). After the last problem, numbers repeat from `again`. Raises
-        DataError if there are not more than `again` problems."""
+        DataError unless there are more than `again` problems."""
         found = self.count(place + 1)
         if place >= found:
             if again >= found:
@@ -124,7 +124,7 @@ class DistinctProblems:
 
 def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split: str, index: int) -> P:
     """Problem `index` of a family: calls `make(rng, id)`, with a generator seeded by (family, split, seed, index),
-    until the problem belongs to `split`. Raises ConfigError if the split is unknown, DataError if no draw fits."""
+    until the problem belongs to `split`. Raises ConfigError for an unknown split, DataError if no draw fits."""
     if split not in SPLITS:
         raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
     rng = random.Random(f"{family}/{split}-{seed}-{index}")

@@ -3,7 +3,7 @@
 A group with only passes or only failures teaches nothing. `measure_pass_rates` plays problems several times. A JSONL
 file keeps the counts of a named policy, one line per measurement; measurements of one problem add up.
 `DifficultySampler` draws problems with a pass rate within bounds, plus a share of unmeasured problems. Stages do all of
-this automatically if a family has a `difficulty`.
+this automatically for a family with a `difficulty`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def family_key(name: str, options: Mapping[str, Any], render_tools: bool = True)
 
 def read_pass_counts(path: Path, policy: str, family: str) -> dict[int, PassCount]:
     """Pass counts of one policy and one family (see `family_key`), by problem index. Other lines are checked and
-    skipped. Raises DataError if the file does not exist or, with file and line, if a line is malformed."""
+    skipped. Raises DataError for a missing file and, with file and line, for a malformed line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -142,7 +142,7 @@ class DifficultySampler:
     def __init__(
         self, counts: Mapping[int, PassCount], difficulty: DifficultyConfig, first_unseen: int, seed: int, name: str
     ) -> None:
-        """Raises DataError if nothing is left to draw from; its message names the problems `name`."""
+        """Raises DataError if nothing is left to draw from; its message calls the problems `name`."""
         low, high = difficulty.low, difficulty.high
         self.kept = within(counts, low, high)
         if not self.kept and difficulty.unseen < 1:

@@ -56,8 +56,8 @@ class EnvThreadPool:
         return future
 
     def wait(self, future: Future[Any]) -> Any:
-        """The result of the future's work, or its exception. Raises EnvironmentTimeout if the work took longer than the
-        limit; time spent in the queue does not count."""
+        """The result of the future's work, or its exception. Raises EnvironmentTimeout for work that took longer than
+        the limit; time spent in the queue does not count."""
         while not future.done():
             futures.wait([future], self._until_overdue())
             self._give_up_overdue()

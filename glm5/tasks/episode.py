@@ -112,13 +112,13 @@ class Episode:
         return self.max_context - len(self._context)
 
     def pending(self) -> list[int] | None:
-        """The ids to continue, or None if the episode is over."""
+        """The ids to continue, or None after the end of the episode."""
         return None if self._result is not None else list(self._context)
 
     def accept(self, completion: Completion) -> None:
         """Record an output of the policy, let the environment react and prepare the next prompt.
 
-        Raises RolloutError if the episode is over or the completion's lists differ in length.
+        Raises RolloutError after the end of the episode, and for a completion with lists of different lengths.
         """
         if self._result is not None:
             raise RolloutError(f"{self.problem}: the episode is over and takes no further completion.")
@@ -157,7 +157,7 @@ class Episode:
         _log.warning("%s: %s.", self.problem, error)
 
     def trajectory(self) -> Trajectory:
-        """The trajectory of a finished episode. Raises RolloutError if it is not over."""
+        """The trajectory of a finished episode. Raises RolloutError before its end."""
         if self._result is None:
             raise RolloutError(f"{self.problem}: the episode is not over; there is no trajectory yet.")
         last = (*self.turns[-1].context_ids, *self.turns[-1].output_ids) if self.turns else tuple(self._context)
@@ -213,7 +213,7 @@ class Episode:
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """End this episode if the environment raises an exception."""
+        """End this episode on any exception of the environment."""
         try:
             yield
         except KeyboardInterrupt:
@@ -255,7 +255,7 @@ MOST_REWARD = 1e6
 
 
 def _checked(result: StepResult) -> StepResult:
-    """A validated step result. Raises RolloutError if it is unusable. ENV_ERROR gives no reward."""
+    """A validated step result. Raises RolloutError for an unusable one. ENV_ERROR gives no reward."""
     if not isinstance(result, StepResult):
         raise RolloutError(f"the environment answered with {type(result).__name__} instead of a StepResult.")
     if not isinstance(result.reward, numbers.Real) or not abs(result.reward) <= MOST_REWARD:  # nan too
@@ -319,8 +319,8 @@ def play(
 ) -> list[Trajectory]:
     """Play all episodes to their end, one batch per turn. Returns trajectories in the order of `episodes`.
 
-    The tokenizer's stop ids are added to `params`, and `max_tokens` is limited to the context left. If `params.seed` is
-    set, every (episode, turn) gets its own seed. Environments run in threads: they mostly wait for the sandbox, which
+    The tokenizer's stop ids are added to `params`, and `max_tokens` is limited to the context left. With `params.seed`,
+    every (episode, turn) gets its own seed. Environments run in threads: they mostly wait for the sandbox, which
     answers several of them in one run. An episode ends with ENV_ERROR if a reaction takes longer than `env_seconds` or
     the completer cannot compute its request. Raises RequestFailed if every first request fails.
     """

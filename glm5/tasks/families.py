@@ -35,6 +35,6 @@ FAMILIES: Register[Family] = Register(
 
 
 def make_family(name: str, seed: int = 0, **options: Any) -> Family:
-    """The family `name` with its own options (see its class). Raises ConfigError if the name is unknown or the family
-    does not accept the options."""
+    """The family `name` with its own options (see its class). Raises ConfigError for an unknown name, and for options
+    that the family does not accept."""
     return FAMILIES.make(name, lambda family: family(seed, **options), options)  # type: ignore[call-arg]

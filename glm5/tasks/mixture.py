@@ -22,7 +22,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Raises ConfigError if no weight is positive, or a weight is negative or not finite."""
+        """Raises ConfigError for a weight that is negative or not finite, and for weights without a positive one."""
         try:
             exact = [Fraction(str(weight)) for weight in weights]
         except ValueError:

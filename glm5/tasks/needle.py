@@ -19,7 +19,7 @@ def needle_text(seed: int, index: int, target_bytes: int, depth: float, *, split
     and a newline (`417\\n`). `depth` in [0, 1] places the asked line from first to last.
 
     A hash assigns the asked (name, value) pair to `split`: training and evaluation never ask for the same pair. Raises
-    ConfigError if an argument is out of range.
+    ConfigError for an argument out of range.
     """
     if target_bytes < SMALLEST or not 0.0 <= depth <= 1.0 or split not in SPLITS:
         raise ConfigError(

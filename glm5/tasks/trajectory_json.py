@@ -75,8 +75,8 @@ def _jsonable(value: Any) -> Any:
 
 
 def decode(row: Mapping[str, Any], where: str, size: int) -> Trajectory:
-    """The trajectory of a JSON object that was read from `size` bytes. Raises DataError, with `where`, if a field is
-    missing or of another type."""
+    """The trajectory of a JSON object that was read from `size` bytes. Raises DataError, with `where`, for a field that
+    is missing or of another type."""
     outcome, detail = text(row, "outcome", where), typed(row, "detail", dict, where)
     if outcome not in list(Outcome):
         raise DataError(f'{where}: unknown outcome "{outcome}"; choose one of {", ".join(Outcome)}.')

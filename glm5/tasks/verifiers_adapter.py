@@ -27,7 +27,7 @@ MODULE = "verifiers.v1"
 
 
 def import_verifiers() -> Any:
-    """The module `verifiers.v1`. Raises ConfigError with install instructions if it is missing."""
+    """The module `verifiers.v1`. Without it, raises ConfigError with install instructions."""
     try:
         return importlib.import_module(MODULE)
     except ImportError as error:
@@ -64,7 +64,7 @@ class VerifiersProblem:
         raise DataError(f"{self.id}: tasksets of verifiers hold no demonstrations; use them in RL and evaluation only.")
 
     def score(self, text: str, reasoning: str | None) -> float:
-        """The task's own reward for an answer. Raises GradingError if its scoring fails."""
+        """The task's own reward for an answer. Raises GradingError on a failure of its scoring."""
         vf = import_verifiers()
         trace = vf.Trace(
             task=vf.TraceTask(type=type(self.task).__name__, data=self.task.data),
@@ -112,7 +112,7 @@ class VerifiersFamily(Family):
 
     The constructor reads the first `limit` tasks. A hash of the prompt assigns each task to a split. Indices cycle
     through the split in an order shuffled by `seed`. A reward of at least `solved_at` counts as solved. Raises
-    ConfigError if the package is missing or a task is not supported.
+    ConfigError without the package, and for a task that is not supported.
     """
 
     name = "verifiers"
@@ -150,7 +150,7 @@ class VerifiersFamily(Family):
             random.Random(f"verifiers/{split}-{seed}").shuffle(rows)
 
     def problem(self, split: str, index: int) -> VerifiersProblem:
-        """Raises ConfigError if the split is unknown, DataError if the taskset has no task of that split."""
+        """Raises ConfigError for an unknown split, DataError for a taskset without a task of that split."""
         if split not in SPLITS:
             raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
         rows = self._split[split]
@@ -162,7 +162,7 @@ class VerifiersFamily(Family):
 
 
 def _check_task(vf: Any, taskset: str, task: Any) -> None:
-    """Raises ConfigError if the task needs something that we do not support."""
+    """Raises ConfigError for a task that needs something that we do not support."""
     kind = type(task)
     reasons = [
         f"overrides {hook}" for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)
@@ -198,7 +198,7 @@ def _texts(taskset: str, task: Any) -> tuple[str, str]:
 def as_taskset(family: Family, split: str = "train", count: int = 1000) -> Any:
     """Problems 0 to `count` - 1 of a split as a `verifiers.v1.Taskset`, each scored by its own environment.
 
-    Only single-answer families are supported. Raises ConfigError if a problem has tools.
+    Only single-answer families are supported. Raises ConfigError for a problem with tools.
     """
     vf = import_verifiers()
 

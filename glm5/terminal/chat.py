@@ -172,7 +172,7 @@ class TerminalChat:
             self._ask(line.replace("//", "/", 1) if text.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        """Answer a question; if that fails, the conversation is as before."""
+        """Answer a question; after a failure the conversation is as before."""
         before = list(self.conversation.messages)
         self.conversation.messages.append(Message("user", question))
         try:

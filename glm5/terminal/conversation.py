@@ -29,7 +29,7 @@ class Conversation:
         return ([Message("system", self.system)] if self.system else []) + self.messages
 
     def undo(self) -> str | None:
-        """Drop the last question and everything after it. Returns the question, or None if there is none."""
+        """Drop the last question and everything after it. Returns the question, or None."""
         for i in reversed(range(len(self.messages))):
             if self.messages[i].role == "user":
                 question = self.messages[i].content
@@ -60,7 +60,7 @@ class Conversation:
 
 
 def load_tools(path: Path) -> list[Mapping[str, Any]]:
-    """Tool specifications from a JSON file: a list, or a single one. Raises DataError if it contains none."""
+    """Tool specifications from a JSON file: a list, or a single one. Raises DataError for a file without any."""
     data = _read_json(path)
     return check_tools([data] if isinstance(data, dict) else data, path)
 

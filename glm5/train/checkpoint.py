@@ -49,8 +49,8 @@ def save_state(
     """Write everything that the next step depends on to `path/step-NNNNNNNN`; all ranks call. `step` is the number of
     finished steps; `extra` must be JSON.
 
-    The newest earlier state is kept too. If a rank fails, or if another process is saving to `path`, nothing changes on
-    disk and all ranks raise CheckpointError.
+    The newest earlier state is kept too. If a rank fails, or another process saves to `path`, nothing changes on disk
+    and all ranks raise CheckpointError.
     """
     ranks = ranks or Ranks()
     target = path / f"step-{step:08}"
@@ -85,10 +85,10 @@ def load_state(
     path: Path, model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, *, ranks: Ranks | None = None
 ) -> tuple[int, dict[str, Any]] | None:
     """Restore model and optimizer in place from the newest valid state; all ranks call. Returns (finished steps,
-    extra), or None if there is no state.
+    extra), or None without a state.
 
-    A damaged state is skipped with a warning if an earlier one is valid. Raises CheckpointError if no state is valid,
-    or if the state belongs to another model.
+    Damaged states are skipped with a warning. Raises CheckpointError after skipping all, and for the state of another
+    model.
     """
     ranks = ranks or Ranks()
     folder = ranks.on_main(lambda: _newest_valid(path))
@@ -151,7 +151,7 @@ def _verify(folder: Path, path: Path) -> None:
 
 
 def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTensor]]:
-    """Step, extra and tensors of a state. Raises CheckpointError if the index is damaged."""
+    """Step, extra and tensors of a state. Raises CheckpointError for a damaged index."""
     raw = read_json(folder / INDEX, _INDEX_LIMIT, "the index of a state")
     step, extra = raw.get("step"), raw.get("extra")
     if raw.get("format") != _FORMAT or type(step) is not int or not isinstance(extra, dict):

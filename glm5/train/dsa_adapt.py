@@ -31,7 +31,7 @@ def add_indexer(
     model: GLM5ForCausalLM, seed: int, index_topk: int, *, heads: int | None = None, dim: int | None = None
 ) -> GLM5ForCausalLM:
     """A DSA model with the weights of a dense one and new indexers: `heads` heads of width `dim` (None: as configured).
-    Raises ConfigError if the model is not a dense MLA model."""
+    Raises ConfigError for any but a dense MLA model."""
     config = model.config
     if config.attention_type != "mla" or config.attention_pattern:
         raise ConfigError("DSA needs MLA in every layer; this model has layers with other attention.")
@@ -148,7 +148,7 @@ class HeldOut:
 
 def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
     """Up to `tokens` tokens in rows of `length`, round robin over the documents that are long enough: first the first
-    window of each, then the second. Raises DataError if all documents together do not fill one row."""
+    window of each, then the second. Raises DataError for documents that together do not fill one row."""
     lengths = [len(shard.document(i)) for i in range(len(shard))]
     if max(lengths, default=0) >= length:
         windows = sorted((at, i) for i, n in enumerate(lengths) for at in range(0, n - length + 1, length))

@@ -89,7 +89,7 @@ def train(
 
     `batch_at` returns the whole batch of a step; every rank takes its rows. After every update the router biases move
     by `bias_rate` (a number, or pairs of tokens and number) against the measured load (loss-free balance). A step with
-    a non-finite loss or gradient is skipped and counted. Raises DataError if there are too many of them, or if a weight
+    a non-finite loss or gradient is skipped and counted. Raises DataError after too many of them, and for a weight that
     is not finite. Parameters that are not `trainable` are frozen in this stage. `evaluate` scores held-out text every
     `optim.evaluate_every` steps. Returns the metrics of the last step that was not skipped.
 
@@ -154,7 +154,7 @@ class Trainer:
         return self.io.folder / "state"
 
     def resume(self) -> int:
-        """Restore the stage's own state, if there is one; returns the number of finished steps."""
+        """Restore the stage's own state; returns the number of finished steps, 0 without a state."""
         done, extra = load_state(self.state, self.model, self.optimizer, ranks=self.ranks) or (0, {})
         self.skipped, self.last = int(extra.get("skipped", 0)), dict(extra.get("numbers", {}))
         self.tokens_seen, self.seconds = int(extra.get("tokens_seen", 0)), float(extra.get("seconds", 0.0))
@@ -162,8 +162,8 @@ class Trainer:
         return done
 
     def save(self, step: int) -> None:
-        """Write everything that the steps after `step` and the reports depend on. Raises DataError if a weight is not
-        finite: such a state is not worth keeping."""
+        """Write everything that the steps after `step` and the reports depend on. Raises DataError for a weight that is
+        not finite: such a state is not worth keeping."""
         self.check_weights(step)
         extra = {
             "skipped": self.skipped,
@@ -174,7 +174,8 @@ class Trainer:
         save_state(self.state, self.model, self.optimizer, step, extra, ranks=self.ranks)
 
     def check_weights(self, step: int) -> None:
-        """Raises DataError on all ranks if a weight is not finite after `step` steps: skipping steps does not help."""
+        """Raises DataError on all ranks for a weight that is not finite after `step` steps: skipping steps does not
+        help."""
         name = bad_weight(self.model) or (bad_weight(self.low_precision.model) if self.low_precision else None)
         if (name := first_name(self.ranks, name)) is not None:
             raise DataError(
@@ -281,7 +282,7 @@ class Trainer:
 
     def _culprit(self, step: int, parts: Sequence[Batch], losses: Sequence[float], in_forward: bool) -> tuple[str, str]:
         """(name, description) of what made the step non-finite, found by computing the step again. All ranks must call,
-        because a sharded model computes on all ranks or on none. Raises DataError if a weight is not finite."""
+        because a sharded model computes on all ranks or on none. Raises DataError for a weight that is not finite."""
         self.check_weights(step)
         if in_forward:
             part = next((p for p, loss in zip(parts, losses) if not math.isfinite(loss)), parts[0])

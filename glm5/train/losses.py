@@ -70,7 +70,7 @@ def backbone_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, stage: CorpusStage
 ) -> tuple[Tensor, StepMetrics]:
     """Loss of all weights except the indexers', in every stage over a corpus: next token, MTP, and balanced expert load
-    if the context has `router_stats`. The MTP weight follows the stage's schedule."""
+    for a context with `router_stats`. The MTP weight follows the stage's schedule."""
     weight = by_tokens(stage.mtp_weight, batch.before)
     loss, metrics = language_loss(model, batch, ctx, mtp_weight=weight, mtp_depths=stage.mtp_depths)
     if stage.balance_weight and ctx.router_stats:

@@ -14,8 +14,8 @@ from glm5.parallel.ranks import Ranks
 
 
 def bad_weight(model: nn.Module) -> str | None:
-    """Name of the model's first parameter or buffer that contains NaN or infinity; None if all are finite. If
-    parameters are sharded, only this rank's parts are checked."""
+    """Name of the model's first parameter or buffer that contains NaN or infinity; None if all are finite. Of sharded
+    parameters, only this rank's parts are checked."""
     return _first_bad(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 

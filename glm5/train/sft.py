@@ -38,7 +38,7 @@ from glm5.train.step_metrics import StepMetrics
 FAMILIES = "families"
 """Name of the demonstrations among the sources."""
 ALL = "all"
-"""Name of the single source if no shares are set."""
+"""Name of the single source without shares."""
 WAITING = 32
 """Largest number of conversations that wait for a later step. With more, rows fill better but order is lost."""
 
@@ -46,8 +46,8 @@ _log = get_logger(__name__)
 
 
 def generated_conversations(stage: SftStage, seed: int) -> list[Conversation]:
-    """Demonstrations of the stage's families in proportion to their weights, training split only. Equal entries divide
-    the problems of their family: each goes on where the one before it ended."""
+    """Demonstrations of the stage's families in proportion to their weights, training split only. Equal entries share
+    the problems of their family: each continues after the last problem of the one before."""
     total = sum(family.weight for family in stage.families)
     found = []
     begun: Counter[str] = Counter()
@@ -79,7 +79,7 @@ def load_rows(
     """All rows of a file or of a folder's files, and their counts.
 
     Raises:
-        DataError: if a line is unusable or a conversation too long, and the policy is "error"; if no row is left.
+        DataError: a line is unusable or a conversation too long, and the policy is "error"; or no row is left.
     """
     rows, counts, skipped = [], RowCounts(), bad.count
     sorts = RULES[tokenizer.template_version].sorts_results
@@ -115,7 +115,7 @@ def load_rows(
 
 
 def _shorten(row: SftRow, stage: SftStage, tokenizer: Tokenizer, counts: RowCounts, where: str) -> SftRow | None:
-    """A row that is too long, cut or dropped (None), and counted. Raises DataError if the stage's policy is "error"."""
+    """A row that is too long, cut or dropped (None), and counted. Raises DataError under the policy "error"."""
     if stage.too_long == "error":
         raise DataError(
             f"{where}: {len(row.ids)} tokens do not fit into a row of {stage.row_length}; raise row_length, or set "
@@ -241,7 +241,7 @@ def run(
 ) -> dict[str, float]:
     """Fine-tune everything except the indexers, which stay frozen after DSA adaptation.
 
-    The loss is the mean over all trained tokens of a step. `shards` are needed if `text_share` is set. The metrics
+    The loss is the mean over all trained tokens of a step. `shards` are needed for a `text_share`. The metrics
     data/NAME count what was read and left out, and how well it filled the rows.
     """
     batches, counts = prepare(stage, tokenizer, io.folder, seed, shards)
@@ -269,7 +269,8 @@ def run(
 
 
 def _same_data(io: StageIO, batches: SftBatches, counts: RowCounts) -> None:
-    """Write counts and digest of the rows to `rows.json`. Raises DataError if a resumed stage began with other rows."""
+    """Write counts and digest of the rows to `rows.json`. Raises DataError for a resumed stage that began with other
+    rows."""
     digest = hashlib.sha256()
     for source in batches.sources.values():
         for row in source.rows:
@@ -288,7 +289,7 @@ def prepare(
 ) -> tuple[SftBatches, RowCounts]:
     """The stage's batches, and the counts of their data.
 
-    Raises ConfigError if the stage has no data, or has a `text_share` but no shards.
+    Raises ConfigError for a stage without data, or with a `text_share` but no shards.
     """
     names = [stage.data] if isinstance(stage.data, str) else list(stage.data or ())
     shares = stage.data if isinstance(stage.data, dict) else None

@@ -72,8 +72,8 @@ def index_of(written: Sequence[Mapping[str, tuple[str, ShardSlice]]]) -> dict[st
 
 
 def parse_index(raw: Any, where: Path) -> dict[str, StoredTensor]:
-    """Inverse of `index_of`. Raises CheckpointError if the index is malformed, names a file that is not a rank's, or
-    has parts that overlap or leave a gap."""
+    """Inverse of `index_of`. Raises CheckpointError for an index that is malformed, names a file that is not a rank's,
+    or has parts that overlap or leave a gap."""
     found: dict[str, StoredTensor] = {}
     try:
         for name, entry in raw.items():
@@ -100,7 +100,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _check_cover(name: str, stored: StoredTensor) -> None:
-    """Raises ValueError if a part is not inside the whole, if parts overlap, or if they do not add up to it."""
+    """Raises ValueError unless the parts lie inside the whole, do not overlap and add up to it."""
     regions = [part.region for part in stored.parts]
     for region in regions:
         inside = len(region.offsets) == len(region.sizes) == len(stored.shape) and all(
@@ -120,7 +120,7 @@ def _check_cover(name: str, stored: StoredTensor) -> None:
 
 
 def _overlap(a: ShardSlice, b: ShardSlice) -> tuple[slice, ...] | None:
-    """Overlap of two slices of one tensor, in the whole tensor's coordinates; None if they do not overlap."""
+    """Overlap of two slices of one tensor, in the whole tensor's coordinates, or None."""
     slices = tuple(
         slice(max(p, q), min(p + m, q + n)) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
@@ -128,7 +128,7 @@ def _overlap(a: ShardSlice, b: ShardSlice) -> tuple[slice, ...] | None:
 
 
 def check_files(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises CheckpointError if the headers of the files do not match the index."""
+    """Raises CheckpointError for files with headers that do not match the index."""
     files = _Files(folder)
     for name, stored in tensors.items():
         for part in stored.parts:
@@ -145,7 +145,7 @@ class _Files:
         self._open = ExitStack()
 
     def stored(self, name: str, tensor: StoredTensor, part: Part) -> Stored:
-        """Location of a part in its file. Raises CheckpointError if the file contains something else."""
+        """Location of a part in its file. Raises CheckpointError for a file with other content."""
         if part.file not in self._headers:
             self._headers[part.file] = read_header(self.folder / part.file)
         found = self._headers[part.file].get(name)
@@ -181,7 +181,7 @@ def read_pieces(
 
 
 def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Tensor) -> None:
-    """Read a region of a stored part; directly into the target if the region is a run of whole rows."""
+    """Read a region of a stored part; directly into the target for a run of whole rows."""
     if not where:
         target.copy_(read_tensor(handle, stored))
         return

@@ -20,7 +20,7 @@ class StepMetrics:
         self._sums[name] = self._sums.get(name, 0.0) + _detached(value)
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
-        """Add a part of a mean; it is not reported if all weights are 0."""
+        """Add a part of a mean. A mean of weight 0 is not reported."""
         before, weights = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before + _detached(total), weights + _detached(weight))
 

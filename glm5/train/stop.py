@@ -15,7 +15,7 @@ ECHO_SECONDS = 1.0
 
 
 class StopSignals:
-    """Context manager; `asked` is set if the process should stop. A second Ctrl-C ends it at once.
+    """Context manager; `asked` is set once the process should stop. A second Ctrl-C ends it at once.
 
     It does nothing outside the main thread (Python allows no handlers there) and for signals that the process ignores.
     """

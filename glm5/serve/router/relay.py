@@ -32,7 +32,7 @@ NOT_PASSED_ON = frozenset(
     b"""connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding
     upgrade content-length date server host expect authorization x-api-key""".split()
 )
-"""Headers of one connection, and the key, which only the router checks."""
+"""Headers that are not copied: those of a single connection, and the key, which only the router checks."""
 LAST_EVENTS = tuple(
     f"event: {name}\n".encode()
     for name in ("message_stop", "error", "response.completed", "response.incomplete", "response.failed")

@@ -55,7 +55,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
             text = f"The body has {error.error_count():,} errors; fix them."
             raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        # A field with several forms gives an error per form. A list that is too long is the form that the client meant.
+        # A field of several types gives an error per type. A list that is only too long has the type that was meant.
         first = next((one for one in found if one["type"] == "too_long"), found[0])
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -149,8 +149,8 @@ class Sampling(Penalties):
         return None
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """The grammar of the answer to `prompt`. The prompts of one request share it; several prompts are always plain
-        text."""
+        """The grammar of the answer to `prompt`. A request with several prompts is not a chat: the same grammar
+        applies to all of them."""
         return None
 
     def params(

@@ -147,7 +147,8 @@ class BugfixEnv:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """Run the calls of a message, or grade if it has none. Raises GradingError if the sandbox fails."""
+        """Run the calls of a message; a message without calls is graded. Raises GradingError on a failure of the
+        sandbox."""
         self._turns += 1
         if message is not None and not message.tool_calls:
             return self._finish(Outcome.FAILED)
@@ -175,7 +176,7 @@ class BugfixEnv:
         return texts, bad
 
     def _misuse(self, call: ToolCall) -> str | None:
-        """A short description of what is wrong with a call, or None if it can be run."""
+        """A short description of what is wrong with a call, or None for one that can be run."""
         wanted = {"run": set(), "edit": {"code"}}.get(call.name)
         if wanted is None:
             return "no such tool"
@@ -209,7 +210,7 @@ class BugfixEnv:
 
 
 class BugfixFamily(Family):
-    """Draws an operation, argument names and a bug. Raises GradingError if code cannot be isolated.
+    """Draws an operation, argument names and a bug. Raises GradingError on a machine that cannot isolate code.
 
     `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """

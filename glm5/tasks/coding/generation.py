@@ -102,7 +102,7 @@ def worthwhile(chain: Chain) -> bool:
 
 
 def hidden_cases(chain: Chain, seed: str) -> tuple[Case, ...]:
-    """Arguments of several sizes, and more if a mistake is still undetected. Depends only on the chain and the seed."""
+    """Arguments of several sizes, and more while a mistake is undetected. Depends only on the chain and the seed."""
     rng = random.Random(seed)
     example = SOURCES[chain.source].example
     arguments = [example(rng, size) for size in SIZES]
@@ -158,7 +158,7 @@ class CodeProblem:
         return hidden_cases(self.chain, self.key)
 
     def grade(self, message: Message) -> float:
-        """1.0 if the program passes all hidden tests, else 0.0. Raises GradingError if the sandbox fails."""
+        """1.0 for a program that passes all hidden tests, else 0.0. Raises GradingError on a failure of the sandbox."""
         program = extract_program(message.content)
         data = program.encode("utf-8", "ignore")
         if message.tool_calls or NAME not in program or len(data) > MOST_CODE_BYTES or data.decode() != program:
@@ -178,7 +178,8 @@ class CodeProblem:
 
 
 class CodeFamily(Family):
-    """Level n chains n steps. `sources` restricts the argument types. Raises GradingError if code cannot be isolated.
+    """Level n chains n steps. `sources` restricts the argument types. Raises GradingError on a machine that cannot
+    isolate code.
 
     `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """

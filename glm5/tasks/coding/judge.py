@@ -180,7 +180,7 @@ class Judge:
         self.runs = 0
 
     def values(self, program: str, name: str, cases: Sequence[Case]) -> list[Any]:
-        """`["value", v]` or `["error", kind]` per case. Raises GradingError if the sandbox fails.
+        """`["value", v]` or `["error", kind]` per case. Raises GradingError on a failure of the sandbox.
 
         Calls from other threads during a sandbox run are batched into the next run.
         """
@@ -255,7 +255,7 @@ class Judge:
         return _read_values(result.stdout.removeprefix("ready\n"), [len(cases) for _, _, cases in keys]), result
 
     def grade(self, program: str, name: str, cases: Sequence[Case]) -> list[str | None]:
-        """Per case a short complaint, or None if it passes. Sees only the code and the tests."""
+        """Per case a short complaint, or None for a pass. Sees only the code and the tests."""
         complaints: list[str | None] = []
         for case, (kind, got) in zip(cases, self.values(program, name, cases), strict=True):
             call = f"{name}({','.join(map(repr, case.args))})"
@@ -300,7 +300,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 @functools.cache
 def default_judge() -> Judge:
-    """The judge that families share unless given another. Raises GradingError if code cannot be isolated.
+    """The judge that families share unless given another. Raises GradingError on a machine that cannot isolate code.
 
     A program gets one second of CPU time and five seconds of wall time; one that takes five is asleep. Hanging programs
     run one after the other: 16 of them (`ENV_THREADS`), twice, must end within an environment's time (`env_seconds`).

@@ -36,7 +36,7 @@ class Piece:
     compute: Callable[[list[Any], int], Any]
     numbers: Sequence[int] = (0,)
     gives: str = ""
-    """New type of the elements if a step changes it, such as numbers after taking lengths."""
+    """New type of the elements after a step that changes it, such as numbers after taking lengths."""
 
 
 def _numbers(rng: random.Random, size: int) -> list[int]:

@@ -128,8 +128,8 @@ class GeneralProblem:
 
 
 def rules_score(problem: GeneralProblem, text: str) -> float:
-    """1.0 if `text` keeps every rule of the problem, else 0.0. Rules: one short line that begins with the act, the
-    asked name as often as asked, no other name, the asked form, and only words of `WORLD`."""
+    """1.0 for a `text` that keeps every rule of the problem, else 0.0. Rules: one short line that begins with the act,
+    the asked name as often as asked, no other name, the asked form, and only words of `WORLD`."""
     text = text.strip(" \n").replace("\u2019", "'")
     if not 0 < len(text.encode("utf-8", "replace")) <= MOST_BYTES or not ALLOWED.fullmatch(text):
         return 0.0

@@ -40,7 +40,7 @@ KEYS = ("title", "story", "summary", "author", "mood", "place")
 
 
 def json_of(text: str) -> object:
-    """The JSON value of a text, bare or in one fenced block; None if it is anything else or has a duplicate key."""
+    """The JSON value of a text, bare or in one fenced block; None for anything else, and for a duplicate key."""
     fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", text, re.DOTALL)
     try:
         value: object = json.loads(fenced.group(1) if fenced else text, object_pairs_hook=_once)
@@ -56,7 +56,7 @@ def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 
 
 def prose_of(text: str) -> str:
-    """The values of a JSON object of texts, one per line; empty if the text is not such an object."""
+    """The values of a JSON object of texts, one per line; empty for any other text."""
     value = json_of(text)
     texts = [item for item in value.values() if isinstance(item, str)] if isinstance(value, dict) else []
     return "\n".join(texts) if isinstance(value, dict) and len(texts) == len(value) else ""
@@ -80,7 +80,7 @@ class Rule:
         return KINDS[self.kind].words.format(*(sorted(map(str, self.values)) if several else self.values))
 
     def holds(self, text: str) -> bool:
-        """Whether the text keeps the rule; False if it cannot be read (`text_units.read`)."""
+        """Whether the text keeps the rule; False for one that cannot be read (`text_units.read`)."""
         seen = read(text)
         return seen is not None and KINDS[self.kind].check(text if self.kind == "json" else seen, *self.values)
 

@@ -28,7 +28,7 @@ BLANK_LINES = re.compile(r"\n[ \t]*\n")
 
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> str | None:
-    """The text in NFKC form; None if it has invisible or deceptive characters or too long words."""
+    """The text in NFKC form; None for one with invisible or deceptive characters or too long words."""
     shown = unicodedata.normalize("NFKC", text.replace("\r\n", "\n"))
     if len(shown) > 2 * len(text) + 100:  # some characters become whole phrases
         return None
@@ -99,7 +99,7 @@ def say_something(units: Sequence[str], least: int) -> bool:
 
 
 def bullets_of(text: str) -> list[str]:
-    """Items of a list of lines that begin with `- `; empty if there is any other line or an empty item
+    """Items of a list of lines that begin with `- `; empty for a text with any other line or an empty item
     (`say_something`)."""
     lines = [line for line in text.strip().split("\n") if line.strip()]
     items = [line[2:] for line in lines if line.startswith("- ")]

@@ -65,7 +65,7 @@ def final_answer(text: str) -> str:
 
 
 def _group(text: str) -> str:
-    """The text up to the brace that closes an open one; empty if it is never closed."""
+    """The text up to the brace that closes an open one; empty without such a brace."""
     depth = 1
     for at, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)
@@ -127,7 +127,7 @@ def _members(text: str, kind: str) -> list[str]:
 
 
 def _read(text: str, wanted: Answer) -> Value:
-    """One value in the wanted form. Raises Unreadable if it is not."""
+    """One value in the wanted form. Raises Unreadable for any other form."""
     text = _without_units(text.strip(), wanted.units)
     if wanted.name:
         text = re.sub(rf"^{re.escape(wanted.name)} *= *", "", text)

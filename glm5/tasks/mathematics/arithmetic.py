@@ -21,7 +21,7 @@ INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
 
 
 def parse_integer(text: str) -> int | None:
-    """`text` as an integer, ignoring spaces around it; None if it is anything else."""
+    """`text` as an integer, ignoring spaces around it; None for anything else."""
     stripped = text.strip(" \n")
     return int(stripped) if INTEGER.fullmatch(stripped) else None
 

@@ -68,7 +68,7 @@ def clean(text: str) -> str:
 
 
 def parse(text: str) -> Node:
-    """The syntax tree of an expression. Raises Unreadable if it cannot be parsed or exceeds a bound."""
+    """The syntax tree of an expression. Raises Unreadable for one that cannot be parsed or exceeds a bound."""
     if len(text) > MOST_CHARS:
         raise Unreadable("too long")
     return _Parser(_tokens(clean(text))).whole()
@@ -248,7 +248,7 @@ class Evaluation:
         self._work = 0
 
     def value(self, node: Node) -> Value:
-        """The normal form of a tree. Raises Unreadable if it exceeds a bound or has no value, such as 1/0."""
+        """The normal form of a tree. Raises Unreadable for one that exceeds a bound or has no value, such as 1/0."""
         if node.kind in ("number", "mixed"):
             return _value(_constant(node.value))
         if node.kind == "letter":
@@ -336,7 +336,7 @@ def _value(top: Mapping[Monomial, Fraction], bottom: Mapping[Monomial, Fraction]
 
 
 def _checked(polynomial: Polynomial) -> Polynomial:
-    """The polynomial without zero terms. Raises Unreadable if it is too large."""
+    """The polynomial without zero terms. Raises Unreadable for one that is too large."""
     kept = {monomial: x for monomial, x in polynomial.items() if x}
     if len(kept) > MOST_TERMS:
         raise Unreadable("too many terms")

@@ -44,8 +44,8 @@ class Programs:
         self._lock = threading.Lock()  # guards the two tables
 
     def run(self, code: str) -> SandboxResult:
-        """The program's result, shortened (see `_shown`). Raises GradingError if the sandbox fails; the next call tries
-        again."""
+        """The program's result, shortened (see `_shown`). Raises GradingError on a failure of the sandbox; the next
+        call tries again."""
         with self._lock:
             if (kept := self._memo.get(code)) is not None:
                 return kept
@@ -86,7 +86,8 @@ def cut(text: str, most: int) -> str:
 
 @functools.cache
 def default_programs() -> Programs:
-    """The programs that problems share unless given another sandbox. Raises GradingError if code cannot be isolated."""
+    """The programs that problems share unless given another sandbox. Raises GradingError on a machine that cannot
+    isolate code."""
     return Programs(Sandbox(Limits(cpu_s=2, wall_s=10.0, memory_mb=256, processes=2, file_mb=4, output_kb=64)))
 
 
@@ -126,7 +127,7 @@ class PythonProblem:
         return self.question.answer
 
     def grade(self, message: Message) -> float:
-        """1.0 if the final answer is exactly right, else 0.0."""
+        """1.0 for exactly the right final answer, else 0.0."""
         return float(check_answer(message.content, self.answer))
 
     def env(self) -> Env:
@@ -164,7 +165,8 @@ class PythonToolEnv:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
 
     def step(self, message: Message | None) -> StepResult:
-        """Run the calls of a message, or grade if it has none. Raises GradingError if the sandbox fails."""
+        """Run the calls of a message; a message without calls is graded. Raises GradingError on a failure of the
+        sandbox."""
         self._turns += 1
         if message is not None and not message.tool_calls:
             reward = self._source.grade(message)
@@ -201,7 +203,7 @@ class PythonToolEnv:
 
 
 def _misuse(call: ToolCall) -> str | None:
-    """A short description of what is wrong with a call, or None if it can be run."""
+    """A short description of what is wrong with a call, or None for one that can be run."""
     if call.name != "python":
         return "no such tool"
     if set(call.arguments) != {"code"}:
@@ -217,7 +219,7 @@ def _misuse(call: ToolCall) -> str | None:
 
 class PythonToolFamily(Family):
     """`levels` and `topics` restrict the questions (no topics: all of the levels). `max_turns` counts assistant
-    messages, `most_output` characters of a tool's answer. Raises GradingError if code cannot be isolated.
+    messages, `most_output` characters of a tool's answer. Raises GradingError on a machine that cannot isolate code.
 
     `thinking` fixes the mode; None: each problem chooses (for SFT on both modes).
     """
