@@ -48,7 +48,7 @@ ENV_THREADS = 64
 @dataclass(frozen=True)
 class RolloutJob:
     """Input of the process. `folder` is a checkpoint with tokenizer; its weights have the version `weights`. `version`
-    is the learner's own, which may be later. `allowed` is how many groups may have been started. `pass_rates` and
+    is the learner's own, which may be later. `allowed` is the maximum number of groups. `pass_rates` and
     `policy` are for `PromptStream.measure`."""
 
     stage: dict[str, Any]

@@ -1,7 +1,7 @@
-"""A conformance kit for gateways: does a running one keep what trainers and agents rely on?
+"""A conformance kit: tests a running gateway for the promises that trainers and agents rely on.
 
-It speaks plain HTTP with a session's URL and key, as agents do, and looks at the samples as a trainer does. The model
-behind the gateway may be any; answers are kept short.
+It speaks plain HTTP with a session's URL and key, as agents do, and looks at the samples as a trainer does. Any model
+will do; the answers asked for are short.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def one_row(visit: Visit) -> None:
     found = visit.samples(name)
     trained = sum(sum(row["loss_mask"]) for row in found["samples"])
     need(trained == sampled, f"{sampled} tokens were sampled, {trained} are in the loss")
-    if not found["forks"]:  # an end marker that the next message cannot follow makes a fork
+    if not found["forks"]:  # a sampled end marker that no message can follow makes one
         need(len(found["samples"]) == 1, f"{len(found['samples'])} samples for a conversation without forks")
 
 
@@ -135,7 +135,7 @@ def dialects(visit: Visit) -> None:
         visit.client.post(f"{base}/messages/count_tokens", json={"model": "any", "messages": [ASK]}, headers=key)
     )
     need(count["input_tokens"] > 0, "count_tokens says 0")
-    need(visit.samples(name)["turns"] == 6, "each of six requests must be a turn, and counting must be none")
+    need(visit.samples(name)["turns"] == 6, "six requests must make six turns, and a request to count tokens none")
 
 
 def ends(visit: Visit) -> None:
@@ -155,7 +155,7 @@ CHECKS: tuple[Callable[[Visit], None], ...] = (health, keys, one_row, retries, e
 
 
 def run(url: str, admin_key: str) -> Iterator[tuple[str, str | None]]:
-    """Yields each promise with how the gateway breaks it, or None. Makes about ten sessions with the `task_id`
+    """Yields pairs: a promise, and how the gateway breaks it, or None. Makes about ten sessions with the `task_id`
     "check"."""
     headers = {"authorization": f"Bearer {admin_key}"}
     with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:

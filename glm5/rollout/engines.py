@@ -226,7 +226,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Begin no generation, and continue none that an engine lost, within the block."""
+        """Within the block no generation begins, and none that an engine lost goes on."""
         self._gate.clear()
         try:
             yield

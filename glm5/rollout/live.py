@@ -108,7 +108,7 @@ class LiveRollouts:
             await asyncio.gather(watching, *self._tasks.values(), return_exceptions=True)
 
     def allow(self, groups: int) -> None:
-        """Set how many groups may have been started in all."""
+        """Set the maximum number of groups started since the beginning of the run."""
         self.orchestrator.allowed = groups
         self._changed.set()
 

@@ -35,8 +35,8 @@ class _Group:
 
 @dataclass
 class Counts:
-    """Groups of one family: started and not yet spent, trained on, dropped. `base` was trained or pending when the set
-    of available families last changed."""
+    """Numbers of groups of one family. A group is pending from its start until the learner has trained on it or dropped
+    it. `base` is `kept` at the time when a family last came or left."""
 
     pending: int = 0
     trained: int = 0
@@ -53,8 +53,9 @@ class Orchestrator:
     `shares`.
 
     The next group belongs to the family that is furthest below its share of trained and pending groups, among those
-    with free capacity. A family more than `slack` groups above its share waits, even if nothing else can start: so the
-    ratios hold however much slower one family is than the others. Dropped groups do not count, so they are made up for.
+    with free capacity. A family more than `slack` groups above its share waits, even if nothing else can start. Without
+    this rule, fast families would fill the time in which a slow one has no free capacity. Dropped groups do not count,
+    so they are made up for.
     Open groups are finished before new ones start.
     """
 
@@ -64,7 +65,7 @@ class Orchestrator:
         self.shares = [share / sum(shares) for share in shares]
         self.size, self.slack = size, slack
         self.allowed = 0
-        """How many groups may have been started in all; set by the learner."""
+        """Maximum number of groups started since the beginning of the run; set by the learner."""
         self.permits = 1 << 30
         """Maximum number of rollouts in flight; set by the admission control."""
         self.capacity: list[int | None] = [None] * len(shares)
@@ -122,7 +123,7 @@ class Orchestrator:
                     setattr(counts, name, getattr(counts, name) + 1)
 
     def shed(self, permits: int) -> list[Rollout]:
-        """The rollouts to stop until at most `permits` are in flight: those of the youngest groups. Report each as
+        """Rollouts of the youngest groups to stop, so that `permits` rollouts are left in flight. Report each as
         `lost`."""
         running = [r for _, group in sorted(self._groups.items()) for r in group.running.values()]
         return running[permits:] if permits < len(running) else []

@@ -164,7 +164,7 @@ class Store:
         self, version: int, sessions: Sequence[str], trained: Sequence[int], dropped: Sequence[int]
     ) -> None:
         """Record the update that made `version`: the sessions it trained on, the groups it trained on, and those
-        dropped since the last one. May be repeated."""
+        that it dropped since the update before. A second call with the same values changes nothing."""
 
         def change(db: sqlite3.Connection) -> None:
             text = "UPDATE sessions SET trained = ? WHERE id = ? AND trained IS NULL"
@@ -288,7 +288,7 @@ class Store:
                 db.close()
 
     def _open(self, stack: ExitStack) -> sqlite3.Connection:
-        """The writer's connection. `stack` closes the lock file, which keeps other processes out."""
+        """The writer's connection. `stack` keeps the lock file open, which keeps other processes out."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             owner = stack.enter_context(open(f"{self.path}.lock", "wb"))  # noqa: SIM115

@@ -1,7 +1,7 @@
 """The learner's routes of a rollout process; all need the admin key.
 
 GET  /trainer/results?after=ID&seconds=S  finished rollouts, as JSON objects of `trajectory_json`; waits for one
-POST /trainer/allow {groups}              how many groups may have been started in all
+POST /trainer/allow {groups}              maximum number of groups started since the beginning
 POST /trainer/updated {version, sessions, trained, dropped}   an update was made; durable when the answer arrives
 POST /trainer/weights {version, folder, mode}                 load weights into all engines; {seconds}
 GET  /trainer/clock                       seconds so far of rollouts and engines (see `waits`)

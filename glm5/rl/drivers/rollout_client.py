@@ -26,8 +26,12 @@ START_SECONDS = 900.0
 ANSWER_SECONDS = 600.0
 """Longest time for one answer, weight pushes included."""
 STOP_SECONDS = 10.0
-MOST_STARTS, STABLE_SECONDS = 5, 60.0
-"""The run ends if the process ended this often, each time within this many seconds of its start."""
+MOST_STARTS = 5
+"""The run ends when the process has ended this often without a new result."""
+
+
+class _Ended(Exception):
+    """The process ended before it was ready, without a reason."""
 
 
 @dataclass
@@ -41,11 +45,13 @@ class RolloutClient:
     restarts: int = 0
     restart_seconds: float = 0.0
     _http: httpx.Client | None = None
-    _began: float = 0.0
-    _early: int = 0
+    _ends: int = 0  # of the process, since the last result
 
     def __enter__(self) -> RolloutClient:
-        self._start()
+        try:
+            self._start()
+        except _Ended as error:
+            self._restart(str(error))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,10 +69,12 @@ class RolloutClient:
     def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Finished rollouts with ids above `after`; waits up to `seconds` for the first one."""
         found: list[dict[str, Any]] = self._call("GET", f"/trainer/results?after={after}&seconds={seconds}")["results"]
+        if found:
+            self._ends = 0
         return found
 
     def allow(self, groups: int) -> None:
-        """How many groups may have been started in all."""
+        """Set the maximum number of groups started since the beginning of the run."""
         self.job = replace(self.job, allowed=groups)
         self._call("POST", "/trainer/allow", {"groups": groups})
 
@@ -108,18 +116,22 @@ class RolloutClient:
             return found
 
     def _restart(self, why: str) -> None:
-        assert self.process is not None
-        # It may hang, so it is killed; what was stored is not lost.
-        self._kill()
-        self._early = self._early + 1 if time.monotonic() - self._began < STABLE_SECONDS else 1
-        if self._early > MOST_STARTS:
-            raise RolloutError(
-                f"The rollout process ended {self._early} times within {STABLE_SECONDS:g} seconds of its start "
-                f"({why}); log.txt has its messages."
-            )
-        _log.warning("The rollout process was lost (%s); a new one is started.", why)
+        """Start the process until it answers. The old one is killed: it may hang; what it stored is not lost."""
         began = time.monotonic()
-        self._start()
+        while True:
+            self._kill()
+            self._ends += 1
+            if self._ends > MOST_STARTS:
+                raise RolloutError(
+                    f"The rollout process ended {self._ends} times without a new result ({why}); log.txt has its "
+                    "messages."
+                )
+            _log.warning("The rollout process was lost (%s); a new one is started.", why)
+            try:
+                self._start()
+                break
+            except _Ended as error:
+                why = str(error)
         self.restarts += 1
         self.restart_seconds += time.monotonic() - began
 
@@ -127,7 +139,6 @@ class RolloutClient:
         environment = {
             "OMP_NUM_THREADS": str(self.threads), **os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
         }  # fmt: skip
-        self._began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "glm5.rl.rollout_process"],
             stdin=subprocess.PIPE,
@@ -141,7 +152,9 @@ class RolloutClient:
                 self.process.stdin.write(self.job.to_json().encode() + b"\n")
                 self.process.stdin.flush()
             line = self.process.stdout.readline()
-            news = json.loads(line) if line else {"error": f"it ended with code {self.process.wait()}"}
+            if not line:
+                raise _Ended(f"it ended with code {self.process.wait()} before it was ready")
+            news = json.loads(line)
             if "error" in news:
                 raise RolloutError(f"The rollout process did not start: {news['error']}")
         except BaseException:
@@ -163,7 +176,8 @@ class RolloutClient:
             self._http.close()
 
     def _kill(self) -> None:
-        assert self.process is not None
+        if self.process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
