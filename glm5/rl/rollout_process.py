@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,13 +23,16 @@ from glm5.errors import Glm5Error
 from glm5.records import SamplingParams
 from glm5.rl.prompts import PromptStream
 from glm5.rollout.admission import Admission
+from glm5.rollout.agent_service import AgentService
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet, LocalFleet, RemoteFleet
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
 from glm5.rollout.process import KEEP_ALIVE_SECONDS, LIMITS, admin_key_of
+from glm5.rollout.remote import RemoteService, ServiceRegister, service_routes
 from glm5.rollout.services import FamilyService, TaskService
+from glm5.rollout.session import SessionOptions
 from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
 from glm5.rollout.trainer_routes import trainer_routes
@@ -39,6 +40,7 @@ from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
 from glm5.serve.connection import Server, ServerConfig, bind, fitted
 from glm5.serve.options import EngineOptions, Limits
+from glm5.tasks.contract import AgentProblem
 from glm5.tasks.env_threads import EnvThreadPool
 
 ENV_THREADS = 64
@@ -100,60 +102,72 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             await fleet.start()
             if job.weights or launch.engine_urls:
                 await fleet.load(folder, job.weights)
+            key, key_file = admin_key_of(None, Path(job.store))
             pool = EnginePool(fleet.sources, tokenizer.vocab_size, most)
-            params = SamplingParams(
-                max_tokens=stage.max_tokens,
-                temperature=stage.temperature,
-                seed=derive_seed(job.seed, "policy", stage.name),
-                stop_token_ids=tokenizer.stop_token_ids,
-            )
-            service: TaskService = FamilyService(prompts.problem, tokenizer, params, pool, store, threads)
-            if launch.simulate_environment is not None:
-                service = SlowService(service, launch.simulate_environment, launch.simulated_waits)
+            gateway = Gateway(pool, store, tokenizer, key, stage.max_context, fitted(LIMITS, files=2))
+            url = "http://{}:{}".format(*listener.getsockname()[:2])
+            register = ServiceRegister(lambda: live.stir())
             live = LiveRollouts(
                 store,
                 pool,
                 fleet,
                 Orchestrator([family.weight for family in stage.families], stage.group, stage.prompts),
-                [service] * len(stage.families),
+                _services(stage, launch, job.seed, prompts, gateway, threads, register, url),
                 family_labels(stage.families),
                 Admission(most),
                 stage.max_staleness,
             )
             live.restore(job.version)
             live.allow(job.allowed)
-            await _answer(job, launch, stage, tokenizer, live, listener, control)
+            app = create_gateway(gateway, allowed_hosts=hosts_answered(launch.host, key, KEY_ALONE))
+            app.include_router(trainer_routes(gateway, live))
+            app.include_router(service_routes(gateway, register))
+            news = {"url": url, "port": listener.getsockname()[1], "admin_key_file": str(key_file or "")}
+            running = asyncio.create_task(live.run())
+            try:
+                config = ServerConfig(app, gateway.limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS)
+                await Server(config, lambda _: _tell(control, news)).serve([listener])
+            finally:
+                register.close()
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await running
         finally:
             await fleet.close()
 
 
-async def _answer(
-    job: RolloutJob,
-    launch: Launch,
+def _services(
     stage: PolicyStage,
-    tokenizer: Tokenizer,
-    live: LiveRollouts,
-    listener: socket.socket,
-    control: TextIO,
-) -> None:
-    """Serve agents and the learner until told to stop, and run rollouts meanwhile."""
-    key, key_file = admin_key_of(None, Path(job.store))
-    limits = fitted(LIMITS, files=2)
-    gateway = Gateway(live.pool, live.store, tokenizer, key, stage.max_context, limits)
-    app = create_gateway(gateway, allowed_hosts=hosts_answered(launch.host, key, KEY_ALONE))
-    app.include_router(trainer_routes(gateway, live))
-
-    def ready(sockets: Iterable[socket.socket]) -> None:
-        host, port = next(iter(sockets)).getsockname()[:2]
-        _tell(control, {"url": f"http://{host}:{port}", "port": port, "admin_key_file": str(key_file or "")})
-
-    running = asyncio.create_task(live.run())
-    try:
-        await Server(ServerConfig(app, limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS), ready).serve([listener])
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+    launch: Launch,
+    seed: int,
+    prompts: PromptStream,
+    gateway: Gateway,
+    threads: EnvThreadPool,
+    register: ServiceRegister,
+    url: str,
+) -> list[TaskService]:
+    """The task service of every family of the stage."""
+    params = SamplingParams(
+        max_tokens=stage.max_tokens,
+        temperature=stage.temperature,
+        seed=derive_seed(seed, "policy", stage.name),
+        stop_token_ids=gateway.tokenizer.stop_token_ids,
+    )
+    limits = SessionOptions(stage.max_turns, stage.max_context, stage.max_tokens, stage.temperature)
+    played = FamilyService(prompts.problem, gateway.tokenizer, params, gateway.pool, gateway.store, threads)
+    agents = AgentService(prompts.problem, gateway, limits, threads, lambda: url)
+    found: list[TaskService] = []
+    for entry, config in enumerate(stage.families):
+        service: TaskService = played
+        if config.name == "remote":
+            name = str(config.options["family"])
+            service = RemoteService(name, prompts.problem, register, gateway, limits, stage.env_seconds, lambda: url)
+        elif isinstance(prompts.problem(entry, 0)[0], AgentProblem):
+            service = agents
+        if launch.simulate_environment is not None:
+            service = SlowService(service, launch.simulate_environment, launch.simulated_waits)
+        found.append(service)
+    return found
 
 
 def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int) -> Fleet:

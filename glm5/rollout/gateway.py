@@ -131,6 +131,10 @@ class Gateway:
             finally:
                 self._loading.pop(name, None)
 
+    def loaded(self, name: str) -> Session | None:
+        """A session in memory, or None."""
+        return self._sessions.get(name)
+
     def _load(self, name: str) -> Session:
         row = self.store.session(name)
         if row is None:
@@ -217,6 +221,7 @@ class Gateway:
         try:
             return await DIALECTS[dialect](request)
         except Glm5Error as error:
+            session.limited |= ApiError.of(error).code in ("turn_limit", "context_length_exceeded")
             service.release(error)
             raise
         finally:

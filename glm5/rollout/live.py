@@ -23,7 +23,7 @@ from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet, PushMode, Signals
 from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
-from glm5.rollout.services import Job, Result, TaskService, insist
+from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
 from glm5.rollout.store import ResultRow, SessionRow, Store
 from glm5.rollout.waits import Waits
 from glm5.tasks.trajectory_json import encode
@@ -34,6 +34,8 @@ WATCH_SECONDS = 0.5
 """Time between two looks at the engines' load."""
 ACCOUNT_SECONDS = 0.02
 DRAIN_SECONDS = 0.01
+MOST_ATTEMPTS = 3
+"""A rollout that its task service has lost this often is a failure of the environment."""
 MOST_RESULTS = 64
 """Maximum number of results in one answer to the learner."""
 
@@ -107,6 +109,10 @@ class LiveRollouts:
                 task.cancel()
             await asyncio.gather(watching, *self._tasks.values(), return_exceptions=True)
 
+    def stir(self) -> None:
+        """Look again for rollouts to start."""
+        self._changed.set()
+
     def allow(self, groups: int) -> None:
         """Set the maximum number of groups started since the beginning of the run."""
         self.orchestrator.allowed = groups
@@ -126,7 +132,8 @@ class LiveRollouts:
         async with self._pushing:
             began = time.monotonic()
             for key, job in list(self.jobs.items()):
-                if job.oldest is not None and version - job.oldest > self.max_staleness:
+                oldest = self.services[job.rollout.family].oldest(job)
+                if oldest is not None and version - oldest > self.max_staleness:
                     self._stop(key, "stale")
             if mode == "keep":
                 await self.fleet.load(folder, version)
@@ -176,23 +183,28 @@ class LiveRollouts:
         self._tasks[key] = task
 
     async def _play(self, key: tuple[int, int], job: Job) -> None:
-        rollout, label = job.rollout, self.labels[job.rollout.family]
+        rollout, label, service = job.rollout, self.labels[job.rollout.family], self.services[job.rollout.family]
         try:
             try:
                 await insist(lambda: self.store.add_group(rollout.group, rollout.family, rollout.place))
                 task = f"{label}/{rollout.place}"
-                row = SessionRow(job.session, task, str(rollout.group), "train", {}, time.time())
+                row = SessionRow(job.session, task, str(rollout.group), "train", service.options, time.time())
                 await insist(lambda: self.store.add_session(row))
-                result = await self.services[rollout.family].run(job)
+                result = await service.run(job)
             except asyncio.CancelledError:
                 why = self._stops.pop(key, None)
                 if why is None:  # the process ends
                     raise
                 if why != "stale":
-                    await insist(lambda: self.store.change_session(job.session, closed=time.time(), excluded=why))
-                    self.orchestrator.lost(*key)
+                    await self._again(key, job, why)
                     return
                 result = Result(label, label, Outcome.TRUNCATED, detail={"cut": "stale"})
+            except LostRollout as error:
+                log.warning("The rollout %s of %s is lost: %s.", job.session, label, error)
+                if rollout.attempt + 1 < MOST_ATTEMPTS:
+                    await self._again(key, job, "lost")
+                    return
+                result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "service", "error": str(error)})
             except Exception as error:
                 log.exception("The rollout %s of %s failed.", job.session, label)
                 detail = {"cause": "service", "error": f"{type(error).__name__}: {error}"[:500]}
@@ -205,6 +217,12 @@ class LiveRollouts:
             self._stops.pop(key, None)
             del self.jobs[key], self._tasks[key]
             self._changed.set()
+
+    async def _again(self, key: tuple[int, int], job: Job, why: str) -> None:
+        """Close the session of a rollout without a result, and let the rollout start again."""
+        job.enter("end")
+        await insist(lambda: self.store.change_session(job.session, closed=time.time(), excluded=why))
+        self.orchestrator.lost(*key)
 
     async def _end(self, job: Job, result: Result) -> None:
         failed = result.outcome is Outcome.ENV_ERROR

@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.errors import EnvironmentTimeout
+from glm5.errors import EnvironmentTimeout, Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, Message, Outcome, SamplingParams, Turn
 from glm5.rollout.engines import EnginePool
@@ -58,16 +59,26 @@ class Result:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
+class LostRollout(Glm5Error):
+    """A task service has lost a rollout; the rollout may start again."""
+
+
 class TaskService(ABC):
     """Plays the rollouts of one or several task families."""
 
     capacity: int | None = None
     """Maximum number of its rollouts in flight; None: no limit."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """`SessionOptions` of its sessions; only sessions of agents use them."""
+
+    def oldest(self, job: Job) -> int | None:
+        """The weight version of a rollout's first token; None before it."""
+        return job.oldest
 
     @abstractmethod
     async def run(self, job: Job) -> Result:
         """Play a rollout to its end. Its turns are in the store before this returns. A cancelled run must stop what it
-        started."""
+        started. Raises LostRollout for one that must start again."""
 
 
 class FamilyService(TaskService):

@@ -150,6 +150,8 @@ class Session:
     retries: int = 0
     requests: int = 0
     """Number of requests that use this object; a session in use stays in memory."""
+    limited: bool = False
+    """Whether a request was refused for the turn limit or the length of the context."""
     used: float = field(default_factory=time.monotonic)
 
     @property

@@ -60,6 +60,14 @@ class SlowService(TaskService):
 
     def __init__(self, service: TaskService, seconds: float, waits: int) -> None:
         self._service, self._seconds, self._waits = service, seconds, waits
+        self.options = service.options
+
+    @property
+    def capacity(self) -> int | None:  # type: ignore[override]
+        return self._service.capacity
+
+    def oldest(self, job: Job) -> int | None:
+        return self._service.oldest(job)
 
     async def run(self, job: Job) -> Result:
         rng = random.Random(f"wait {job.rollout.group} {job.rollout.member}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glm5.tasks.contract import DistinctProblems, Family, Problem, SingleTurnEnv, draw, split_of
+from glm5.tasks.contract import AgentProblem, DistinctProblems, Family, Problem, SingleTurnEnv, draw, split_of
 from glm5.tasks.difficulty import PassCount, family_key, measure_pass_rates, read_pass_counts, write_pass_counts
 from glm5.tasks.episode import Episode, count_forks, open_episodes, play, to_samples
 from glm5.tasks.families import FAMILIES, make_family
@@ -13,6 +13,7 @@ from glm5.tasks.needle import needle_text
 
 __all__ = [
     "FAMILIES",
+    "AgentProblem",
     "Answer",
     "DistinctProblems",
     "Episode",

@@ -57,6 +57,35 @@ class Problem(Protocol):
         ...
 
 
+class AgentProblem(ABC):
+    """A problem that an agent plays over a chat API: any code that takes a base URL and a key. It needs live RL: a
+    recipe with `launch`. Subclasses are dataclasses, or set `id`, `key` and `domain` (see `Problem`)."""
+
+    id: str
+    key: str
+    domain: str
+    prompt = ""
+    tools: Sequence[ToolSpec] = ()
+    thinking = False
+
+    @abstractmethod
+    def run(self, base_url: str, api_key: str) -> float | StepResult:
+        """Play the problem with an agent and return the reward, usually 0.0 to 1.0, or a StepResult.
+
+        Called in a thread of its own. `base_url` ends in `/v1`; any model name will do. Every request to it is one turn
+        of the policy. An exception is a failure of the environment, whose rollout is not trained on, unless the policy
+        had reached a limit of its session: then the reward is 0.
+        """
+
+    def env(self) -> Env:
+        """Raises ConfigError: there is no environment."""
+        raise ConfigError(f"{self.id} is played by an agent: add a section [launch] to the recipe.")
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Raises ConfigError: there are no demonstrations."""
+        raise ConfigError(f"{self.id} is played by an agent and has no demonstrations; use it in RL stages only.")
+
+
 P = TypeVar("P", bound=Problem)
 
 

@@ -139,7 +139,7 @@ class Episode:
         with self._contained():
             message = None if cut else self._read(output)
             self.messages.append(message or Message("assistant", self.tokenizer.decode(output)))
-            result = _checked(self.env.step(message))
+            result = checked(self.env.step(message))
             if result.done or cut:
                 solved = result.done and result.outcome is Outcome.SOLVED
                 self._finish(dataclasses.replace(result, outcome=Outcome.TRUNCATED) if cut and not solved else result)
@@ -219,7 +219,7 @@ class Episode:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            cause = _CAUSES.get(type(error), "crash")
+            cause = CAUSES.get(type(error), "crash")
             said = "".join(traceback.format_exception_only(error)).strip() if cause == "crash" else str(error)
             self._env_error(cause, said)
             token = current_cancel_token()
@@ -227,7 +227,7 @@ class Episode:
                 _log.warning("%s: the environment failed (%s).", self.problem, cause, exc_info=error)
 
 
-_CAUSES: Mapping[type[BaseException], str] = {
+CAUSES: Mapping[type[BaseException], str] = {
     EnvironmentTimeout: "timeout",
     GradingError: "grading",
     RolloutError: "rollout",
@@ -254,7 +254,7 @@ MOST_REWARD = 1e6
 """Largest absolute reward of an environment: its square, and sums of squares, must be numbers in fp32."""
 
 
-def _checked(result: StepResult) -> StepResult:
+def checked(result: StepResult) -> StepResult:
     """A validated step result. Raises RolloutError for an unusable one. ENV_ERROR gives no reward."""
     if not isinstance(result, StepResult):
         raise RolloutError(f"the environment answered with {type(result).__name__} instead of a StepResult.")

@@ -12,6 +12,7 @@ from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
+from glm5.tasks.remote import RemoteFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
@@ -28,6 +29,7 @@ FAMILIES: Register[Family] = Register(
         "instructions": InstructionFamily,
         "math": MathFamily,
         "python_tool": PythonToolFamily,
+        "remote": RemoteFamily,
         "toolcall": ToolCallFamily,
         "verifiers": VerifiersFamily,
     },

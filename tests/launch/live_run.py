@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from glm5.rl import replay
 from glm5.rl.buffer import staleness
+from glm5.rl.drivers.live import weights_prefix
 
 KINDS = {"learner": b"\0rl\0", "rollouts": b"glm5.rl.rollout_process", "engine": b"glm5.serve.router.process"}
 
@@ -27,6 +28,7 @@ runs = "{runs}"
 
 [launch]
 engines = {engines}
+port = {port}
 engine_threads = 1
 learner_threads = 1
 
@@ -41,7 +43,7 @@ max_turns = 2
 max_context = 128
 max_staleness = 2
 record = true
-families = [{{ name = "arithmetic", weight = 3.0 }}, {{ name = "toolcall" }}]
+families = {families}
 optim = {{ steps = {steps}, lr = 1e-4, save_every = {save_every} }}
 """
 
@@ -50,12 +52,22 @@ class LiveRun:
     """Runs `glm5 rl` on a recipe in `folder`, as often as it takes."""
 
     def __init__(
-        self, folder: Path, start: Path, *, steps: int, prompts: int = 4, save_every: int = 1, engines: int = 1
+        self,
+        folder: Path,
+        start: Path,
+        *,
+        steps: int,
+        prompts: int = 4,
+        save_every: int = 1,
+        engines: int = 1,
+        port: int = 0,
+        families: str = '[{ name = "arithmetic", weight = 3.0 }, { name = "toolcall" }]',
     ) -> None:
         self.folder, self.steps, self.prompts = folder, steps, prompts
         self.recipe = folder / "live.toml"
         fields = {"start": start, "runs": folder / "runs", "steps": steps, "prompts": prompts}
-        self.recipe.write_text(RECIPE.format(**fields, save_every=save_every, engines=engines))
+        fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families}
+        self.recipe.write_text(RECIPE.format(**fields))
         self.stage = folder / "runs" / "live" / "00-rl"
         self.mark = f"glm5-test-{uuid.uuid4().hex}"
         self.output = folder / "output.txt"
@@ -146,13 +158,17 @@ class LiveRun:
                     rows = self.query(f"SELECT output, trained FROM turns, sessions s WHERE session = '{name}' "
                                       "AND s.id = session ORDER BY turns.id")  # fmt: skip
                     stored = [tuple(memoryview(output).cast("i")) for output, _ in rows]  # type: ignore[arg-type]
-                    assert [turn.output_ids for turn in trajectory.turns] == stored
+                    assert sorted(turn.output_ids for turn in trajectory.turns) == sorted(stored)
                     assert {version for _, version in rows} <= {step}
         assert set(used.values()) == {1} and len(used) == self.steps * self.prompts
         weights = load_file(self.stage.parent / "final" / "model.safetensors")
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+        self.check_nothing_left()
+
+    def check_nothing_left(self) -> None:
+        """No process of the run is left, and no folder of weights."""
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left
-        assert not list(Path("/dev/shm").glob("glm5-weights-*"))
+        assert not list(Path("/dev/shm").glob(weights_prefix(self.stage) + "*"))

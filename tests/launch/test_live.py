@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,11 +64,31 @@ def test_an_interrupt_leaves_nothing_behind(live: Make) -> None:
     run.wait_for_results(16)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 1 and "Traceback" not in run.output.read_text()
-    deadline = time.monotonic() + 20
-    while run.processes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not run.processes()
-    assert not list(Path("/dev/shm").glob("glm5-weights-*"))
+    run.check_nothing_left()
+
+
+def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of a user's own program is trained on, over HTTP; its process is killed once."""
+    monkeypatch.setenv("GLM5_ADMIN_KEY", "key-for-this-test-only")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = live(steps=4, port=port, families='[{ name = "remote", options = { family = "sums" } }]')
+    service = Path(__file__).with_name("live_service.py")
+    command = [sys.executable, str(service), f"http://127.0.0.1:{port}", "key-for-this-test-only"]
+    environment = {**os.environ, "GLM5_TEST_MARK": run.mark}
+    run.start()
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run.wait_for_results(16)
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run.finish(120)
+    second.send_signal(signal.SIGINT)
+    assert second.wait(20) == 0
+    run.check()
+    turns = run.query("SELECT count(*) FROM turns JOIN sessions s ON s.id = session WHERE trained IS NOT NULL")
+    assert turns == [(4 * 4 * 4 * 2,)]  # updates, prompts, group, requests of an agent
 
 
 @pytest.mark.slow

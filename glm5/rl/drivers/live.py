@@ -234,12 +234,17 @@ class LiveDriver:
         save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)
 
 
+def weights_prefix(folder: Path) -> str:
+    """How the names of the folders begin in which a stage with this folder keeps weights for pushes."""
+    return f"glm5-weights-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}-"
+
+
 class _WeightFolders:
     """Checkpoint directories for pushes: in shared memory or in the stage's folder. Only the latest is kept."""
 
     def __init__(self, folder: Path, transport: str) -> None:
         self._parent = SHARED_MEMORY if transport == "memory" and SHARED_MEMORY.is_dir() else folder
-        self._prefix = f"glm5-weights-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}-"
+        self._prefix = weights_prefix(folder)
 
     def __enter__(self) -> _WeightFolders:
         for left in self._parent.glob(self._prefix + "*"):  # by a run of this stage that was killed

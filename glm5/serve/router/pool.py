@@ -25,6 +25,7 @@ from glm5.serve.router.workers import Patience, Worker, ending, launch, private_
 
 log = get_logger("serve")
 
+MORE_STARTS = 2
 UPDATE, PAUSE, VERSION = "/update_weights_from_disk", "/pause_generation", "/get_weight_version"
 
 
@@ -82,7 +83,7 @@ class WorkerPool:
         """Return once all workers take requests. Raises the error of the first one that fails. Always call `close`
         afterwards."""
         self._folder = private_folder()
-        starting = [asyncio.ensure_future(self._launch(place.rank)) for place in self.places]
+        starting = [asyncio.ensure_future(self._launch_first(place.rank)) for place in self.places]
         try:
             workers = await asyncio.gather(*starting)
         except BaseException:
@@ -260,6 +261,15 @@ class WorkerPool:
             log.error("Engine process %d does not start: %s", place.rank, str(error) or type(error).__name__)
             place.state = "down"
             return None
+
+    async def _launch_first(self, rank: int) -> Worker:
+        """The first worker of a rank. One that is killed during its start is started again, a few times."""
+        for _ in range(MORE_STARTS):
+            try:
+                return await self._launch(rank)
+            except EngineError as error:  # it gave no reason
+                log.warning("Engine process %d: %s It is started again.", rank, error)
+        return await self._launch(rank)
 
     async def _launch(self, rank: int) -> Worker:
         self._launched += 1

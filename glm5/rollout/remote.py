@@ -1,0 +1,297 @@
+"""Task services over HTTP: they register, play rollouts with their own agents, and report how those ended (§4.1).
+
+A service registers by `POST /services` with the admin key, and repeats that before its lease ends. The gateway then
+calls the service, with the key that the service named:
+
+    POST /run {run_id, family, task, group, base_url, api_key, seconds}   start a rollout; the same run_id starts once
+    POST /cancel {run_id}                                        end a rollout; it needs no event
+    GET  /events?after=ID&seconds=S                              ended rollouts, oldest first: {events: [{id, run_id,
+                                                                 reward, outcome, detail}]}; waits for one
+
+A service whose lease ends, or that does not answer, loses its rollouts: they start again, there or elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from glm5.errors import Glm5Error
+from glm5.obs.logs import get_logger
+from glm5.records import Outcome, StepResult
+from glm5.rollout.agent_service import ended, oldest_of
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.services import Job, LostRollout, Result, TaskService
+from glm5.rollout.session import SessionOptions, key_of
+from glm5.serve.errors import ApiError
+from glm5.serve.http_io import read_body
+from glm5.serve.surfaces.fields import Fields
+from glm5.serve.surfaces.schema import parse
+from glm5.tasks.episode import MOST_ERROR_TEXT, checked
+from glm5.tasks.remote import RemoteProblem
+
+log = get_logger("rollout")
+
+LEASE_SECONDS = 30.0
+"""A registration is valid for this long; services repeat it at least twice as often."""
+POLL_SECONDS = 20.0
+ANSWER_SECONDS = 10.0
+"""Longest time in which a service must answer, beside the waiting time of `GET /events`."""
+
+
+@dataclass
+class Registered:
+    """A service. `running` are the futures of its rollouts by run id. One that does not answer gets no new rollouts."""
+
+    name: str
+    url: str
+    key: str
+    families: frozenset[str]
+    capacity: int
+    until: float
+    answers: bool = True
+    running: dict[str, asyncio.Future[Mapping[str, Any]]] = field(default_factory=dict)
+    polling: asyncio.Task[None] | None = None
+
+
+class ServiceRegister:
+    """The services that are registered now. `changed` is called whenever one comes, leaves or has room again."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.services: dict[str, Registered] = {}
+        self._changed = changed
+
+    def register(self, name: str, url: str, key: str, families: Sequence[str], capacity: int) -> None:
+        """Add a service, or renew its lease."""
+        until = time.monotonic() + LEASE_SECONDS
+        old = self.services.get(name)
+        if old is not None and (old.url, old.key) == (url, key):
+            old.families, old.capacity, old.until = frozenset(families), capacity, until
+        else:
+            if old is not None:
+                self.leave(name)
+            service = Registered(name, url, key, frozenset(families), capacity, until)
+            self.services[name] = service
+            service.polling = asyncio.create_task(self._poll(service))
+            log.info("The task service %s offers %s.", name, ", ".join(sorted(families)))
+        self._changed()
+
+    def leave(self, name: str) -> None:
+        """Remove a service; its rollouts are lost."""
+        service = self.services.pop(name, None)
+        if service is None:
+            return
+        if service.polling is not None:
+            service.polling.cancel()
+        for future in service.running.values():
+            if not future.done():
+                future.set_exception(LostRollout(f"the task service {name} is gone"))
+        self._changed()
+
+    def close(self) -> None:
+        """Remove all services."""
+        for name in list(self.services):
+            self.leave(name)
+
+    def capacity(self, family: str) -> int:
+        """Maximum number of rollouts of a family in flight: those that run, and those that services have room for."""
+        return sum(
+            len([run for run in one.running if run.startswith(f"{family} ")]) + one.capacity - len(one.running)
+            for one in self._offering(family)
+        )
+
+    def least_busy(self, family: str) -> Registered:
+        """The service to run the next rollout of a family. Raises LostRollout without a service."""
+        found = self._offering(family)
+        if not found:
+            raise LostRollout(f"no task service offers {family} now")
+        return min(found, key=lambda one: (len(one.running) / one.capacity, one.name))
+
+    def _offering(self, family: str) -> list[Registered]:
+        return [one for one in self.services.values() if family in one.families and one.answers]
+
+    def _answers(self, service: Registered, answers: bool) -> None:
+        if service.answers != answers:
+            service.answers = answers
+            self._changed()
+
+    async def run(self, family: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have a service play a rollout; returns its event. Raises LostRollout if the service is gone. If this is
+        cancelled, so is the rollout."""
+        service = self.least_busy(family)
+        run = f"{family} {body['run_id']}"
+        future = service.running[run] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # maybe nobody waits any more
+        try:
+            async with self._client(service) as client:
+                answer = await client.post("/run", json=dict(body))
+                if answer.status_code >= 300:
+                    raise LostRollout(f"the task service {service.name} refused a rollout: {answer.text:.300}")
+            return await future
+        except httpx.HTTPError as error:
+            self._answers(service, False)
+            raise LostRollout(f"the task service {service.name} is lost: {type(error).__name__} {error}") from error
+        except asyncio.CancelledError:
+            with contextlib.suppress(httpx.HTTPError):
+                async with self._client(service) as client:
+                    await client.post("/cancel", json={"run_id": body["run_id"]})
+            raise
+        finally:
+            service.running.pop(run, None)
+            self._changed()
+
+    async def _poll(self, service: Registered) -> None:
+        """Take the events of a service until its lease ends."""
+        after = 0
+        while time.monotonic() < service.until:
+            try:
+                async with self._client(service, POLL_SECONDS) as client:
+                    while time.monotonic() < service.until:
+                        answer = await client.get("/events", params={"after": after, "seconds": POLL_SECONDS})
+                        events = answer.raise_for_status().json()["events"]
+                        self._answers(service, True)
+                        for event in events:
+                            after = max(after, int(event["id"]))
+                            self._take(service, event)
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                log.warning("The task service %s does not answer: %r", service.name, error)
+                self._answers(service, False)
+                await asyncio.sleep(1.0)
+        log.warning("The lease of the task service %s has ended.", service.name)
+        service.polling = None
+        self.leave(service.name)
+
+    def _take(self, service: Registered, event: Mapping[str, Any]) -> None:
+        for run, future in service.running.items():
+            if run.partition(" ")[2] == event["run_id"] and not future.done():
+                future.set_result(event)
+
+    def _client(self, service: Registered, more: float = 0.0) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {service.key}"} if service.key else {}
+        timeout = httpx.Timeout(ANSWER_SECONDS + more, connect=5.0)
+        return httpx.AsyncClient(base_url=service.url, headers=headers, timeout=timeout, trust_env=False)
+
+
+class RemoteService(TaskService):
+    """Has the registered services play one family, with sessions of `gateway` that have `limits`. A rollout may take
+    `seconds`."""
+
+    def __init__(
+        self,
+        family: str,
+        problem_of: Callable[[int, int], tuple[Any, Mapping[str, Any]]],
+        register: ServiceRegister,
+        gateway: Gateway,
+        limits: SessionOptions,
+        seconds: float,
+        base_url: Callable[[], str],
+    ) -> None:
+        self._family, self._problem_of, self._register, self._gateway = family, problem_of, register, gateway
+        self._seconds, self._base_url, self.options = seconds, base_url, asdict(limits)
+
+    @property
+    def capacity(self) -> int | None:  # type: ignore[override]
+        return self._register.capacity(self._family)
+
+    async def run(self, job: Job) -> Result:
+        problem: RemoteProblem = self._problem_of(job.rollout.family, job.rollout.place)[0]
+        session = await self._gateway.session(job.session)
+        play = self._play(job, problem)
+        return await ended(self._gateway, session, job, problem.id, problem.domain, play)
+
+    async def _play(self, job: Job, problem: RemoteProblem) -> StepResult:
+        job.enter("agent")
+        body = {
+            "run_id": job.session,
+            "family": self._family,
+            "task": problem.index,
+            "group": job.rollout.group,
+            "base_url": f"{self._base_url()}/sessions/{job.session}/v1",
+            "api_key": key_of(self._gateway.admin_key, job.session),
+            "seconds": self._seconds,
+        }
+        try:
+            async with asyncio.timeout(self._seconds + ANSWER_SECONDS):
+                event = await self._register.run(self._family, body)
+        except TimeoutError:
+            return StepResult(done=True, outcome=Outcome.TRUNCATED, detail={"cut": "time"})
+        return step_of(event)
+
+    def oldest(self, job: Job) -> int | None:
+        return oldest_of(self._gateway, job)
+
+
+def step_of(event: Mapping[str, Any]) -> StepResult:
+    """The end that a service reports. Without `outcome` the reward decides: 1 is "solved". "env_error" gives no reward;
+    so does a reward that is missing, such as that of a failed judge."""
+    detail = event.get("detail")
+    detail = {str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {}
+    reward, outcome = event.get("reward"), event.get("outcome")
+    if outcome is None and reward is not None:
+        outcome = Outcome.SOLVED if reward == 1 else Outcome.FAILED
+    try:
+        if reward is None and outcome != Outcome.ENV_ERROR:
+            detail = {"cause": "judge", "error": "the task service gave no reward", **detail}
+            outcome = Outcome.ENV_ERROR
+        return checked(StepResult(done=True, reward=reward or 0.0, outcome=Outcome(str(outcome)), detail=detail))
+    except (Glm5Error, ValueError) as error:
+        found = {"cause": "service", "error": f"{type(error).__name__}: {error}"[:MOST_ERROR_TEXT]}
+        return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail=found)
+
+
+class NewService(Fields):
+    """POST /services. `families` are the names under which recipes ask for it; `capacity` is the maximum number of its
+    rollouts at a time; `key` is sent to it as `Authorization: Bearer`."""
+
+    name: str = Field(min_length=1, max_length=128)
+    url: str = Field(pattern=r"^https?://", max_length=1024)
+    families: list[str] = Field(min_length=1, max_length=256)
+    capacity: int = Field(default=16, ge=1, le=1 << 16)
+    key: str = Field(default="", max_length=1024)
+
+
+def service_routes(gateway: Gateway, register: ServiceRegister) -> APIRouter:
+    """Routes for task services, with the admin key: POST and GET /services, DELETE /services/NAME."""
+    routes = APIRouter(prefix="/services")
+
+    @routes.post("")
+    async def add(request: Request) -> dict[str, Any]:
+        gateway.check_admin(request)
+        body = parse(NewService, await read_body(request, gateway.limits))
+        if bad := [family for family in body.families if not family or " " in family]:
+            raise ApiError(400, f"families: {bad[0]!r:.60} is empty or has a space.", param="families")
+        register.register(body.name, body.url, body.key, body.families, body.capacity)
+        return {"lease_seconds": LEASE_SECONDS}
+
+    @routes.get("")
+    async def listed(request: Request) -> dict[str, Any]:
+        gateway.check_admin(request)
+        now = time.monotonic()
+        return {
+            "services": [
+                {
+                    "name": one.name,
+                    "families": sorted(one.families),
+                    "capacity": one.capacity,
+                    "running": len(one.running),
+                    "lease_seconds": round(one.until - now, 1),
+                }
+                for one in register.services.values()
+            ]
+        }
+
+    @routes.delete("/{name}")
+    async def remove(request: Request, name: str) -> dict[str, Any]:
+        gateway.check_admin(request)
+        register.leave(name)
+        return {"status": "ok"}
+
+    return routes
