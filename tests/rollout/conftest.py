@@ -28,8 +28,8 @@ ADMIN = "an-admin-key"
 @dataclass
 class ScriptedEngine:
     """Answers with what `script` makes of the prompt's text; special tokens are spelled out in it. Each answer comes in
-    random pieces, each piece with the next weight version. `pause` is the time
-    before each piece; `faults` ends that many generations early."""
+    random pieces, each with a random weight version up to `newest`. `pause` is the time before each piece; `faults`
+    ends that many generations early."""
 
     tokenizer: Tokenizer
     script: Callable[[str], str]
@@ -37,6 +37,7 @@ class ScriptedEngine:
     name: str = "scripted"
     faults: int = 0
     pause: float = 0.0
+    newest: int = 3
     log: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     """Prompt and sampled ids, also of generations that ended early."""
     asked: list[SamplingParams] = field(default_factory=list)
@@ -60,7 +61,7 @@ class ScriptedEngine:
                 sent += piece
                 reason = None if left else "length" if cut else "stop"
                 scores = [-draw.random() for _ in piece]
-                yield Delta(0, piece, scores, [{} for _ in piece], reason, [draw.randint(0, 3)] * size)
+                yield Delta(0, piece, scores, [{} for _ in piece], reason, [draw.randint(0, self.newest)] * size)
         finally:
             self.log.append((tuple(ids), tuple(sent)))
 

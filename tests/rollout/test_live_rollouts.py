@@ -1,0 +1,408 @@
+"""The rollouts of a live run in this process: results, restarts, pushes, services, accounts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import GradingError
+from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
+from glm5.rollout import services
+from glm5.rollout.admission import Admission
+from glm5.rollout.agent_service import AgentService
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.fleet import Fleet
+from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.live import LiveRollouts
+from glm5.rollout.orchestrator import Orchestrator
+from glm5.rollout.remote import step_of
+from glm5.rollout.samples import rows_of
+from glm5.rollout.services import FamilyService, TaskService
+from glm5.rollout.session import SessionOptions
+from glm5.rollout.store import Store, StoreError
+from glm5.rollout.waits import Waits
+from glm5.tasks import AgentProblem, make_family, to_samples
+from glm5.tasks.env_threads import EnvThreadPool
+from glm5.tasks.trajectory_json import decode
+from tests.rollout.conftest import ADMIN, ScriptedEngine
+
+
+class OneEngine(Fleet):
+    """A fleet of one scripted engine; writes down what is asked of it."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.sources, self.asked = [engine], list[str]()
+
+    async def start(self) -> None:
+        self.asked.append("start")
+
+    async def close(self) -> None:
+        self.asked.append("close")
+
+    async def load(self, folder: Path, version: int) -> None:
+        self.asked.append(f"load {version}")
+
+    async def abort(self) -> None:
+        self.asked.append("abort")
+
+    async def _metrics(self) -> Mapping[int, str]:
+        return {}
+
+
+@dataclass
+class Live:
+    rollouts: LiveRollouts
+    engine: ScriptedEngine
+    fleet: OneEngine
+    store: Store
+    cursor: int = 0
+    seen: list[Trajectory] = field(default_factory=list)
+
+    async def take(self, count: int) -> list[Trajectory]:
+        """The next `count` results."""
+        found: list[Trajectory] = []
+        async with asyncio.timeout(20):
+            while len(found) < count:
+                for row in await self.rollouts.finished(self.cursor, 1.0):
+                    self.cursor = row["id"]
+                    found.append(decode(row, "a result", 1 << 20))
+        self.seen += found
+        return found
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def live(tokenizer: Tokenizer, tmp_path: Path) -> Open:
+    """Open the rollouts of a run on `tmp_path/live.db`, with arithmetic and two members per group."""
+
+    @asynccontextmanager
+    async def make(
+        version: int = 0, service: Callable[..., TaskService] | None = None, size: int = 2, **engine: Any
+    ) -> AsyncIterator[Live]:
+        scripted = ScriptedEngine(tokenizer, lambda prompt: "no<|user|>", **engine)
+        fleet = OneEngine(scripted)
+        with Store(tmp_path / "live.db") as store, EnvThreadPool(8, 5.0) as threads:
+            pool = EnginePool([scripted])
+            family = make_family("arithmetic")
+            made = (service or FamilyService)(
+                lambda _, place: (family.problem("rl", place), {"max_turns": 2, "max_context": 512}),
+                tokenizer,
+                SamplingParams(max_tokens=16, stop_token_ids=tokenizer.stop_token_ids),
+                pool,
+                store,
+                threads,
+            )
+            rollouts = LiveRollouts(
+                store, pool, fleet, Orchestrator([1.0], size), [made], ["sums"], Admission(8), max_staleness=3
+            )
+            rollouts.restore(version)
+            running = asyncio.create_task(rollouts.run())
+            try:
+                yield Live(rollouts, scripted, fleet, store)
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                assert not rollouts.jobs
+
+    return make
+
+
+def members(found: list[Trajectory]) -> Counter[int]:
+    return Counter(trajectory.group for trajectory in found)
+
+
+def run(test: Awaitable[None]) -> None:
+    async def inner() -> None:
+        await test
+
+    asyncio.run(inner())
+
+
+def test_results_are_what_the_engine_sampled(live: Open) -> None:
+    async def test() -> None:
+        async with live() as one:
+            one.rollouts.allow(5)
+            found = await one.take(10)
+            assert members(found) == dict.fromkeys(range(5), 2)
+            assert sorted(t.turns[0].output_ids for t in found) == sorted(ids for _, ids in one.engine.log)
+            for trajectory in found:
+                nodes = one.store.turns(trajectory.detail["session"])[0].nodes
+                mine, theirs = to_samples(trajectory), rows_of(nodes)
+                assert [(r.ids, r.loss_mask, r.weight_versions) for r in mine] == [
+                    (r.ids, r.loss_mask, r.weight_versions) for r in theirs
+                ]
+                assert [m.role for node in nodes for m in (*node.tail, node.reply)] == ["user", "assistant"]
+            one.rollouts.allow(6)
+            assert members(await one.take(2)) == {5: 2}
+            assert await one.rollouts.finished(one.cursor, 0.05) == []
+
+    run(test())
+
+
+def test_a_restart_hands_out_what_was_not_used_and_plays_the_rest(live: Open) -> None:
+    async def test() -> None:
+        async with live(newest=1) as one:
+            one.rollouts.allow(3)
+            first = await one.take(6)
+            sessions = [t.detail["session"] for t in first if t.group == 0]
+            await one.rollouts.updated(1, sessions, [0], [])
+            await one.rollouts.updated(2, [t.detail["session"] for t in first if t.group == 1], [1], [])
+        async with live(version=1, pause=0.2, newest=1) as two:  # the learner lost its second update
+            two.rollouts.allow(4)
+            rows = await two.rollouts.finished(0, 0)
+            assert sorted(row["group"] for row in rows if "turns" in row) == [1, 1, 2, 2]
+            await asyncio.sleep(0.1)  # group 3 has begun
+        async with live(version=1, newest=1) as three:
+            three.rollouts.allow(4)
+            three.cursor = rows[-1]["id"]
+            assert members(await three.take(2)) == {3: 2}
+            assert {t.detail["session"] for t in three.seen} == {"g3.0.1", "g3.1.1"}
+            assert three.store.session("g3.0.0").excluded == "interrupted"  # type: ignore[union-attr]
+
+    run(test())
+
+
+def test_rollouts_of_weights_that_are_lost_are_played_again(live: Open) -> None:
+    async def test() -> None:
+        async with live() as one:
+            one.rollouts.allow(2)
+            found = await one.take(4)
+        newest = {t.detail["session"] for t in found if max(t.weight_versions) > 1}
+        assert newest  # the scripted engine draws its versions
+        async with live(version=1) as two:
+            rows = await two.rollouts.finished(0, 0)
+            assert {row["detail"]["session"] for row in rows} == {t.detail["session"] for t in found} - newest
+            for session in newest:
+                assert two.store.session(session).excluded == "lost_weights"  # type: ignore[union-attr]
+
+    run(test())
+
+
+def test_a_push_ends_what_would_be_too_old(live: Open) -> None:
+    class TwoTurns(FamilyService):
+        async def run(self, job: Any) -> Any:
+            job.oldest = 0
+            job.enter("model")
+            await asyncio.sleep(30)
+
+    async def test() -> None:
+        async with live(service=TwoTurns) as one:
+            one.rollouts.allow(1)
+            await asyncio.sleep(0.05)
+            await one.rollouts.push(Path("w"), 3)
+            assert len(one.rollouts.jobs) == 2  # three versions old is allowed
+            await one.rollouts.push(Path("w"), 4)
+            found = await one.take(2)
+            assert {t.outcome for t in found} == {Outcome.TRUNCATED} and not any(t.reward for t in found)
+            assert one.fleet.asked == ["load 3", "load 4"]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked", "attempts"),
+    [("keep", ["load 1"], {"0"}), ("retract", ["abort", "load 1"], {"0"}), ("drain", ["load 1"], {"0"}),
+     ("abort", ["abort", "load 1"], {"1"})],
+)  # fmt: skip
+def test_push_modes(live: Open, mode: str, asked: list[str], attempts: set[str]) -> None:
+    async def test() -> None:
+        async with live(pause=0.05) as one:
+            one.rollouts.allow(1)
+            while not one.rollouts.pool.running:
+                await asyncio.sleep(0.001)
+            await one.rollouts.push(Path("w"), 1, mode)  # type: ignore[arg-type]
+            assert mode != "drain" or len(one.engine.log) == 2
+            found = await one.take(2)
+            assert {t.detail["session"].rpartition(".")[2] for t in found} == attempts
+            assert one.fleet.asked == asked
+
+    run(test())
+
+
+def test_a_full_disk_delays_and_loses_nothing(live: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "RETRY_SECONDS", 0.01)
+    write, failures = Store.write, iter([True] * 9)
+
+    async def full(self: Store, change: Any) -> Any:
+        if next(failures, False):
+            raise StoreError("the disk is full.")
+        return await write(self, change)
+
+    async def test() -> None:
+        async with live() as one:
+            monkeypatch.setattr(Store, "write", full)
+            one.rollouts.allow(3)
+            assert members(await one.take(6)) == dict.fromkeys(range(3), 2)
+
+    run(test())
+
+
+def test_shed_rollouts_come_back(live: Open) -> None:
+    async def test() -> None:
+        async with live(pause=0.1, size=4) as one:
+            one.rollouts.allow(2)
+            await asyncio.sleep(0.05)
+            assert len(one.rollouts.jobs) == 8
+            for rollout in one.rollouts.orchestrator.shed(5):
+                one.rollouts._stop((rollout.group, rollout.member), "shed")
+            found = await one.take(8)
+            again = sorted(t.detail["session"] for t in found if not t.detail["session"].endswith(".0"))
+            assert again == ["g1.1.1", "g1.2.1", "g1.3.1"]
+
+    run(test())
+
+
+# ------------------------------------------------------------------------------------------------------------- agents
+
+
+@dataclass
+class Script(AgentProblem):
+    """An agent that calls `act(ask)`; `ask(text)` returns the policy's answer to a conversation of one message."""
+
+    act: Callable[[Callable[[str], str]], Any]
+    loop: asyncio.AbstractEventLoop
+    client: httpx.AsyncClient
+    id: str = "script"
+    key: str = "script"
+    domain: str = "scripts"
+
+    def run(self, base_url: str, api_key: str) -> Any:
+        def ask(text: str) -> str:
+            body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            headers = {"authorization": f"Bearer {api_key}"}
+            post = self.client.post(f"{base_url}/chat/completions", json=body, headers=headers)
+            answer = asyncio.run_coroutine_threadsafe(post, self.loop).result(10).raise_for_status()
+            return str(answer.json()["choices"][0]["message"]["reasoning_content"])
+
+        return self.act(ask)
+
+
+def crash(ask: Any) -> None:
+    raise GradingError("no sandbox")
+
+
+def too_many(ask: Any) -> None:
+    for number in range(9):
+        ask(f"question {number}")
+
+
+@pytest.mark.parametrize(
+    ("act", "outcome", "reward", "detail", "rows"),
+    [
+        (lambda ask: float(ask("hello") == "no"), "solved", 1.0, {}, 1),
+        (lambda ask: (ask("a"), ask("b"), 0.25)[2], "failed", 0.25, {}, 2),
+        (lambda ask: (ask("a"), StepResult(done=True, reward=0.5, detail={"why": "x"}))[1], "failed", 0.5,
+         {"why": "x"}, 1),
+        (lambda ask: 1.0, "env_error", 0.0, {"cause": "empty"}, 0),
+        (lambda ask: (ask("a"), 1 / 0), "env_error", 0.0, {"cause": "crash"}, 1),
+        (crash, "env_error", 0.0, {"cause": "grading"}, 0),
+        (too_many, "truncated", 0.0, {"cut": "limit"}, 4),
+        (lambda ask: (ask("a"), time.sleep(0.7), 1.0)[2], "truncated", 0.0, {"cut": "time"}, 1),
+        (lambda ask: (ask("a"), float("nan"))[1], "env_error", 0.0, {"cause": "rollout"}, 1),
+        (lambda ask: (ask("a"), None)[1], "env_error", 0.0, {"cause": "rollout"}, 1),
+    ],
+)  # fmt: skip
+def test_agents(
+    live: Open, tokenizer: Tokenizer, act: Any, outcome: str, reward: float, detail: dict[str, str], rows: int
+) -> None:
+    async def test() -> None:
+        threads = EnvThreadPool(4, 0.5)
+        with threads:
+
+            def service(problem_of: Any, tokenizer: Tokenizer, params: Any, pool: Any, store: Store, _: Any) -> Any:
+                gateway = Gateway(pool, store, tokenizer, ADMIN, 1 << 12)
+                client = httpx.AsyncClient(transport=httpx.ASGITransport(create_gateway(gateway)))
+                problem = Script(act, asyncio.get_running_loop(), client)
+                limits = SessionOptions(turns=4, answer_tokens=16)
+                return AgentService(lambda *_: (problem, {}), gateway, limits, threads, lambda: "http://gateway")
+
+            async with live(service=service, size=1) as one:
+                one.rollouts.allow(1)
+                (found,) = await one.take(1)
+                assert (found.outcome, found.reward, len(found.turns)) == (outcome, reward, rows)
+                assert detail.items() <= found.detail.items()
+                session = one.store.session("g0.0.0")
+                assert session is not None and session.closed
+                assert (session.excluded is None) == (outcome != "env_error")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("event", "outcome", "reward"),
+    [
+        ({"reward": 1}, "solved", 1.0),
+        ({"reward": 0.5}, "failed", 0.5),
+        ({"reward": 0.0, "outcome": "truncated"}, "truncated", 0.0),
+        ({"outcome": "env_error", "detail": {"cause": "docker"}}, "env_error", 0.0),
+        ({}, "env_error", 0.0),
+        ({"reward": None}, "env_error", 0.0),
+        ({"reward": "much"}, "env_error", 0.0),
+        ({"reward": 1e300}, "env_error", 0.0),
+        ({"reward": 1.0, "outcome": "great"}, "env_error", 0.0),
+        ({"reward": 1.0, "outcome": ["solved"]}, "env_error", 0.0),
+        ({"reward": 1.0, "detail": "text"}, "solved", 1.0),
+    ],
+)
+def test_what_a_service_reports(event: dict[str, Any], outcome: str, reward: float) -> None:
+    found = step_of(event)
+    assert (found.outcome, found.reward) == (outcome, reward)
+    assert outcome != "env_error" or found.detail["cause"]
+
+
+# ---------------------------------------------------------------------------------------------------- pure decisions
+
+
+@given(st.integers(1, 200), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 2)), max_size=60))
+def test_admission_stays_within_its_bounds(most: int, signals: list[tuple[float, int, int]]) -> None:
+    admission, flying, preemptions = Admission(most), most, 0
+    for use, waiting, preempted in signals:
+        preemptions += preempted
+        before = admission.limit
+        surplus = admission.observe(use, waiting, preemptions, flying)
+        assert 1 <= admission.limit <= most and 0 <= surplus < max(1, flying)
+        assert surplus == 0 or use > 0.9 or preempted
+        assert admission.limit <= before or (use < 0.6 and not waiting)
+        flying = min(admission.limit, flying - surplus + 1)
+        for _ in range(flying):
+            admission.ended(True)
+
+
+def test_admission_grows_only_by_rollouts_that_ended_well() -> None:
+    admission = Admission(100, limit=8)
+    for _ in range(8):
+        admission.ended(False)
+    assert admission.observe(0.1, 0, 0, 8) == 0 and admission.limit == 8
+    for _ in range(8):
+        admission.ended(True)
+    assert admission.observe(0.1, 0, 0, 8) == 0 and admission.limit == 10
+    assert admission.observe(0.95, 3, 0, 10) == 3 and admission.limit == 7
+
+
+def test_all_time_has_a_cause() -> None:
+    rng, waits, now = random.Random(0), Waits(), 0.0
+    waits.add(now, {}, 0, "none")
+    for _ in range(1000):
+        now += rng.random()
+        stages = {
+            stage: rng.randint(1, 5) for stage in ("start", "model", "environment", "store") if rng.random() < 0.5
+        }
+        waits.add(now, stages, rng.randint(0, 2), rng.choice(["learner", "none", "push"]))
+    assert sum(waits.rollouts.values()) == pytest.approx(now)
+    assert sum(waits.engines.values()) == pytest.approx(now)
+    assert set(waits.rollouts) == {"environment", "engine", "store", "learner", "none", "push"}
