@@ -112,6 +112,32 @@ def test_anthropic_and_responses_clients(opened: Open) -> None:
     play(run())
 
 
+def test_the_tool_loop_of_the_anthropic_package(opened: Open) -> None:
+    """It asks for a conversation that the server keeps; the refusal has the code after which it sends all of it."""
+
+    @anthropic.beta_async_tool
+    async def f(x: int) -> str:
+        """Doubles."""
+        return str(2 * x)
+
+    async def run() -> None:
+        async with opened(
+            lambda prompt: "</think>two<|user|>" if ">2</tool" in prompt else "</think>" + CALL
+        ) as setting:
+            name, http = await setting.session()
+            direct = httpx2.AsyncClient(transport=httpx2.ASGITransport(setting.app))
+            root, key = str(http.base_url).removesuffix("/v1/"), http.headers["authorization"][7:]
+            client = anthropic.AsyncAnthropic(base_url=root, api_key=key, http_client=direct)
+            runner = client.beta.messages.tool_runner(
+                model="c", max_tokens=99, messages=[{"role": "user", "content": "hi"}], tools=[f]
+            )
+            assert (await runner.until_done()).content[-1].text == "two"  # type: ignore[union-attr]
+            found = await setting.samples(name)
+            assert (found["turns"], found["forks"], len(found["samples"])) == (2, {}, 1)
+
+    play(run())
+
+
 def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
     async def run() -> None:
         async with opened() as setting:
@@ -248,6 +274,11 @@ def test_trained_sessions_sample_from_the_whole_distribution(opened: Open) -> No
             assert (train.temperature, train.top_p, train.seed, train.logit_bias) == (0.8, 1.0, None, ())
             assert train.grammar is None and evaluated.grammar is not None
             assert (evaluated.temperature, evaluated.top_p, evaluated.seed) == (0.0, 0.5, 3)
+            both = {"tools": [{"type": "function", "function": TOOL}], "response_format": {"type": "json_object"}}
+            for mode, status in (("train", 200), ("eval", 400)):  # what cannot be demanded is ignored as well
+                _, agent = await setting.session(mode=mode)
+                answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], **both})
+                assert answer.status_code == status
 
     play(run())
 
