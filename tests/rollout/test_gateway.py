@@ -141,7 +141,7 @@ def test_the_tool_loop_of_the_anthropic_package(opened: Open) -> None:
 def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
     async def run() -> None:
         async with opened() as setting:
-            name, agent = await setting.session()
+            name, agent = await setting.session(tokens=512)
             other, _ = await setting.session()
             body = {"model": "m", "messages": [HI]}
             assert (await agent.post("chat/completions", json=body)).status_code == 200
@@ -151,9 +151,12 @@ def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
                 for method in ("GET", "POST"):
                     answer = await agent.request(method, f"http://gateway{path}", json={})
                     assert answer.status_code in (401, 405), path
-            for path in ("/generate", "/v1/completions", "/v1/models", "/update_weights_from_disk", "/tokenize"):
+            for path in ("/generate", "/v1/completions", "/update_weights_from_disk", "/tokenize"):
                 assert (await agent.post(f"http://gateway{path}", json={})).status_code == 404
             assert (await agent.get("http://gateway/healthz")).status_code == 200
+            for path in ("models", "http://gateway/v1/models"):  # agents look up how long their context may be
+                (model,) = (await agent.get(path)).json()["data"]
+                assert (model["id"], model["max_model_len"]) == ("glm5", 512)
             no_key = httpx.AsyncClient(transport=agent._transport, base_url=agent.base_url)
             assert (await no_key.post("chat/completions", json=body)).status_code == 401
             forged = {"authorization": f"Bearer {key_of('guess', name)}"}
