@@ -233,7 +233,7 @@ def test_messages(gateway: Gateway, tmp_path: Path, way: str) -> None:
 
 def test_an_agent_does_not_notice_that_the_gateway_died(gateway: Gateway, tmp_path: Path) -> None:
     """The engine had drawn nothing yet for the request under way, which the agent's client repeats."""
-    session = gateway.session(MESSAGES, pause=1.0)
+    session = gateway.session(MESSAGES, pause=2.0)
     command: list[str | Path] = [interpreter("anthropic"), AGENTS / "messages_loop.py"]
     with start(tmp_path, command, anthropic_variables(session)) as agent:
         while len(gateway.engine.asked) < 2:
