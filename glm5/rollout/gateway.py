@@ -38,7 +38,7 @@ from glm5.serve.options import Limits
 from glm5.serve.surfaces.anthropic.routes import count_tokens, messages
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.openai.responses import responses
-from glm5.serve.surfaces.openai.routes import chat
+from glm5.serve.surfaces.openai.routes import chat, models
 from glm5.serve.surfaces.schema import Body, parse
 from glm5.tasks.episode import MOST_REWARD
 
@@ -53,6 +53,7 @@ DIALECTS: dict[str, Handler] = {
     "responses": responses,
     "messages": messages,
     "messages/count_tokens": count_tokens,
+    "models": models,
 }
 
 
@@ -200,7 +201,7 @@ class Gateway:
         return {**head, "reward": session.row.reward, "excluded": excluded, **found}
 
     async def answer(self, request: Request, name: str, dialect: str) -> Any:
-        """Answer a chat request of a session. `dialect` is a key of `DIALECTS`."""
+        """Answer a request of an agent. `dialect` is a key of `DIALECTS`."""
         session = await self.session(name)
         session.check_open()
         service = SessionService(
@@ -340,9 +341,10 @@ def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
         found = await gateway.answer(request, name, dialect)
         return found if isinstance(found, Response) else JSONResponse(found)
 
+    methods = ["GET"] if dialect == "models" else ["POST"]
     # Starlette routes: FastAPI's take longer than the rest of a short request, and their features are not needed.
     for path in (f"/sessions/{{name}}/v1/{dialect}", f"/v1/{dialect}"):
-        app.add_route(path, answer, methods=["POST"])
+        app.add_route(path, answer, methods=methods)
 
 
 async def _store_failed(request: Request, error: Exception) -> Response:

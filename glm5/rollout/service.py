@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from glm5.chat.template import opens_thinking, render_chat, render_tail
 from glm5.errors import DataError, Glm5Error
-from glm5.records import Completion
+from glm5.records import Completion, GrammarSpec
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import Place
 from glm5.rollout.session import Call, CallStream, Sampled, Session
@@ -25,7 +25,7 @@ from glm5.serve.prompts import ChatBody, ChatInput, Mode, Prompt, render
 from glm5.serve.reply import Reply
 from glm5.serve.samples import Part, SampleStream
 from glm5.serve.service import READ, Job, TextService
-from glm5.serve.surfaces.schema import Body, parse
+from glm5.serve.surfaces.schema import Body, Sampling, parse
 
 Result = TypeVar("Result")
 OURS = ("function", "custom")
@@ -157,6 +157,10 @@ class SessionService(TextService):
         if call.error is not None:
             raise call.error
         return CallStream(call)
+
+    def grammar(self, body: Sampling, prompt: Prompt) -> GrammarSpec | None:
+        """None in a session for training, also for what could not be demanded (see `Session.params`)."""
+        return None if self.session.trained else super().grammar(body, prompt)
 
     def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:
         """The reply of the call. Identical requests get the same tool-call ids."""

@@ -30,7 +30,7 @@ from glm5.serve.samples import Delta, Part
 log = get_logger("gateway")
 
 SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty repetition_penalty logit_bias bad_words
-    allowed_token_ids seed grammar""".split()
+    allowed_token_ids seed""".split()
 """Sampling parameters that a session for training ignores: those that change the distribution, and the seed, which
 would make the samples of a group equal."""
 

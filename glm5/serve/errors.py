@@ -97,7 +97,8 @@ class ApiError(Glm5Error):
         """The error in OpenAI format, which the native surface shares, or in Anthropic format."""
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+            details = {"details": {"error_code": self.code}} if self.code else {}
+            return {"type": "error", "error": {"type": kind, "message": str(self), **details}}
         kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

@@ -15,7 +15,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.grammar_rules import MAX_TEXT
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
-from glm5.records import Completion, SamplingParams
+from glm5.records import Completion, GrammarSpec, SamplingParams
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, TooLate
 from glm5.serve.http_io import read_body, unless_gone
@@ -136,6 +136,10 @@ class TextService:
         client hangs up meanwhile."""
         raise NotImplementedError
 
+    def grammar(self, body: Sampling, prompt: Prompt) -> GrammarSpec | None:
+        """The form that a request demands of its answer. Raises ApiError if it cannot be demanded."""
+        return body.grammar(prompt)
+
     def _parts(self, jobs: Sequence[Job], names: Sequence[str], top_logprobs: int | None, field: str) -> list[Part]:
         """Prompts of one body share its grammar and its parameters, both of which may be megabytes."""
         made: dict[int, SamplingParams] = {}
@@ -145,7 +149,7 @@ class TextService:
             rooms = _tellable(jobs, rooms, 1 + top_logprobs)
         for (body, prompt), name, room in zip(jobs, names, rooms, strict=True):
             if id(body) not in made:
-                grammar = body.grammar(prompt)
+                grammar = self.grammar(body, prompt)
                 if grammar is not None and len(grammar.value) > MAX_TEXT:
                     text = f"The grammar has {len(grammar.value):,} characters; at most {MAX_TEXT:,} are allowed."
                     raise ApiError(400, text, param="tools" if grammar.kind == "tools" else "response_format")

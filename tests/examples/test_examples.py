@@ -136,6 +136,13 @@ def test_serve_and_call_tools(trained: Path) -> None:
     assert said[0].startswith("called weather {'city': ") and said[1].startswith("answered ")
 
 
+@pytest.mark.slow
+def test_train_on_your_agent(tmp_path: Path) -> None:
+    said = run(tmp_path, EXAMPLES / "train_on_your_agent.py").splitlines()
+    numbers = [re.fullmatch(r"Name a \w+\. (\d+) rows, (\d+) tokens, mean reward (\d\.\d\d)", line) for line in said]
+    assert len(said) == 3 and all(found and int(found[1]) >= 4 and 0 < int(found[2]) <= 4 * 2 * 16 for found in numbers)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 63

@@ -1,17 +1,11 @@
-"""lm-eval, unmodified, against `glm5 serve`: its figures are those of its own backend for transformers models.
-
-Its environment is made once for each set of requirements, in the user's cache; pip takes what it needs from where it
-usually does.
-"""
+"""lm-eval, unmodified, against `glm5 serve`: its figures are those of its own backend for transformers models."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,53 +20,19 @@ from glm5.data.packing import Batch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.train.loop import build_optimizer
 from glm5.train.losses import language_loss
+from tests.external.environments import interpreter
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "requirements-lm-eval.txt"
 TASKS = ("glm5_choice", "glm5_rolling", "glm5_generation")
 LONGEST = 1024
 """Tokens of a window of the rolling task, whose second text is longer."""
 
 
-def _build(folder: Path) -> str:
-    """Make the environment; returns why that was not possible, or an empty text."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
-    python = folder / "bin" / "python"
-    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    own = Path(subprocess.run(where, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
-    # What we have is seen after what the environment has, so that torch is not installed again.
-    (own / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    pip = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--prefer-binary",
-        "--no-compile",
-        "-q",
-    ]
-    pin = f"torch=={torch.__version__.partition('+')[0]}"
-    done = subprocess.run([*pip, "-r", str(REQUIREMENTS), pin], capture_output=True, text=True, timeout=900)
-    if done.returncode != 0:
-        return f"pip cannot install {REQUIREMENTS.name}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}"
-    (folder / "ready").touch()
-    return ""
-
-
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """The interpreter of lm-eval's environment."""
-    key = f"{REQUIREMENTS.read_text(encoding='utf-8')} {sys.prefix} {sys.version} {torch.__version__}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "glm5" / f"lm-eval-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not (folder / "ready").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if reason := _build(folder):
-            pytest.skip(reason)
-    return folder / "bin" / "python"
+    """The interpreter of lm-eval's environment. It has our torch."""
+    return interpreter("lm-eval", f"torch=={torch.__version__.partition('+')[0]}", ours=True)
 
 
 @pytest.fixture(scope="module")

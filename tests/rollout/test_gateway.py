@@ -112,10 +112,36 @@ def test_anthropic_and_responses_clients(opened: Open) -> None:
     play(run())
 
 
+def test_the_tool_loop_of_the_anthropic_package(opened: Open) -> None:
+    """It asks for a conversation that the server keeps; the refusal has the code after which it sends all of it."""
+
+    @anthropic.beta_async_tool
+    async def f(x: int) -> str:
+        """Doubles."""
+        return str(2 * x)
+
+    async def run() -> None:
+        async with opened(
+            lambda prompt: "</think>two<|user|>" if ">2</tool" in prompt else "</think>" + CALL
+        ) as setting:
+            name, http = await setting.session()
+            direct = httpx2.AsyncClient(transport=httpx2.ASGITransport(setting.app))
+            root, key = str(http.base_url).removesuffix("/v1/"), http.headers["authorization"][7:]
+            client = anthropic.AsyncAnthropic(base_url=root, api_key=key, http_client=direct)
+            runner = client.beta.messages.tool_runner(
+                model="c", max_tokens=99, messages=[{"role": "user", "content": "hi"}], tools=[f]
+            )
+            assert (await runner.until_done()).content[-1].text == "two"  # type: ignore[union-attr]
+            found = await setting.samples(name)
+            assert (found["turns"], found["forks"], len(found["samples"])) == (2, {}, 1)
+
+    play(run())
+
+
 def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
     async def run() -> None:
         async with opened() as setting:
-            name, agent = await setting.session()
+            name, agent = await setting.session(tokens=512)
             other, _ = await setting.session()
             body = {"model": "m", "messages": [HI]}
             assert (await agent.post("chat/completions", json=body)).status_code == 200
@@ -125,9 +151,12 @@ def test_a_key_opens_its_own_session_and_no_more(opened: Open) -> None:
                 for method in ("GET", "POST"):
                     answer = await agent.request(method, f"http://gateway{path}", json={})
                     assert answer.status_code in (401, 405), path
-            for path in ("/generate", "/v1/completions", "/v1/models", "/update_weights_from_disk", "/tokenize"):
+            for path in ("/generate", "/v1/completions", "/update_weights_from_disk", "/tokenize"):
                 assert (await agent.post(f"http://gateway{path}", json={})).status_code == 404
             assert (await agent.get("http://gateway/healthz")).status_code == 200
+            for path in ("models", "http://gateway/v1/models"):  # agents look up how long their context may be
+                (model,) = (await agent.get(path)).json()["data"]
+                assert (model["id"], model["max_model_len"]) == ("glm5", 512)
             no_key = httpx.AsyncClient(transport=agent._transport, base_url=agent.base_url)
             assert (await no_key.post("chat/completions", json=body)).status_code == 401
             forged = {"authorization": f"Bearer {key_of('guess', name)}"}
@@ -248,6 +277,11 @@ def test_trained_sessions_sample_from_the_whole_distribution(opened: Open) -> No
             assert (train.temperature, train.top_p, train.seed, train.logit_bias) == (0.8, 1.0, None, ())
             assert train.grammar is None and evaluated.grammar is not None
             assert (evaluated.temperature, evaluated.top_p, evaluated.seed) == (0.0, 0.5, 3)
+            both = {"tools": [{"type": "function", "function": TOOL}], "response_format": {"type": "json_object"}}
+            for mode, status in (("train", 200), ("eval", 400)):  # what cannot be demanded is ignored as well
+                _, agent = await setting.session(mode=mode)
+                answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], **both})
+                assert answer.status_code == status
 
     play(run())
 

@@ -29,14 +29,16 @@ LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Refused:
-    """A refused field. `neutral` are values that ask for nothing, `instead` is the advice in the error."""
+    """A refused field. `neutral` are values that ask for nothing, `instead` is the advice in the error, `code` names
+    the error for programs."""
 
     neutral: tuple[Any, ...] = ()
     instead: str = LEAVE_OUT
+    code: str = "unsupported"
 
 
-def no(*neutral: Any, instead: str = LEAVE_OUT) -> Refused:
-    return Refused(neutral, instead)
+def no(*neutral: Any, instead: str = LEAVE_OUT, code: str = "unsupported") -> Refused:
+    return Refused(neutral, instead, code)
 
 
 class Fields(BaseModel):
@@ -132,7 +134,7 @@ def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:
         known = nearest(short, {*implemented(kind), *kind.IGNORED, *kind.REFUSED})
         raise ApiError(400, f"{path} is not a field of this request{known}; leave it out.", param=path, code="unknown")
     if not any(_same(value, neutral) for neutral in refused.neutral):
-        raise ApiError(400, f"{path} is not supported; {refused.instead}.", param=path, code="unsupported")
+        raise ApiError(400, f"{path} is not supported; {refused.instead}.", param=path, code=refused.code)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -16,7 +16,7 @@ from glm5.errors import DataError
 from glm5.records import GrammarSpec
 from glm5.serve.errors import ApiError
 from glm5.serve.prompts import ChatInput, Mode, Prompt, limit_thinking, must_call, must_match
-from glm5.serve.surfaces.fields import TEXT_ONLY, Fields, implemented, no
+from glm5.serve.surfaces.fields import NO_STORE, TEXT_ONLY, Fields, implemented, no
 from glm5.serve.surfaces.schema import Count, Effort, Items, Sampling, Stops, TemplateKwargs, Tools
 
 HOSTED = frozenset(
@@ -138,7 +138,8 @@ class Prompting(Fields):
         "mcp_servers": no([]),
         "container": no(),
         "compaction": no(),
-        "thread": no(),
+        # With this code, the tool loop of the `anthropic` package goes on without a thread.
+        "thread": no(instead=NO_STORE, code="thread_unsupported_request"),
     }
     INSIDE = {"system": ResultBlock, "tools": Tool}
 

@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 @routes.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """The list of models, which contains only the served model."""
-    service = service_of(request)
+    service = text_service_of(request)
     found = _model(service)
     # Anthropic's clients find the end of a list by these fields.
     return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
@@ -105,7 +105,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     return {"prompt": text}
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: TextService) -> dict[str, Any]:
     """The model entry, for OpenAI and Anthropic clients."""
     created = datetime.fromtimestamp(service.created, UTC).isoformat()
     openai = {"object": "model", "created": service.created, "owned_by": "glm5", "root": service.model_name}

@@ -1,0 +1,47 @@
+"""Environments of outside packages: made once for each set of requirements, in the user's cache. pip takes what it
+needs from where it usually does."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def interpreter(name: str, *more: str, ours: bool = False) -> Path:
+    """The interpreter of an environment with the packages of `requirements-NAME.txt` and of `more`. With `ours`, it
+    also finds the packages of our own environment, after its own. Skips the test if pip cannot install them."""
+    requirements = HERE / f"requirements-{name}.txt"
+    key = " ".join((requirements.read_text(encoding="utf-8"), sys.prefix, sys.version, *more))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm5"
+    folder = cache / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "ready").exists():
+            _make(folder, ours, ["-r", str(requirements), *more])
+    return folder / "bin" / "python"
+
+
+def _make(folder: Path, ours: bool, packages: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
+    python = str(folder / "bin" / "python")
+    if ours:
+        where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        own = subprocess.run(where, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+        Path(own, "ours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    options = "--disable-pip-version-check --no-input --prefer-binary --no-compile -q".split()
+    done = subprocess.run(
+        [python, "-m", "pip", "install", *options, *packages], capture_output=True, text=True, timeout=900
+    )
+    if done.returncode != 0:
+        pytest.skip(f"pip cannot install {packages[1]}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    (folder / "ready").touch()
