@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from glm5.report.live_store import LiveStage, read_live
+
 Scalar = str | int | float | bool | None
 _T = TypeVar("_T")
 
@@ -121,6 +123,7 @@ class Artifacts:
     updates: dict[str, list[Update]] = field(default_factory=dict)
     adaptations: dict[str, Adaptation] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
+    live: dict[str, LiveStage] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Unreadable files, by their path in the run folder."""
@@ -146,6 +149,8 @@ def read_artifacts(run: Path) -> Artifacts:
             found.updates[name] = updates
         if (rollout := _read(run, folder / "rollout.json", Rollout, problems)) is not None:
             found.rollouts[name] = rollout
+        if (live := read_live(folder)) is not None:
+            found.live[name] = live
         if samples := _samples(folder / "samples.jsonl"):
             found.samples[name] = samples
     return found

@@ -14,6 +14,7 @@ from glm5.files import atomic_write
 from glm5.report import sections
 from glm5.report.adaptation import AdaptationSection, adaptation_section
 from glm5.report.drawing import LIGHT, TEXT_CSS, palette_css
+from glm5.report.live import live_sections
 from glm5.report.post_training import pass_at, policy_sections
 from glm5.report.records import stage_samples, stage_updates
 from glm5.report.results import Results, Run, load_run
@@ -79,6 +80,7 @@ def _context(run: Run) -> dict[str, Any]:
         "skills": [(name, SKILLS[name]) for name in families if name in SKILLS],
         "groups": training_groups(run),
         "policies": policy_sections(run),
+        "live": live_sections(run),
         "rollouts": _rollouts(run),
         "needle": sections.needle(results),
         "mtp": sections.mtp(results),

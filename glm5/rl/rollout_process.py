@@ -35,6 +35,7 @@ from glm5.rollout.services import FamilyService, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
+from glm5.rollout.trace import FILE, Trace
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
@@ -116,6 +117,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
                 family_labels(stage.families),
                 Admission(most),
                 stage.max_staleness,
+                trace=Trace(Path(job.store).with_name(FILE), "rollouts", 2),
             )
             live.restore(job.version)
             live.allow(job.allowed)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
 from glm5.rollout.store import ResultRow, SessionRow, Store
+from glm5.rollout.trace import Trace
 from glm5.rollout.waits import Waits
 from glm5.tasks.trajectory_json import encode
 
@@ -36,6 +38,10 @@ ACCOUNT_SECONDS = 0.02
 DRAIN_SECONDS = 0.01
 MOST_ATTEMPTS = 3
 """A rollout that its task service has lost this often is a failure of the environment."""
+PUSH_ROW = 1 << 20
+"""Row of the weight pushes in the trace, below those of the rollouts."""
+STANDSTILL, STANDSTILL_SECONDS = 10.0, 30.0
+"""It is a standstill when no rollout has ended for this many usual durations, and at least this many seconds."""
 MOST_RESULTS = 64
 """Maximum number of results in one answer to the learner."""
 
@@ -59,9 +65,13 @@ class LiveRollouts:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     results: int = 0
     """Id of the last stored result."""
+    trace: Trace | None = None
     waits: Waits = field(default_factory=Waits)
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     _stops: dict[tuple[int, int], str] = field(default_factory=dict)  # why a task is cancelled
+    _rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of the trace
+    _last_end: float = field(default_factory=time.monotonic)
+    _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # seconds of finished rollouts
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _pushing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -130,7 +140,7 @@ class LiveRollouts:
         """Load the checkpoint `folder` as `version` into all engines; returns the seconds. Rollouts that would be too
         stale end first. Raises EngineError if no engine took the weights."""
         async with self._pushing:
-            began = time.monotonic()
+            began, clock = time.monotonic(), time.time()
             for key, job in list(self.jobs.items()):
                 oldest = self.services[job.rollout.family].oldest(job)
                 if oldest is not None and version - oldest > self.max_staleness:
@@ -148,6 +158,8 @@ class LiveRollouts:
                     else:
                         await self.fleet.abort()
                     await self.fleet.load(folder, version)
+            if self.trace is not None:
+                self.trace.span(f"weights {version}", clock, time.time(), PUSH_ROW)
             return time.monotonic() - began
 
     async def finished(self, after: int, seconds: float) -> list[dict[str, Any]]:
@@ -179,6 +191,8 @@ class LiveRollouts:
         key = (rollout.group, rollout.member)
         job = Job(rollout, f"g{rollout.group}.{rollout.member}.{rollout.attempt}")
         self.jobs[key] = job
+        used = set(self._rows.values())
+        self._rows[key] = next(row for row in range(len(used) + 1) if row not in used)
         task = asyncio.create_task(self._play(key, job))
         self._tasks[key] = task
 
@@ -215,6 +229,7 @@ class LiveRollouts:
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:
             self._stops.pop(key, None)
+            self._record(key, job)
             del self.jobs[key], self._tasks[key]
             self._changed.set()
 
@@ -235,6 +250,23 @@ class LiveRollouts:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
+    def _record(self, key: tuple[int, int], job: Job) -> None:
+        """Write a rollout that has ended to the trace, stage by stage."""
+        row = self._rows.pop(key)
+        job.enter("over")
+        whole = sum(seconds for _, seconds in job.past)
+        self._last_end = time.monotonic()
+        self._lengths.append(whole)
+        if self.trace is None:
+            return
+        ended = time.time()
+        label = self.labels[job.rollout.family]
+        self.trace.span(label, ended - whole, ended, row, session=job.session, oldest=job.oldest)
+        at = ended - whole
+        for stage, seconds in job.past:
+            self.trace.span(stage, at, at + seconds, row)
+            at += seconds
+
     def _stop(self, key: tuple[int, int], why: str) -> None:
         if self.jobs[key].stage != "end" and self._stops.setdefault(key, why) is why:
             self._tasks[key].cancel()
@@ -251,11 +283,27 @@ class LiveRollouts:
             except (EngineError, OSError) as error:
                 log.warning("The engines' load is not known: %s", error)
                 continue
+            self._warn_of_standstill()
+            if self.trace is not None:
+                self.trace.count("engines", running=self.signals.running, waiting=self.signals.waiting)
+                self.trace.count("rollouts", **Counter(job.stage for job in self.jobs.values()))
             signals, flying = self.signals, self.orchestrator.in_flight
             surplus = self.admission.observe(signals.use, signals.waiting, signals.preemptions, flying)
             for rollout in self.orchestrator.shed(flying - surplus) if surplus else ():
                 self._stop((rollout.group, rollout.member), "shed")
             self._changed.set()
+
+    def _warn_of_standstill(self) -> None:
+        """Log the oldest rollouts when none has ended for much longer than rollouts take."""
+        usual = statistics.median(self._lengths) if self._lengths else 0.0
+        quiet = time.monotonic() - self._last_end
+        if self.jobs and quiet > max(STANDSTILL_SECONDS, STANDSTILL * usual):
+            self._last_end = time.monotonic()  # says it again after the same time
+            oldest = ", ".join(
+                f"{one['session']} ({one['family']}) waits for {one['waits_for']} since {one['seconds']:.0f} s"
+                for one in self.status()["oldest"]
+            )
+            log.warning("No rollout has ended for %.0f s; the oldest: %s.", quiet, oldest)
 
     async def _account(self) -> None:
         """Add up what engines and rollouts do."""
@@ -281,7 +329,13 @@ class LiveRollouts:
                 for label, share, c in zip(self.labels, orchestrator.shares, orchestrator.counts, strict=True)
             },
             "oldest": [
-                {"session": job.session, "waits_for": job.stage, "seconds": round(now - job.since, 3)} for job in oldest
+                {
+                    "session": job.session,
+                    "family": self.labels[job.rollout.family],
+                    "waits_for": job.stage,
+                    "seconds": round(now - job.since, 3),
+                }
+                for job in oldest
             ],
         }
 

@@ -42,10 +42,14 @@ class Job:
     stage: str = "start"
     since: float = field(default_factory=time.monotonic)
     oldest: int | None = None
+    past: list[tuple[str, float]] = field(default_factory=list)
+    """Earlier stages with their durations in seconds."""
 
     def enter(self, stage: str) -> None:
         """Wait for something else from now on."""
-        self.stage, self.since = stage, time.monotonic()
+        now = time.monotonic()
+        self.past.append((self.stage, now - self.since))
+        self.stage, self.since = stage, now
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import rollout_numbers, update
+from glm5.rollout.trace import FILE as TRACE
+from glm5.rollout.trace import Trace
 from glm5.tasks.trajectory_json import decode
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
@@ -100,16 +102,19 @@ class LiveDriver:
                 pass_rates=str(self.io.folder / PASS_RATES),
                 policy=policy,
             )
+            self._trace = Trace(self.io.folder / TRACE, "learner", 1)
+            stack.callback(self._trace.close)
             client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
             return self._run(client, weights, numbers)
 
     def _run(self, client: RolloutClient, weights: _WeightFolders, numbers: dict[str, float]) -> dict[str, float]:
         controller = self.controller
         while not controller.finished:
-            groups = self._batch(client)
+            with self._spent("wait"):
+                groups = self._batch(client)
             numbers = self._update(client, groups)
             if controller.pushing:
-                with self._time.on("publish"):
+                with self._spent("publish"):
                     folder = weights.write(self.learner.model, self.tokenizer, controller.version)
                     client.weights(controller.version, folder, self.launch.push_mode)
                     weights.keep(folder)
@@ -118,7 +123,7 @@ class LiveDriver:
                     self.learner.reset_optimizer()
             every = self.stage.optim.save_every
             if every and controller.version % every == 0 and not controller.finished:
-                with self._time.on("save"):
+                with self._spent("save"):
                     self._save(numbers)
             self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._noted())
             self.io.advance(1, numbers)
@@ -128,11 +133,10 @@ class LiveDriver:
         """The groups of the next update; waits for them."""
         seconds = 0.0
         while True:
-            with self._time.on("wait"):
-                if (budget := self.controller.budget) != self._allowed:
-                    client.allow(budget)
-                    self._allowed = budget
-                found = self._results(client, seconds)
+            if (budget := self.controller.budget) != self._allowed:
+                client.allow(budget)
+                self._allowed = budget
+            found = self._results(client, seconds)
             for row in found:
                 self._arrive(row)
             if not found and (groups := self.controller.batch()) is not None:
@@ -155,6 +159,14 @@ class LiveDriver:
             key = f"{name}/{cause}"
             self._seconds[key] = self._seconds.get(key, 0.0) + max(0.0, seconds - before.get(cause, 0.0))
 
+    @contextmanager
+    def _spent(self, work: str) -> Iterator[None]:
+        """Count the block's time as `work`, and show it in the trace."""
+        began = time.time()
+        with self._time.on(work):
+            yield
+        self._trace.span(work, began, time.time(), version=self.controller.version)
+
     def _arrive(self, row: Mapping[str, Any]) -> None:
         self._cursor = int(row["id"])
         if "turns" not in row:  # an earlier run of the stage has used or dropped it
@@ -172,7 +184,7 @@ class LiveDriver:
             replay.write(groups, self.record, self.io.name, step)
         trace = RolloutTrace(type(self.algorithm.objective).__name__) if is_due(step, self.stage.optim) else None
         before = client.clock()["engines"]
-        with self._time.on("update"):
+        with self._spent("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
                 time.sleep(self.launch.simulate_learner)
@@ -185,7 +197,7 @@ class LiveDriver:
         self.controller.updated()
         gone, self.controller.buffer.gone = self.controller.buffer.gone, []
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
-        with self._time.on("publish"):
+        with self._spent("publish"):
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
         numbers |= {"dropped_groups": float(self.controller.buffer.dropped)}
         numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
