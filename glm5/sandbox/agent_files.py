@@ -72,24 +72,35 @@ def row(*parts: bytes) -> bytes:
     return b"%d:%s" % (len(whole), whole)
 
 
-def wipe(shown: list[bytes]) -> bool:
-    """Empty the writable folders, but for the read-only paths `shown` and the folders that lead to them. False if
-    something else stays."""
-    kept = set(shown)
+def landmarks(shown: list[bytes]) -> dict[bytes, tuple[int, int]]:
+    """What must stay in the writable folders: these, read-only paths inside, and the folders that lead to them. Gives
+    device and inode by path."""
+    kept = set(FOLDERS)
     for path in shown:
-        while (path := os.path.dirname(path)) not in kept:
+        while path.startswith(FOLDERS[0] + b"/"):
             kept.add(path)
-    for top in FOLDERS:
-        kept.add(top)
-        for path, found in walk(top, shown):
-            if path not in kept:
-                try:
+            path = os.path.dirname(path)
+    return {path: _identity(path) for path in kept}
+
+
+def _identity(path: bytes) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
+
+
+def wipe(kept: dict[bytes, tuple[int, int]], shown: list[bytes]) -> bool:
+    """Empty the writable folders but for `kept`, their `landmarks`. False if something else stays, or one is not as it
+    was."""
+    try:
+        for top in FOLDERS:
+            for path, found in walk(top, shown):
+                if path not in kept:
                     (os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink)(path)
-                except OSError:
-                    return False
-        if any(path not in kept for path, _ in walk(top, shown)):
+        if any(path not in kept for top in FOLDERS for path, _ in walk(top, shown)):
             return False
-    return True
+        return all(_identity(path) == identity for path, identity in kept.items())
+    except OSError:
+        return False
 
 
 def full() -> bool:

@@ -95,6 +95,9 @@ def build_room(root: str, request: dict[str, list[list[str]]], uid: int, file_mb
     for folder in ("/tmp", launcher.BOX):
         os.mkdir(root + folder)
         launcher.mount_folder(root + folder, uid, file_mb, INODES)
+    for path, target in request.get("alias", []):
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(target, root + path)
     os.mkdir(root + "/proc")
     # Without `subset=pid` it would show the machine's hardware, load and settings. Some containers allow none of it.
     launcher.libc.mount(b"proc", (root + "/proc").encode(), b"proc", ctypes.c_ulong(2 | 4 | 8), b"subset=pid")
@@ -174,7 +177,8 @@ class ProcessOne:
     def __init__(self, channel: socket.socket, request: dict[str, list[list[str]]], machine: str) -> None:
         self.channel, self.machine = channel, machine
         self.command = request["program"][0]
-        self.shown = [os.fsencode(path) for (path,) in request.get("given", [])]
+        self._shown = [os.fsencode(path) for path, *_ in request.get("given", []) + request.get("alias", [])]
+        self._landmarks = agent_files.landmarks(self._shown)
         self.limits = [int(value) for value in request["limits"][0]]
         self.worker, self.orders, self.answers = 0, -1, -1
         wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -234,7 +238,7 @@ class ProcessOne:
             self._peak = max(self._peak, int(answer.get("peak", 0)))
         was_full, peak, self._peak = agent_files.full(), self._peak, 0
         rows = agent_files.collect(self.limits[3] << 20) + result
-        spent = spent or not agent_files.wipe(self.shown)
+        spent = spent or not agent_files.wipe(self._landmarks, self._shown)
         self._send(f"{told} {peak >> 10} {int(was_full)} {int(spent)}", rows)
 
     def _send(self, told: str, rows: bytes) -> None:

@@ -110,7 +110,7 @@ def request_of(
         if real == "/" or any(real == one or (one != "/tmp" and real.startswith(f"{one}/")) for one in RESERVED):
             raise ConfigError(f"agent: the path {path} cannot be shown; the room has its own.")
         if real != path and not _inside(path, folders):
-            rows.append(_row("link", path, real))
+            rows.append(_row("alias", path, real))
         given += [real] if not _inside(real, [*folders, *given]) and real not in given else []
     rows += [_row("given", path) for path in given]
     package = LAUNCHER.parents[1]
