@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import json
 import os
@@ -63,7 +62,8 @@ MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
 FILES = 1024  # descriptors per process
 INODES = 65536  # files and folders in each writable folder
-KILL_S = 5.0  # time to end an agent's processes while the worker stays
+KILL_S = 2.0  # time to end an agent's processes while the worker stays
+WORKER_CPU_S = 3600
 MOST_LINE = 1 << 17  # bytes of a worker's answer
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -197,9 +197,15 @@ class ProcessOne:
         self.answers, answer = os.pipe()
         for descriptor in (theirs, answer):
             os.set_inheritable(descriptor, True)
-        self.limits[2] += 1  # the worker itself
-        command = [*self.command, str(theirs), str(answer)]
-        self.worker = start(command, environment, self.limits, self.machine)
+        cpu_s, memory_mb, processes, file_mb = self.limits
+        command = [*self.command, str(theirs), str(answer), str(cpu_s)]
+        limits = [
+            cpu_s + WORKER_CPU_S,
+            memory_mb,
+            processes + 1,
+            file_mb,
+        ]  # for import and forks; its children have less
+        self.worker = start(command, environment, limits, self.machine)
         os.close(theirs)
         os.close(answer)
         self._poll.register(self.answers, select.POLLIN)
@@ -346,7 +352,7 @@ def be_process_one(request: dict[str, list[list[str]]], root: str, channel: sock
     socket.send_fds(channel, [b"ready"], [listener.fileno()])
     listener.close()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, 16, 1)
+        message, descriptors, _, _ = socket.recv_fds(channel, 16, 1, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return
         if message == b"job":
@@ -383,11 +389,8 @@ def main() -> None:
         os.close(control)
         be_process_one(request, root, channel, uid)
     except (launcher.SetupError, OSError, ValueError) as error:
-        try:
+        with contextlib.suppress(OSError):  # the caller is gone
             channel.send(f"error {error}".encode()[:1000])
-        except OSError as closed:
-            if closed.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
-                raise
     os._exit(0)
 
 

@@ -37,7 +37,7 @@ from glm5.sandbox.agent_watch import measure
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
 from glm5.sandbox.forward import Address, Forwarder, unreachable
 from glm5.sandbox.room import Limits, interpreter, memory_file
-from glm5.sandbox.sandbox import INTERRUPTED, KILL_S, LATE_READS, MECHANISMS, START_S, _Clock
+from glm5.sandbox.sandbox import INTERRUPTED, KILL_S, LATE_READS, MECHANISMS, START_S, _Clock, _waited_for_a_core
 
 WATCH_S = 0.25  # time between two measurements of the room's memory and CPU time
 AGENT_LIMITS = Limits(cpu_s=300, wall_s=900.0, memory_mb=2048, processes=128, file_mb=256, output_kb=1024)
@@ -223,7 +223,7 @@ class Room:
 
     def _receive(self, mask: int) -> None:
         """A message of the launcher."""
-        text, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1)
+        text, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         kind, *words = text.decode(errors="replace").split(" ")
         if kind == "ready" and descriptors:
             listener = socket.socket(fileno=descriptors[0])
@@ -249,17 +249,20 @@ class Room:
                         break
 
     def run(self, task: Task, token: CancelToken | None = None) -> AgentRun:
-        """Run one agent; see `run_agent`. After an error the room is spent."""
+        """Run one agent; see `run_agent`. After an error while it ran the room is spent."""
+        job = job_of(task)
+        if (why := unreachable(self.gateway)) is not None:
+            raise GradingError(f"the gateway does not answer at {self.gateway}: {why}.")
         try:
             with self._cancelled_by(token):
-                return self._run(job_of(task))
-        except BaseException:
+                return self._run(job)
+        except BaseException as error:
             self.spent = True
+            if isinstance(error, OSError):  # for example, too many open files
+                raise GradingError(f"{self._mechanism}: an agent's room failed: {error}.") from error
             raise
 
     def _run(self, job: bytes) -> AgentRun:
-        if (why := unreachable(self.gateway)) is not None:
-            raise GradingError(f"the gateway does not answer at {self.gateway}: {why}.")
         assert self._forwarder is not None  # the room is ready
         self._forwarder.lost = False
         self._captured = {"stdout": b"", "stderr": b""}
@@ -309,7 +312,7 @@ class Room:
     def _watch(self, before: float) -> tuple[str | None, bool]:
         """Serve the agent until it ends or must be ended. Returns the reason to end it, and whether it was seen at its
         limit of processes. `before` is the CPU time in seconds that the room had used."""
-        clock, late, crowded = _Clock(self._pid, self.limits.wall_s), 0, False
+        clock, late, crowded = _Clock(self._pid, self.limits.wall_s, _waited_for_a_core(self._pid)), 0, False
         clock.program_runs()
         look = time.monotonic() + WATCH_S
         while self._message is None:

@@ -1,9 +1,9 @@
 """Imports an agent once, then forks a process per rollout. Runs inside an agent's room (see `agent_workers`).
 
-`agent_worker.py MODULE:FUNCTION PATHS ORDERS ANSWERS`: PATHS is a JSON list of folders to import from, the last two are
-descriptors. Orders and answers are JSON lines. First answer: `{"loaded": true}` or `{"error": WHY}`. Then per order
-`{"environment": {...}, "task": ...}` one answer `{"end": wait status, "peak": KB, "result": text}`; the result is
-missing if the agent returned None or failed.
+`agent_worker.py MODULE:FUNCTION PATHS ORDERS ANSWERS CPU_S`: PATHS is a JSON list of folders to import from, ORDERS and
+ANSWERS are descriptors, CPU_S is the CPU limit of a process of a rollout. Orders and answers are JSON lines. First
+answer: `{"loaded": true}` or `{"error": WHY}`. Then per order `{"environment": {...}, "task": ...}` one answer `{"end":
+wait status, "peak": KB, "result": text}`; the result is missing if the agent returned None or failed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import sys
 import traceback
 
@@ -27,11 +28,12 @@ PR_SET_DUMPABLE = 4
 MOST_RESULT = 32768  # bytes; a pipe takes them without a reader
 
 
-def play(function: Callable[..., object], order: dict[str, Any], result: int) -> None:
+def play(function: Callable[..., object], order: dict[str, Any], cpu_s: int, result: int) -> None:
     """Call the agent in this forked process, and end it."""
     code = 1
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         os.environ.clear()
         os.environ.update(order["environment"])
@@ -57,10 +59,11 @@ def play(function: Callable[..., object], order: dict[str, Any], result: int) ->
 
 
 def main() -> None:
-    place, paths, orders, answers = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:5])
+    place, paths, orders, answers, cpu_s = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
     for descriptor in (orders, answers):
         os.set_inheritable(descriptor, False)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # rollouts must not change this process for later ones
+    sys.argv[1:] = []
     sys.path[:0] = paths
     try:
         module, _, name = place.partition(":")
@@ -78,7 +81,7 @@ def main() -> None:
             if pid == 0:
                 for descriptor in (orders, answers, read):
                     os.close(descriptor)
-                play(function, json.loads(line), write)
+                play(function, json.loads(line), cpu_s, write)
             os.close(write)
             _, end, usage = os.wait4(pid, 0)
             os.set_blocking(read, False)

@@ -27,7 +27,8 @@ IMPORT_S = 120.0
 
 class AgentWorkers:
     """Runs `agent`, "module:function". The function is called as `function(base_url, api_key, task)` in a process of
-    its own; it returns None or a str. Environment and limits are those of `agent_room.run_agent`, per rollout.
+    its own; it returns None or a str. Environment and limits are those of `agent_room.run_agent`, per rollout;
+    `memory_mb` includes what the agent imports.
 
     Thread-safe: each thread that calls `run` has a worker of its own meanwhile. At most `idle` workers wait for the
     next call, and none has more than `rollouts`. `path` are folders to import from; they are shown read-only, as are

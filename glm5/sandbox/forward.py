@@ -27,7 +27,7 @@ class Forwarder:
     """Accepts the connections of `listener`, a socket of the room, and connects each to `gateway`. The owner's loop
     calls the functions that are registered with `selector`, with the events' mask.
 
-    `lost` tells whether the last attempt to reach the gateway failed.
+    `lost`: nothing listened at the gateway's address when it was last tried. Raises OSError without file descriptors.
     """
 
     def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, gateway: Address) -> None:
@@ -40,10 +40,14 @@ class Forwarder:
     def _accept(self, mask: int) -> None:
         try:
             agent, _ = self.listener.accept()
-        except OSError:  # its peer is gone
+        except (BlockingIOError, ConnectionError):  # its peer is gone
             return
         agent.setblocking(False)
-        gateway, failed = connect(self.gateway)
+        try:
+            gateway, failed = connect(self.gateway)
+        except OSError:
+            agent.close()
+            raise
         if failed:
             self.failed(failed)
             agent.close()
@@ -54,8 +58,8 @@ class Forwarder:
             self.selector.unregister(self.listener)
 
     def failed(self, number: int) -> None:
-        """An attempt to reach the gateway failed. A busy one (EAGAIN) is not lost."""
-        self.lost = number not in (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+        """An attempt to reach the gateway failed. Other errors can be the agent's doing, such as a full queue."""
+        self.lost = self.lost or number in (errno.ECONNREFUSED, errno.ENOENT)
 
     def ended(self, link: _Link) -> None:
         if link in self._links:
@@ -70,10 +74,10 @@ class Forwarder:
         while True:
             try:
                 self.listener.accept()[0].close()
-            except BlockingIOError:
-                return
-            except OSError:
+            except ConnectionError:
                 continue
+            except OSError:
+                return
 
     def close(self) -> None:
         for link in list(self._links):

@@ -225,6 +225,7 @@ class Host:
     abstract: socket.socket
     gateway: socket.socket
     victim: subprocess.Popen[bytes]
+    rooms: Path
 
     def run(self, source: str, limits: Limits = LIMITS, **options: Any) -> AgentRun:
         words = {
@@ -254,7 +255,7 @@ class Host:
             with pytest.raises(BlockingIOError):
                 server.recv(10) if server is self.udp else server.accept()
         assert self.victim.poll() is None
-        assert left_over(run.stdout) == [] and not list(Path(tempfile.gettempdir()).glob("glm5-sandbox-*"))
+        assert left_over(run.stdout) == [] and list(self.rooms.iterdir()) == []
 
 
 def left_over(stdout: str) -> list[str]:
@@ -298,7 +299,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             one.setblocking(False)
         (folder / "unix").chmod(0o777)
         victim = subprocess.Popen(["sleep", "3000"])
-        yield Host(canary, folder, tcp, udp, unix, abstract, gateway, victim)
+        rooms = tmp_path_factory.mktemp("rooms")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(rooms))
+            yield Host(canary, folder, tcp, udp, unix, abstract, gateway, victim, rooms)
         victim.kill()
         victim.wait()
     for path in folder.iterdir():

@@ -171,8 +171,8 @@ def processes_below(pid: int) -> list[str]:
     return found
 
 
-def test_a_cancelled_agent_ends_at_once(run: Run) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("glm5-sandbox-*"))
+def test_a_cancelled_agent_ends_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     token = CancelToken()
     timer = threading.Timer(0.4, token.cancel)
     timer.start()
@@ -184,7 +184,7 @@ def test_a_cancelled_agent_ends_at_once(run: Run) -> None:
         run("true", token=token)
     timer.join()
     token.close()
-    assert not processes_below(os.getpid()) and set(Path(tempfile.gettempdir()).glob("glm5-sandbox-*")) == before
+    assert not processes_below(os.getpid()) and list(tmp_path.iterdir()) == []
 
 
 def test_packages_of_the_caller_are_read_only(run: Run, tmp_path: Path) -> None:
@@ -327,6 +327,18 @@ def test_a_worker_plays_many_rollouts_and_each_finds_it_empty(workers: AgentWork
     }  # fmt: skip
     assert "ValueError: of the agent" in runs["raise"].stderr and "Permission" in runs["change the worker"].stderr
     assert runs["long"].result == "x" * 32768 and runs["exit"].result is None
+
+
+def test_the_import_does_not_count_as_cpu_time_of_a_rollout(gateway: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    busy = (
+        "import time\nwhile time.process_time() < 2.2: pass\ndef play(base_url, api_key, task):\n    while task: pass"
+    )
+    (tmp_path / "busy.py").write_text(busy)
+    limits = replace(LIMITS, cpu_s=1)
+    with AgentWorkers("busy:play", gateway_socket=gateway, path=[tmp_path], limits=limits) as workers:
+        runs = [workers.run({}, task=task, **SESSION) for task in (0, 1, 0)]  # type: ignore[arg-type]
+        assert [run.killed_reason for run in runs] == [None, "cpu", None] and len(workers._free) == 1
 
 
 @pytest.mark.parametrize("task", ["kill the worker", "stop the worker", "deep", "move the package"])
