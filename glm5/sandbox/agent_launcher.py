@@ -177,7 +177,8 @@ class ProcessOne:
     def __init__(self, channel: socket.socket, request: dict[str, list[list[str]]], machine: str) -> None:
         self.channel, self.machine = channel, machine
         self.command = request["program"][0]
-        self._shown = [os.fsencode(path) for path, *_ in request.get("given", []) + request.get("alias", [])]
+        shown = [row for kind in ("bind", "given", "alias") for row in request.get(kind, [])]
+        self._shown = [os.fsencode(path) for path, *_ in shown]
         self._landmarks = agent_files.landmarks(self._shown)
         self.limits = [int(value) for value in request["limits"][0]]
         self.worker, self.orders, self.answers = 0, -1, -1

@@ -77,17 +77,12 @@ def run_agent(
             gateway does not answer at the start or at the agent's last attempt, or the token was cancelled.
         ConfigError: a file name, a path or a variable that is not allowed.
     """
-    task = Task(base_path, api_key, files, env or {})
-    for attempt in (0, 1):
-        with contextlib.ExitStack() as stack:
-            try:
-                room = stack.enter_context(Room(list(command), gateway_socket, limits, read_only, token=token))
-            except StartedTooLate:
-                if attempt:
-                    raise
-                continue
-            return room.run(task, token)
-    raise AssertionError
+    try:
+        room = Room(list(command), gateway_socket, limits, read_only, token=token)
+    except StartedTooLate:
+        room = Room(list(command), gateway_socket, limits, read_only, token=token)
+    with room:
+        return room.run(Task(base_path, api_key, files, env or {}), token)
 
 
 class StartedTooLate(GradingError):
