@@ -341,6 +341,9 @@ def be_process_one(request: dict[str, list[list[str]]], root: str, channel: sock
     os.umask(0o022)
     build_room(root, request, uid, int(request["limits"][0][3]))
     listener = open_loopback(int(request["port"][0][0]))
+    if os.getuid() == 0:
+        for descriptor in (1, 2):
+            os.fchown(descriptor, uid, uid)  # /dev/stdout and /dev/stderr open these pipes anew
     launcher.drop_privileges(uid, int(request["capability"][0][0]))
     launcher.libc.prctl(launcher.PR_SET_PDEATHSIG, launcher.SIGKILL, 0, 0, 0)  # the change of user id clears it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let the agent interrupt process 1
@@ -360,16 +363,6 @@ def be_process_one(request: dict[str, list[list[str]]], root: str, channel: sock
             one.run(descriptors[0])
 
 
-def guard_room(first: int, control: int) -> None:
-    """As the launcher's, for the channel is closed already."""
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
-    os.read(control, 1)
-    os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
-    os._exit(0)
-
-
 def main() -> None:
     """`agent_launcher.py MODE REQUEST_FD CHANNEL_FD CONTROL_FD ROOT`; MODE is root or user."""
     mode, request_fd, channel_fd, control, root = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
@@ -385,8 +378,7 @@ def main() -> None:
         launcher.enter_namespaces(mode == "root")
         first = os.fork()
         if first:
-            channel.close()
-            guard_room(first, control)
+            launcher.guard_room(first, channel.detach(), control)
         os.close(control)
         be_process_one(request, root, channel, uid)
     except (launcher.SetupError, OSError, ValueError) as error:

@@ -18,7 +18,8 @@ WORKER = "/etc/glm5/agent_worker.py"  # in the room
 RESERVED = ("/box", "/tmp", "/proc", "/dev", "/etc")
 SHOWN = (
     "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share", "/usr/local/bin",
-    "/usr/local/lib", "/usr/local/libexec", "/usr/local/share", "/bin", "/sbin", "/lib", "/lib32", "/lib64",
+    "/usr/local/lib", "/usr/local/libexec", "/usr/local/share", "/usr/include", "/usr/local/include", "/bin", "/sbin",
+    "/lib", "/lib32", "/lib64",
     "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/dev/null", "/dev/urandom",
 )  # fmt: skip
 LINKS = (

@@ -92,6 +92,7 @@ def test_a_command_with_its_files_and_variables(run: Run) -> None:
     assert (found.exit_code, found.stdout, found.stderr) == (3, f"{url}/v1 {url} sk-a 1\ny\n", "")
     assert found.killed_reason is None and found.files["sub/b"] == "é".encode()
     assert sorted(found.files) == ["go.sh", "sub/a.txt", "sub/b"]
+    assert run("echo out > /dev/stdout; echo err > /dev/stderr").stderr == "err\n"
     assert run(in_python("print(open('raw', 'rb').read() == bytes(range(256)))"), files).stdout == "True\n"
 
 
