@@ -198,6 +198,7 @@ def gateway(
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
     port: int = 8100,
+    socket: Annotated[Path | None, typer.Option(help="Unix socket to listen on as well, for agents in rooms.")] = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the admin key; or GLM5_ADMIN_KEY. Default: made beside the store.")
     ] = None,
@@ -226,6 +227,7 @@ def gateway(
         store,
         host,
         port,
+        socket_path=socket,
         admin_key_file=admin_key_file,
         engine_key=None if engine_key_file is None else find_key("api", None, engine_key_file),
         limits=replace(LIMITS, request_seconds=request_seconds),

@@ -22,7 +22,7 @@ from glm5.rollout.engines import EnginePool, HttpEngine, LocalEngine, TokenSourc
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, find_key, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, fitted
+from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.options import EngineOptions, Limits
 
@@ -42,6 +42,7 @@ def run(
     host: str = "127.0.0.1",
     port: int = 8100,
     *,
+    socket_path: Path | None = None,
     admin_key_file: Path | None = None,
     engine_key: str | None = None,
     limits: Limits = LIMITS,
@@ -50,6 +51,7 @@ def run(
 ) -> None:
     """Serve sessions until interrupted. Without `engines` (base URLs), the model of `directory` runs in this process.
     With `engines`, only the tokenizer of `directory` is used; without a directory, the one that the first engine names.
+    `socket_path` is a Unix socket to listen on as well, for agents in sandboxes; only our user may connect to it.
 
     Raises:
         UsageError: neither a directory nor engines; an address in use; an engine that does not answer.
@@ -60,6 +62,9 @@ def run(
         raise UsageError("Give a checkpoint directory, or the engines with --engines URL.")
     limits = fitted(limits, files=2)
     with bind(host, port) as listener, contextlib.ExitStack() as stack:
+        listeners = [listener]
+        if socket_path is not None:
+            listeners.append(stack.enter_context(bind_path(socket_path)))
         kept = stack.enter_context(Store(store))
         key, key_file = admin_key_of(admin_key_file, store)
         sources: Sequence[TokenSource]
@@ -85,13 +90,14 @@ def run(
                 announce(sockets)
                 return
             address = next(iter(sockets)).getsockname()[:2]
-            told = {"url": f"http://{address[0]}:{address[1]}", "store": str(store)}
+            told: dict[str, str | None] = {"url": f"http://{address[0]}:{address[1]}", "store": str(store)}
+            told["socket"] = None if socket_path is None else str(socket_path)
             print(json.dumps(told | {"admin_key_file": None if key_file is None else str(key_file)}), flush=True)
 
         config = ServerConfig(app, limits, limits.stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS)
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                Server(config, ready).run(sockets=[listener])
+                Server(config, ready).run(sockets=listeners)
         except OSError as error:  # another server took the port during loading
             raise address_error(error, host, port) from None
 

@@ -20,7 +20,10 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
+
+    Calls = Mapping[str, tuple[int, int]]
+    Rules = Iterable[tuple[tuple[int, int], int, tuple[int, ...], int]]
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 14, 1 << 18, 2
@@ -143,34 +146,56 @@ def is_mapped(number: int, path: str) -> bool:
 
 def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb: int) -> None:
     """Build a tmpfs with read-only views of the interpreter's paths and one writable folder; make it the only root."""
-    mount(None, "/", None, MS_REC | MS_PRIVATE)
-    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path, link in request.get("link", []):
-        os.makedirs(os.path.dirname(root + path), exist_ok=True)
-        os.symlink(link, root + path)
+    mount_root(root, request.get("link", []))
     for (path,) in request.get("bind", []):
-        target = root + path
-        if os.path.isdir(path):
-            os.makedirs(target, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            open(target, "x").close()
-        mount(path, target, None, MS_BIND | MS_REC)
-        # a device node must stay a device: if read-only, its data is writable, but not its owner, mode and times
-        attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
-        check(
-            libc.syscall(
-                ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
-                ctypes.c_size_t(len(attributes)),
-            ),
-            f"mount_setattr {target}",
-        )  # fmt: skip
+        mount_view(root, path)
     for (path,) in request.get("hide", []):
-        mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
+        hide(root, path)
     os.mkdir(root + BOX)
     if file_mb:  # otherwise the folder is part of the read-only root
-        options = f"size={file_mb}m,nr_inodes=4096,mode=700,uid={uid},gid={uid}"
-        mount("tmpfs", root + BOX, "tmpfs", MS_NOSUID | MS_NODEV, options)
+        mount_folder(root + BOX, uid, file_mb, 4096)
+    enter_root(root)
+
+
+def mount_root(root: str, links: list[list[str]]) -> None:
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path, link in links:
+        os.makedirs(os.path.dirname(root + path), exist_ok=True)
+        os.symlink(link, root + path)
+
+
+def mount_view(root: str, path: str) -> None:
+    """Show a file or folder of the machine read-only, at the same path."""
+    target = root + path
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "x").close()
+    mount(path, target, None, MS_BIND | MS_REC)
+    # a device node must stay a device: if read-only, its data is writable, but not its owner, mode and times
+    attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
+    check(
+        libc.syscall(
+            ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
+            ctypes.c_size_t(len(attributes)),
+        ),
+        f"mount_setattr {target}",
+    )  # fmt: skip
+
+
+def hide(root: str, path: str) -> None:
+    mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
+
+
+def mount_folder(target: str, uid: int, size_mb: int, inodes: int) -> None:
+    """A writable folder in memory for the program."""
+    options = f"size={size_mb}m,nr_inodes={inodes},mode=700,uid={uid},gid={uid}"
+    mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, options)
+
+
+def enter_root(root: str) -> None:
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
     check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and removes it
@@ -216,25 +241,29 @@ def drop_privileges(uid: int, last_capability: int) -> None:
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 
-def filter_system_calls(machine: str) -> None:
-    """Install a seccomp filter. Calls of `DENIED` and new namespaces fail with EPERM. `PRETENDED` and `BY_ARGUMENT`
-    define their own answers. A call from another architecture's table kills the program."""
+def filter_system_calls(
+    machine: str, denied: Calls = DENIED, by_argument: Rules = BY_ARGUMENT, more: Iterable[tuple[int, ...]] = ()
+) -> None:
+    """Install a seccomp filter. Calls of `denied` and new namespaces fail with EPERM. `PRETENDED` and `by_argument`
+    define their own answers. A call from another architecture's table kills the program. `more` are instructions that
+    find the call's number in the accumulator and leave it there."""
     if machine not in MACHINES:
         raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
     column, audit, clone, clone3 = MACHINES[machine]
     load, jump_eq, jump_ge, jump_set, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
-    code = [(load, 0, 0, 4), (jump_eq, 1, 0, audit), (give, 0, 0, kill)]
+    code: list[tuple[int, ...]] = [(load, 0, 0, 4), (jump_eq, 1, 0, audit), (give, 0, 0, kill)]
     code += [(load, 0, 0, 0), (jump_ge, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 call table
-    for numbers in DENIED.values():
+    for numbers in denied.values():
         code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail | EPERM)]
     for numbers in PRETENDED.values():
         code += [(jump_eq, 0, 1, numbers[column]), (give, 0, 0, fail)]
-    for numbers, place, values, answer in BY_ARGUMENT:
+    for numbers, place, values, answer in by_argument:
         code += [(jump_eq, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, 16 + 8 * place)]
         for value in values:
             code += [(jump_eq, 0, 1, value), (give, 0, 0, fail | answer)]
         code += [(load, 0, 0, 0)]
+    code += more
     code += [(jump_eq, 0, 1, PREADV2[column]), (give, 0, 0, fail | ENOSYS)]
     code += [(jump_ge, 0, 1, NEWER_CALLS), (give, 0, 0, fail | ENOSYS)]
     code += [(jump_eq, 0, 1, clone3), (give, 0, 0, fail | ENOSYS)]  # its flags are not visible here; libc falls back

@@ -156,11 +156,12 @@ class _Clock:
     """Remaining time of a room: `START_S` until its program runs, then `wall_s`.
 
     On a busy machine, the time that a program waits for a core does not count, up to `MOST_STRETCH` times the limit.
-    The bound keeps a program with many threads from extending its run without end.
+    The bound keeps a program with many threads from extending its run without end. `waited` is the room's waiting time
+    in seconds before this program.
     """
 
-    def __init__(self, room: int, wall_s: float) -> None:
-        self._room, self._wall_s = room, wall_s
+    def __init__(self, room: int, wall_s: float, waited: float = 0.0) -> None:
+        self._room, self._wall_s, self._before = room, wall_s, waited
         self._end = time.monotonic() + START_S
         self._granted: float | None = None  # added seconds of waiting; None before the start
 
@@ -172,7 +173,7 @@ class _Clock:
     def left(self) -> float:
         left = self._end - time.monotonic()
         if left <= 0 and self._granted is not None:
-            waited = min(_waited_for_a_core(self._room), MOST_STRETCH * self._wall_s)
+            waited = min(max(_waited_for_a_core(self._room) - self._before, 0.0), MOST_STRETCH * self._wall_s)
             left += waited - self._granted
             self._end += waited - self._granted
             self._granted = waited

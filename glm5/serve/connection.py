@@ -14,8 +14,9 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import h11
@@ -88,6 +89,39 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+@contextlib.contextmanager
+def bind_path(path: Path) -> Iterator[socket.socket]:
+    """A Unix socket at `path` that does not listen yet. Only its owner and root may connect. The file of a server that
+    is gone is replaced; at the end ours is removed.
+
+    Raises:
+        UsageError: another server answers there, the path is another kind of file, or it is too long (about 100 bytes).
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+                if trial.connect_ex(str(path)) == 0:
+                    raise UsageError(f"Another server answers on the socket {path}.")
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)  # before it listens, so nobody else has connected
+        made = path.stat()
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"Cannot serve on the socket {path}: {error}.") from None
+    except UsageError:
+        listener.close()
+        raise
+    try:
+        with listener:
+            yield listener
+    finally:
+        with contextlib.suppress(OSError):
+            if (found := path.stat()).st_ino == made.st_ino and found.st_dev == made.st_dev:
+                path.unlink()
+
+
 def address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return UsageError(f"Port {port} on {host} is in use; choose another one with --port.")
@@ -95,11 +129,15 @@ def address_error(error: OSError | OverflowError, host: str, port: int) -> Usage
 
 
 def announce(sockets: Iterable[socket.socket]) -> None:
-    """Print the server's address on stdout."""
+    """Print the server's addresses on stdout."""
     for listener in sockets:
-        host, port = listener.getsockname()[:2]
+        if listener.family == socket.AF_UNIX:
+            address = f"unix:{listener.getsockname()}"
+        else:
+            host, port = listener.getsockname()[:2]
+            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the server
-            print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            print(f"Ready on {address}", flush=True)
 
 
 class ServerConfig(uvicorn.Config):

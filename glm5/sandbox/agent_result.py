@@ -1,0 +1,65 @@
+"""What is known of an agent after its end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glm5.sandbox.launcher import netstrings
+from glm5.sandbox.sandbox import _signal_name
+
+NEARLY = 0.9  # a process that ended with an error after this share of the memory limit ended because of it
+
+
+@dataclass(frozen=True)
+class AgentRun:
+    """The end of an agent; none of its processes is left.
+
+    `exit_code` is minus the signal number if it was killed. `killed_reason` is None or the limit that ended it: "wall",
+    "cpu", "memory", "output"; "memory", "disk" or "processes" also if it failed by itself after it had reached that
+    limit; else "signal NAME". `files` are the regular files of the working folder by relative path, as they were at its
+    end, also of an agent that was killed; symbolic links are not followed. `left_out` names files, at most 1000,
+    beyond `file_mb` in sum, which only sparse files can exceed. Bytes of names that are not UTF-8 are surrogate
+    escapes. `result` is what a Python callable returned, up to 32 KB.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    killed_reason: str | None
+    wall_s: float
+    files: Mapping[str, bytes]
+    left_out: tuple[str, ...] = ()
+    result: str | None = None
+
+
+def reason_of(code: int, large: bool, full: bool, crowded: bool) -> str | None:
+    """The `killed_reason` of an agent that ended by itself."""
+    if code == 0:
+        return None
+    if code == -signal.SIGXCPU:
+        return "cpu"
+    if large:
+        return "memory"
+    if full or code == -signal.SIGXFSZ:
+        return "disk"
+    if crowded:
+        return "processes"
+    return f"signal {_signal_name(-code)}" if code < 0 else None
+
+
+def run_of(
+    code: int, killed: str | None, captured: Mapping[str, bytes], most: int, wall_s: float, rows: bytes
+) -> AgentRun:
+    files, left_out, result = dict[str, bytes](), list[str](), None
+    for row in netstrings(rows):
+        kind, *fields = netstrings(row)
+        if kind == b"file":
+            files[fields[0].decode("utf-8", "surrogateescape")] = fields[1]
+        elif kind == b"left":
+            left_out.append(fields[0].decode("utf-8", "surrogateescape"))
+        else:
+            result = fields[0].decode(errors="replace")
+    stdout, stderr = (captured[name][:most].decode(errors="replace") for name in ("stdout", "stderr"))
+    return AgentRun(code, stdout, stderr, killed, wall_s, files, tuple(left_out), result)
