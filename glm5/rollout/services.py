@@ -19,7 +19,8 @@ from glm5.records import Completion, Message, Outcome, SamplingParams, Turn
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import Node
 from glm5.rollout.orchestrator import Rollout
-from glm5.rollout.store import Store, StoreError
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import StoreError
 from glm5.seeds import derive_seed
 from glm5.serve.errors import ApiError
 from glm5.tasks.contract import Problem
