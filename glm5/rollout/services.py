@@ -29,8 +29,9 @@ from glm5.tasks.episode import open_episode_async
 
 log = get_logger("rollout")
 
-RETRY_SECONDS = 1.0
-"""Pause before a failed write to the store is repeated."""
+RETRY_SECONDS, TELL_SECONDS = 1.0, 30.0
+"""Pause before a failed write to the store is repeated, and between two messages about it."""
+_told = -TELL_SECONDS
 
 
 @dataclass
@@ -170,9 +171,12 @@ class FamilyService(TaskService):
 
 async def insist(write: Callable[[], Awaitable[Any]]) -> Any:
     """Repeat a write to the store until the disk takes it: what was sampled must not be lost."""
+    global _told
     while True:
         try:
             return await write()
         except StoreError as error:
-            log.error("%s It is tried again.", error)
+            if time.monotonic() > _told + TELL_SECONDS:
+                _told = time.monotonic()
+                log.error("%s It is tried again until there is room.", error)
             await asyncio.sleep(RETRY_SECONDS)
