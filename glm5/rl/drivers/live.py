@@ -47,8 +47,8 @@ STORE = "sessions.db"
 """File in a stage's folder with all sessions of a live stage."""
 POLL_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")
-WORK = ("wait", "update", "publish", "save")
-"""What the learner does; "wait" is for rollouts."""
+WORK = ("start", "wait", "update", "publish", "save")
+"""What the learner does; "wait" is for rollouts, "start" for the processes at the beginning."""
 OWN_PROCESS = 1 << 40
 """Bytes of a trajectory's JSON: results come from our own process, so their size needs no limit."""
 
@@ -104,7 +104,8 @@ class LiveDriver:
             )
             self._trace = Trace(self.io.folder / TRACE, "learner", 1)
             stack.callback(self._trace.close)
-            client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
+            with self._time.on("start"):
+                client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
             return self._run(client, weights, numbers)
 
     def _run(self, client: RolloutClient, weights: _WeightFolders, numbers: dict[str, float]) -> dict[str, float]:
