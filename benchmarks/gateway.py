@@ -51,7 +51,7 @@ class Free:
             piece = self.ids[at : at + 25]
             reason = "stop" if at + 25 >= len(self.ids) else None
             self.sampled += reason is not None
-            yield Delta(0, piece, [-0.5] * len(piece), [{} for _ in piece], reason, [1] * len(piece))
+            yield Delta(0, piece, [-0.5] * len(piece), [], reason, [1] * len(piece))
 
     async def version(self) -> int:
         return 1

@@ -186,6 +186,11 @@ class Tokenizer:
 
         return ChatFormat(self._template)
 
+    @functools.cached_property
+    def closing_ids(self) -> frozenset[int]:
+        """The tokens with a ">". Only they can complete a marker, such as `</think>`."""
+        return frozenset(i for i, text in enumerate(self._bytes) if b">" in text)
+
     @property
     def template_version(self) -> str:
         """A key of `glm5.chat.RULES`. Raises ConfigError if the checkpoint's chat template is not one of them."""

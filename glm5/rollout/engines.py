@@ -173,7 +173,7 @@ class Reading:
         if not len(ids) == len(scores) == len(versions) == fresh:
             raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
         self._seen += fresh
-        return Delta(0, ids, scores, [{} for _ in ids], kind, versions)
+        return Delta(0, ids, scores, [], kind, versions)
 
 
 def native_params(params: SamplingParams) -> dict[str, Any]:

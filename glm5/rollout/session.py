@@ -182,7 +182,7 @@ class Session:
             return call, True
         self.retries += 1
         node, finish = found
-        call.put(Delta(0, list(node.output), list(node.logprobs), [{} for _ in node.output], finish, node.versions))
+        call.put(Delta(0, list(node.output), list(node.logprobs), [], finish, node.versions))
         return call, False
 
     def params(self, asked: SamplingParams) -> SamplingParams:
@@ -208,7 +208,7 @@ class Session:
             except TimeoutError:
                 raise TooLate(f"The answer was not complete within {seconds:g} seconds.") from None
             answer = _joined(deltas)
-            reply.read(answer.token_ids)
+            reply.feed(answer)
             node = self._node(call, answer, reply)
             finish = str(answer.finish_reason)
             call.storing = True
@@ -267,7 +267,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     ids = [token for delta in deltas for token in delta.token_ids]
     scores = [score for delta in deltas for score in delta.logprobs]
     versions = [version for delta in deltas for version in delta.weight_versions]
-    return Delta(0, ids, scores, [{} for _ in ids], deltas[-1].finish_reason, versions)
+    return Delta(0, ids, scores, [], deltas[-1].finish_reason, versions)
 
 
 def _told(params: SamplingParams) -> Mapping[str, Any]:

@@ -273,7 +273,7 @@ def test_a_store_that_cannot_be_written_holds_the_reply_back(opened: Open, tmp_p
 def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
     text: str, thinking: bool, one: bool, stops: tuple[str, ...]
 ) -> None:
-    """What the tree of turns knows of an answer is what its client got, also the ids of its calls."""
+    """What the tree of turns knows of an answer is what its client got, also the ids of its calls, and the counts."""
     tokenizer, tools = Tokenizer.byte_level(), [{"type": "function", "function": TOOL}]
     ids = tokenizer.encode(("hm</think>" if thinking else "") + text, allow_special=True)
     pair = [
@@ -284,8 +284,9 @@ def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
     ]
     for at, token in enumerate(ids):
         pair[0].feed(Delta(0, [token], [0.0], [{}], "stop" if at + 1 == len(ids) else None, [0]))
-    pair[1].read(ids)
-    assert pair[0].message() == pair[1].message()
+    pair[1].feed(Delta(0, ids, [0.0] * len(ids), [], "stop", [0] * len(ids)))
+    first, second = ((r.message(), r.ids, r.reasoning_tokens, r.finish_reason, r.matched) for r in pair)
+    assert first == second
 
 
 def test_the_conformance_kit(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
