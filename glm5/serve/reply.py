@@ -27,7 +27,7 @@ from glm5.chat.parsers import (
     merge_events,
 )
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
-from glm5.engine.stops import VISIBLE_MARKERS, StopStringDetector
+from glm5.engine.stops import StopStringDetector
 from glm5.records import ToolCall
 from glm5.serve.prompts import Prompt
 from glm5.serve.samples import Delta
@@ -76,8 +76,6 @@ class Reply:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._watch = StopStringDetector(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
-        hidden = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS}
-        self._silent = self._stop_ids | hidden
         self._thinking = prompt.thinking
         self._parser = ChatParser(prompt.schemas, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
         self._most_calls = math.inf if parallel_calls else 1
@@ -134,7 +132,7 @@ class Reply:
             self.ids.append(token)
             if self.scored is not None:
                 self.scored.append(Scored(token, logprob, top, self._offset))
-                self._offset += 0 if token in self._silent else len(self._offsets.feed((token,)))
+                self._offset += 0 if token in self._watch.silent else len(self._offsets.feed((token,)))
             fresh = self._parse((token,))
             events += fresh
             if self._watch.hit:
