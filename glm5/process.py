@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
@@ -38,3 +41,34 @@ def tune() -> None:
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, _KEEP)
             mallopt(_M_TRIM_THRESHOLD, _KEEP)
+
+
+def read_job() -> bytes:
+    """The first line of stdin: the job of a child process. Empty if there is none. Does not use `sys.stdin`: a thread
+    that waits for input there would hold its lock when the interpreter exits."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (piece := os.read(0, 1 << 16)):
+            return b""
+        line += piece
+    return line
+
+
+def end_with_parent(clean: Callable[[], None] = lambda: None) -> None:
+    """Start a thread that ends this process at the end of stdin, which the parent keeps open while it lives. `clean`
+    is called first."""
+
+    def watch() -> None:
+        while os.read(0, 1 << 10):
+            pass
+        clean()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def reserve_stdout() -> TextIO:
+    """The stream of stdout for this process's own lines; whatever else prints there goes to stderr from now on."""
+    control = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return control

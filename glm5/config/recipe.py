@@ -12,6 +12,7 @@ from glm5.config.by_kind import ByKind
 from glm5.config.data import DataOptions
 from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
+from glm5.config.launch import Launch
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.reward_model import RewardModelConfig
@@ -322,6 +323,8 @@ class RunRecipe(Frozen):
     evaluation: EvalConfig | None = None
     parallel: Layout = Layout()
     """How processes started by torchrun divide the work; it may differ when a run is resumed."""
+    launch: Launch | None = None
+    """Processes of live RL; None simulates asynchrony in this process."""
     stages: list[Annotated[Stage, ByKind(STAGES)]]
 
     @model_validator(mode="before")

@@ -143,8 +143,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Completions in prompt order, the `n` samples of one prompt next to each other. Raises EngineError if a prompt
-        is too long and RequestFailed if one cannot be computed."""
+        """Completions in prompt order, the `n` samples of one prompt next to each other. Raises EngineError for a
+        prompt that is too long, RequestFailed for one that cannot be computed."""
         self._check_going()
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -155,7 +155,7 @@ class Engine:
             raise EngineError("The engine is paused; resume it first.")
 
     def _run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Step until all requests are done; if one fails, abort the others."""
+        """Step until all requests are done; after a failure, abort the others."""
         try:
             while not all(r.done for r in requests):
                 self.step()
@@ -263,7 +263,7 @@ class Engine:
         """Advance every running request by a token (with drafts, by one or more) and waiting prompts by a chunk.
         Returns the requests that got a token.
 
-        Raises RequestFailed if a request could not be computed. The others have advanced; the failed request is done,
+        Raises RequestFailed for a request that could not be computed. The others have advanced; the failed one is done,
         with the reason in its `error`. After any other exception, including EngineBroken, call `rebuild`.
         """
         if self._paused:
@@ -341,7 +341,7 @@ class Engine:
         self, rows: Sequence[Sequence[int]], temperature: float = 1.0, top_logprobs: int = 0
     ) -> list[Completion]:
         """Score rows. The tokens of each completion are the row's tokens after the first (see `submit_score`), with the
-        likeliest `top_logprobs` at each position. Raises EngineError if a row is too long."""
+        likeliest `top_logprobs` at each position. Raises EngineError for a row that is too long."""
         self._check_going()
         if not math.isfinite(temperature) or temperature <= 0:
             raise EngineError("Scoring needs a temperature above 0.")
@@ -365,7 +365,7 @@ class Engine:
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:
-    """Return `count`. Raises EngineError if the model cannot draft that many tokens."""
+    """Return `count`. Raises EngineError for a model that cannot draft that many tokens."""
     if count < 0:
         raise EngineError("The number of drafts per step must be at least 0.")
     if count and model.mtp is None:

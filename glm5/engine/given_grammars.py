@@ -15,7 +15,7 @@ MAX_QUOTED = 2000
 """Maximum characters of one string, regular expression or comment in a client's grammar."""
 MAX_MARKS = ((":([", 300), ("&~", 16), ("?*+{", 1500))
 """Maximum number of rules and brackets, of conjunctions and negations, and of repetitions, in this order. The library
-follows references by recursion and fails if a chain of references is longer than about 1,500. It needs minutes for 200
+follows references by recursion and fails on a chain of more than about 1,500 references. It needs minutes for 200
 conjunctions."""
 MAX_HIDDEN = 1000
 """Maximum number of colons and brackets, including those inside strings, comments and regular expressions. The library
@@ -30,7 +30,7 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*+"|(?://|#)[^\n]*+|/(?:\\.|[^/\\\n])*+/
 
 
 def checked(text: str) -> str:
-    """A grammar in Lark's notation. Raises EngineError if the text is malformed or too large."""
+    """A grammar in Lark's notation. Raises EngineError for a text that is malformed or too large."""
     if len(text) > MAX_GRAMMAR:
         raise EngineError(f"The grammar has {len(text):,} characters; at most {MAX_GRAMMAR:,} are allowed.")
     if _GBNF.search(text):

@@ -58,7 +58,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Compile ahead of time. Raises EngineError with the reason if the grammar cannot be enforced, and
+        """Compile ahead of time. Raises EngineError, with the reason, for a grammar that cannot be enforced, and
         MissingExtraError without llguidance."""
         self._source(spec)
 
@@ -137,7 +137,8 @@ def _size(text: str) -> int:
 @dataclass(eq=False)
 class _Source:
     """A compiled grammar that samples copy. The copies share a lexer that grows with use, so a grammar is dropped after
-    `KEPT_STEPS` steps, or if a copy failed. A slow grammar is kept, so that the next request for it is refused."""
+    `KEPT_STEPS` steps, or after a copy has failed. A slow grammar is kept, so that the next request for it is
+    refused."""
 
     matcher: Any
     size: int
@@ -182,9 +183,9 @@ class Compiled:
 
 class GrammarState:
     """The position of one sample in its grammar. Without a `matcher` the answer may have any token. `done` is set once
-    the sample's stop token is accepted. `failed` is the reason why no token fits any more (a library limit, or an
-    answer that cannot end). `slow` is set if the grammar takes too much time. If `failed` or `slow` is set, the caller
-    must end the sample."""
+    the sample's stop token is accepted. `failed` is the reason why no token is possible any more (a library limit, or
+    an answer that cannot end). `slow` is set once the grammar has taken too much time. The caller must end a sample
+    that is `failed` or `slow`."""
 
     def __init__(self, words: Words, matcher: Any, spec: GrammarSpec, source: _Source | None = None) -> None:
         self.done = False
@@ -211,11 +212,11 @@ class GrammarState:
         return self._source.slow
 
     def fill(self, mask: Mask, drafted: Sequence[int] = ()) -> None:
-        """Set the bits of the tokens that may come next; if `drafted` is given, of those that may follow it. `mask` has
-        one bit per id, all 0 before the call.
+        """Set the bits of the tokens that may come next, after the `drafted` ones. `mask` has one bit per id, all 0
+        before the call.
 
-        After a draft that does not fit, all bits are set. If no token fits, `failed` is set, and only the
-        bits of stop tokens are set in `mask`.
+        After a draft that the grammar forbids, all bits are set. If no token is possible, `failed` is set, and `mask`
+        has only the bits of the stop tokens.
         """
         before, moved = self.failed, 0
         try:

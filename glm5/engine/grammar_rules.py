@@ -6,8 +6,8 @@ token budget with white space. The chat template writes the same format, and the
 A tool call is `<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>`; the marks are special
 tokens. Arguments come in the order of the tool's `properties`, each at most once. The parser (`glm5.chat.parsers`)
 reads an argument's text according to its schema. The grammar admits exactly the texts that the parser reads as valid:
-plain text if only a string is allowed; JSON if no string is allowed; if both are allowed, JSON of the other types and
-any text that is not JSON of these types.
+plain text for a schema that allows only strings, and JSON for one that allows no strings. A schema that allows strings
+and other types, say numbers, admits JSON of the other types, and as a string any text that is not such JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_WRITTEN = 1 << 20
 """Maximum characters of the grammar passed to the library."""
 MAX_SHARED = 4_000_000
 """Maximum characters of the schemas of all arguments together. Each argument with a reference adds the whole schema of
-its tool's parameters. This limits the work of this module on forced calls."""
+its tool's parameters. The limit bounds the work of this module on forced calls."""
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
@@ -49,7 +49,7 @@ _KEY = "/[A-Za-z_][A-Za-z0-9_.\\-]{0,63}/"
 
 
 def written(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
-    """The grammar of `spec`. Raises EngineError if it is malformed, too large or not supported."""
+    """The grammar of `spec`. Raises EngineError for a spec that is malformed, too large or not supported."""
     if len(spec.value) > MAX_TEXT:
         raise EngineError(f"The grammar has {len(spec.value):,} characters; at most {MAX_TEXT:,} are allowed.")
     text = _written(spec, tokenizer)
@@ -92,8 +92,8 @@ def _parsed(text: str, kind: type, what: str, form: str) -> Any:
 
 
 def _check_size(value: Any, what: str) -> None:
-    """Raises EngineError if `value` would take too much time or memory to compile. The compile time of an object grows
-    with the square of its optional properties. A `multipleOf` needs one state per remainder."""
+    """Raise EngineError for a `value` that would take too much time or memory to compile. The compile time of an object
+    grows with the square of its optional properties. A `multipleOf` needs one state per remainder."""
     level, remainders, together = [value], 0, 1
     for _ in range(MAX_NESTING):
         inner: list[Any] = []
@@ -121,7 +121,7 @@ def _check_size(value: Any, what: str) -> None:
 
 def _states(divisor: float) -> int:
     """Estimate of the number of remainders: numerator times denominator of the divisor as a fraction. Above the limit
-    if the divisor is not positive."""
+    for a divisor that is not positive."""
     try:
         exact = Fraction(str(divisor))
     except ValueError:
@@ -236,9 +236,9 @@ class _Calls:
         self, schema: Mapping[str, Any], root: _References, texts: list[str], shared: Mapping[str, Any],
         read_as: ArgumentType,
     ) -> str:  # fmt: skip
-        """The rule for a string or another type. The parser reads a text as JSON of the other type if possible. So if
-        the schema restricts the other type, its values get their own rule, and the rule for strings excludes texts that
-        look like them."""
+        """The rule for an argument that may be a string or of another type, say a number. The parser reads a text as a
+        number whenever it can. So if the schema restricts the numbers, they get their own rule, and the rule for
+        strings excludes texts that look like numbers."""
         bound = [kind for kind in _TYPES if kind in read_as.types - {"string"} and not _is_free(schema, root, kind)]
         literal = [text for text in texts if text[0] == '"' and isinstance(read_as.read(json.loads(text))[0], str)]
         unlike = "".join(f" & ~{like}" for like in dict.fromkeys(_JSON_LIKE[kind] for kind in bound))
@@ -361,7 +361,7 @@ def _search(pattern: Any) -> str:
 
 
 def _declared(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names; all types if it names none."""
+    """The types that a schema names; all types without `type`."""
     kind = schema.get("type")
     kinds = {kind} if isinstance(kind, str) else set(map(str, kind)) if isinstance(kind, list) else set(_TYPES)
     return kinds | {"integer"} if "number" in kinds else kinds

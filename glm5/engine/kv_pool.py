@@ -42,7 +42,7 @@ class KVPool:
 
     @property
     def available(self) -> int:
-        """Number of pages that `alloc` can return, after eviction if necessary."""
+        """Number of pages that `alloc` can return, including those that it must evict first."""
         return self.total - self._busy
 
     @property
@@ -109,7 +109,7 @@ class KVPool:
         )
 
     def load(self, page: int, tokens: int, data: bytes) -> None:
-        """Inverse of `dump`. Raises EngineError if the size of `data` is wrong."""
+        """Inverse of `dump`. Raises EngineError for `data` of the wrong size."""
         at = 0
         for part in self._parts():
             target = part[:, page, :tokens]

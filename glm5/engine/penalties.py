@@ -31,8 +31,9 @@ class SamplerState:
     """Sampling state of one sample: parameters, seed and the tokens so far.
 
     Call `advance` after every token that is kept. A preempted request keeps its state, because no part of the state
-    depends on the cache. Penalty counts ([V] each) exist only if a penalty is set; `forbidden` ([V]) only if the
-    parameters restrict the ids. `spelling` is the automaton of the `bad_words`, `spelled` the answer's state in it.
+    depends on the cache. Penalty counts ([V] each) exist only with a penalty, `forbidden` ([V]) only with
+    `allowed_token_ids`. `spelling` is the automaton of the `bad_words`, and `spelled` is the state that the answer has
+    reached in that automaton.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class SamplerState:
         )
 
 
-@lru_cache(maxsize=4)  # a few MB each, mostly the key
+@lru_cache(maxsize=4)  # an entry takes a few MB, mostly for its key, the tuple of allowed ids
 def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
     """[V], true for all ids except `allowed`; shared by samples, so do not modify it."""
     if not 0 <= min(allowed) <= max(allowed) < vocab_size:
@@ -111,7 +112,7 @@ def _all_but(allowed: tuple[int, ...], vocab_size: int) -> Tensor:
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise EngineError if a value is not valid."""
+    """Raise EngineError for a value that is not valid."""
     p = params
     if p.max_tokens < 1 or p.n < 1 or p.top_k < 0 or p.min_tokens < 0:
         raise EngineError("max_tokens and n must be at least 1, top_k and min_tokens at least 0 (0 = no limit).")
@@ -148,7 +149,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raise EngineError if `words` are not valid `bad_words`."""
+    """Raise EngineError unless `words` are valid `bad_words`."""
     if not all(words):
         raise EngineError("bad_words has an empty string; remove it.")
     if sum(len(word.encode("utf-8", "replace")) for word in words) > MAX_BAD_BYTES:
@@ -196,7 +197,8 @@ def _penalise(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[
 
 
 def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
-    """Apply the grammars' masks, one bit per token and row; ids outside the tokenizer's vocabulary never fit."""
+    """Apply the grammars' masks, one bit per token and row; ids outside the tokenizer's vocabulary are always
+    masked."""
     mine = [row for row, state in enumerate(states) if state.grammar is not None]
     if not mine:
         return
@@ -240,7 +242,7 @@ def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: 
 
 
 def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
-    """Forbid stop ids before `min_tokens`, except in a row with no other possible token (for example, if its grammar
+    """Forbid stop ids before `min_tokens`, except in a row with no other possible token (for example, its grammar
     allows only the end)."""
     early = [
         (row, token)

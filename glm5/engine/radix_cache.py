@@ -33,8 +33,8 @@ class Node:
 
 @dataclass
 class Match:
-    """The longest cached prefix of a sequence: `pages`, with a reference for the caller, and `length` in tokens. If
-    `length` is not a multiple of the page size, the last page is the caller's own copy."""
+    """The longest cached prefix of a sequence: `pages`, with a reference for the caller, and `length` in tokens. A
+    partly filled last page is the caller's own copy."""
 
     pages: list[int]
     length: int
@@ -107,8 +107,8 @@ class RadixCache:
         self.pool.free([best.page])
 
     def insert(self, namespace: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Insert a sequence with its `pages`. If a request still writes to a partly filled last page, the caller leaves
-        this page out."""
+        """Insert a sequence with its `pages`. The caller leaves out a partly filled last page that a request still
+        writes to."""
         root = node = self._roots.get(namespace) or Node((), None, namespace=namespace)
         for at, page in zip(range(0, len(tokens), PAGE), pages, strict=False):
             key = tuple(tokens[at : at + PAGE])
@@ -128,7 +128,7 @@ class RadixCache:
             node = child
 
     def _absorb(self, node: Node, key: tuple[int, ...]) -> None:
-        """Drop a partly filled page if a fuller page is about to replace it."""
+        """Drop a partly filled page that a fuller page is about to replace."""
         for other in [c for c in node.children.values() if len(c.tokens) < len(key)]:
             if key[: len(other.tokens)] == other.tokens:
                 self._forget(other)
@@ -170,9 +170,9 @@ class RadixCache:
                 heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
     def _collect(self) -> None:
-        """Search the whole tree for leaves to evict. There may be none: a sequence that has its own copy of a cached
-        page can reference the children of the cached page, but not the page itself. Then drop the oldest unreferenced
-        page and all its descendants."""
+        """Search the whole tree for leaves to evict. There may be none: a sequence with its own copy of a cached page
+        may reference the children of that page, but not the page itself. Then drop the oldest unreferenced page and all
+        its descendants."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         loose = [node for node in nodes if node.page is not None and not self.pool.held(node.page)]
         leaves = [node for node in loose if all(child.page is None for child in node.children.values())]

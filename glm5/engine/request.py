@@ -18,10 +18,10 @@ class Request:
 
     `tokens` are prompt and output. The pages contain the latents of the first `stored` tokens. The model continues at
     `next`, which is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D]
-    that predicts the next token. If it is set, the last token is read together with the next drafts, not in a prefill.
+    that predicts the next token. With it, the last token is read together with the next drafts, not in a prefill.
     `watch` detects stop strings. `namespace` None keeps the request out of the prefix cache. `number` is the serial
     number of the request, `row` its row in the page table. With `score` nothing is sampled: the completion gets the
-    log-probabilities of all prompt tokens except the first. `error` is set if the request failed.
+    log-probabilities of all prompt tokens except the first. `error` is why the request failed, or None.
     """
 
     prompt_ids: list[int]
@@ -79,7 +79,7 @@ class Request:
 
     def advance(self, token: int) -> str | None:
         """Record `token`. Returns the stop reason ("stop", or "abort" if the grammar allows no token), or None. Raises
-        RequestFailed if the grammar takes too much time."""
+        RequestFailed for a grammar that takes too much time."""
         self.tokens.append(token)
         state, watch = self.state, self.watch
         state.advance(token)

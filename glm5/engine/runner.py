@@ -29,8 +29,8 @@ class Feed:
 class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
-    MLA takes all tokens in one flat batch without padding if it is sparse or the mode is exact. Otherwise attention
-    needs rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result.
+    Sparse MLA, and any MLA in exact mode, takes all tokens in one flat batch without padding. Other attention needs
+    rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result.
     """
 
     def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:

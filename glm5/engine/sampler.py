@@ -1,4 +1,4 @@
-"""Samples tokens from hidden states: penalties, masks, temperature, filters, and draws that ignore the batch.
+"""Samples tokens from hidden states: penalties, masks, temperature, filters, and draws that do not depend on the batch.
 
 `distributions` gives the log-probabilities that tokens are drawn from, `draw` draws, `report` builds the records;
 `sample` does all three. Speculative decoding uses `distributions` to accept and reject drafts.
@@ -50,11 +50,11 @@ def distributions(
     """The log-probabilities [n, V] in fp32 that the next token of each row is drawn from, after the request's
     penalties, biases, masks, temperature and filters. Impossible tokens have -inf.
 
-    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To verify drafts, pass the state
-    once per position. `drafted[i]` has the drafts that come before the token of row i and that its state has not
-    recorded. A window of two drafts a, b has `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft
-    that the grammar forbids is not masked, because that draft is rejected. A greedy row (`state.greedy`) has the
-    distribution at temperature 1 without filters; its argmax is the choice.
+    hidden [n, D] comes after the final norm, weight is the output matrix [V, D]. To verify drafts, pass the state once
+    per position, and in `drafted[i]` the drafts before the token of row i, which the state has not recorded yet. For
+    two drafts a, b: `states = [s, s, s]`, `drafted = [(), (a,), (a, b)]`. A row after a draft that the grammar forbids
+    is not masked, because that draft is rejected. A greedy row (`state.greedy`) has the distribution at temperature 1
+    without filters; its argmax is the choice.
 
     The bits of a row without penalties, biases or masks do not depend on its neighbours' parameters. With `exact=False`
     the number of rows may change the last digits of a row.
@@ -138,8 +138,8 @@ def _filter(logp: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
     min-p keeps tokens with at least min_p times the highest probability. top-k keeps the k likeliest of them. top-p
     keeps the smallest number of likeliest tokens that together have the share p of the remaining mass. This is vLLM's
-    order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so only the
-    `SHORT` likeliest are sorted if these are enough to decide a row.
+    order of the filters. Of equally likely tokens, the lower id comes first. Sorting a vocabulary is slow, so the
+    `SHORT` likeliest are sorted first, which decides most rows.
     """
     cut = _Cut(params, logp)
     if logp.shape[1] <= SHORT:
@@ -186,7 +186,7 @@ class _Cut:
     def __call__(self, probs: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
         """For probabilities [n, K] in descending order: which to keep, and per row whether K was enough to decide.
 
-        `total` [n, 1] is the sum of the whole row if `probs` is only its first part, else None.
+        `total` [n, 1] is the sum of the whole row, of which `probs` is the first part; None: `probs` is the whole row.
         """
         ranks = torch.arange(probs.shape[1], device=probs.device)
         keep = ((probs >= self.min_p * probs[:, :1]) & (ranks < self.top_k)).index_fill_(1, ranks[:1], True)

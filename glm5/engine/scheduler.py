@@ -13,8 +13,8 @@ from glm5.engine.request import Request
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start .. start + count - 1 of a request, the model's next input. The last `drafts` of them are not drafted
-    yet. If `draws` is True, the request gets new tokens from this span."""
+    """Tokens start .. start + count - 1 of a request, the model's next input. `drafts` is the number of tokens at its
+    end that are still to be drafted. With `draws`, the request gets new tokens from this span."""
 
     request: Request
     start: int
@@ -30,8 +30,8 @@ class Scheduler:
     a budget of `chunk` tokens per step, shared with decoding, so a long prompt blocks no other request. A request is
     admitted when there are pages for its known tokens. When pages run out, the youngest running request is preempted:
     it frees its pages and goes to the front of the queue. It keeps its tokens and its seed. Later it recomputes its
-    tokens that are no longer in the prefix cache. While prompts are being read or are waiting, scored rows get
-    at most half the budget, and prompts may overtake them in the queue.
+    tokens that are no longer in the prefix cache. While prompts are being read or are waiting, requests that only score
+    get at most half the budget, and prompts may overtake them in the queue.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Scheduler:
         return spans
 
     def _share(self, budget: int) -> int:
-        """The part of a budget that scored rows may use."""
+        """The part of a budget that requests with `score` may use."""
         waits = any(not r.score for r in self.waiting)
         reads = any(r.target - r.next > 1 for r in self.running if not r.score)
         return max(1, budget // 2) if waits or reads else budget
 
     def _provide(self, request: Request, span: Span) -> bool:
-        """Allocate a span's pages, preempting younger requests if needed. Returns False if it preempted the request
+        """Allocate a span's pages. Preempts younger requests for them; returns False after preempting the request
         itself."""
         # The MTP layer writes one token ahead of the trunk.
         needed = -(-(span.start + span.count + (1 if self.bring_back else 0)) // PAGE) - len(request.pages)

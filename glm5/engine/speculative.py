@@ -24,7 +24,7 @@ from glm5.engine.sampler import distributions, draw
 @dataclass
 class Drafts:
     """Drafted tokens of B requests: `tokens` int64 [B, k], and `logprobs` [B, k, V], the distributions that they were
-    drawn from (None if all requests are greedy)."""
+    drawn from (None: all requests are greedy)."""
 
     tokens: Tensor
     logprobs: Tensor | None

@@ -64,9 +64,9 @@ Item = TypeVar("Item", Span, Carried)
 class Steps:
     """Advances the requests of a scheduler.
 
-    If a batch raises an error, its halves are retried until the request that causes it is found. That request ends with
-    an error; the others go on as if it had not been in the batch. This is safe because a span changes nothing before
-    its tokens are accepted, except latents at its own positions, which the retry writes again.
+    After an error, the halves of the batch are retried until the request that causes it is found. That request ends
+    with an error; the others get the same results as without it. This is safe because a span changes nothing before its
+    tokens are accepted, except latents at its own positions, which the retry writes again.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Steps:
         self.drafts, self.max_length = drafts, max_length
         # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="glm5-draw") if overlap and not drafts else None
-        self._ahead: list[Span] = []  # the planned part of the next step
+        self._ahead: list[Span] = []  # spans of the next step, planned during the last draw
         self._failed: list[Request] = []
 
     def advance(self, version: int) -> tuple[list[Request], list[Request]]:
@@ -94,7 +94,7 @@ class Steps:
         return [span.request for computed in done for span in computed.spans if span.draws], self._failed
 
     def probe(self) -> None:
-        """Compute one token on the dummy page. Raises EngineBroken if that fails."""
+        """Compute one token on the dummy page. Raises EngineBroken on failure."""
         error = caught(self._try_out)
         if error is not None:
             text = f"The engine cannot compute a single token ({type(error).__name__}); see the log."
@@ -186,7 +186,7 @@ class Steps:
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
         """Give a request its tokens. Returns how many tokens of the span are now part of its sequence. Raises
-        RequestFailed if a log-probability is NaN or plus infinity."""
+        RequestFailed for a log-probability that is NaN or plus infinity."""
         request, done = span.request, span.request.completion
         taken = 0
         for token in fresh:
@@ -258,7 +258,7 @@ class Steps:
             del error  # its traceback references the tensors of the attempt
 
     def _again(self, span: Span) -> Span | None:
-        """A span as it was before it failed; None if its request was preempted."""
+        """A span as it was before it failed; None for a preempted request."""
         request = span.request
         if request.row < 0:
             return None  # preempted by the plan for the next step; it is scheduled again
@@ -295,7 +295,7 @@ class Steps:
 
 
 def caught(work: Callable[..., object], *arguments: object) -> BaseException | None:
-    """Do `work` and return what it raises. A panic of a Rust library (no `Exception`) is caught too."""
+    """Do `work` and return what it raises, also a panic of a Rust library, which is not derived from `Exception`."""
     try:
         work(*arguments)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):

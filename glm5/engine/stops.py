@@ -107,7 +107,7 @@ class StopStringDetector:
 
     @property
     def cut(self) -> int | None:
-        """Number of characters of the text (without silent tokens) before the stop string; None if there is none."""
+        """Number of characters of the text (without silent tokens) before the stop string; None before a match."""
         return None if self._matcher.cut is None else self._before + self._matcher.cut
 
     def feed(self, token: int) -> str:

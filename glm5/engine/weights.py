@@ -131,7 +131,7 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise EngineError if the tensors are not a complete set of weights for the model."""
+    """Raise EngineError unless the tensors are a complete set of weights for the model."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ tensors.keys()):
         what = "is missing" if name in own else "is not in the model"

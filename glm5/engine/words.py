@@ -67,7 +67,7 @@ class Words:
 
     @cached_property
     def _joined(self) -> bytes:
-        """All ordinary tokens, separated by a byte that occurs in no character."""
+        """All ordinary tokens, separated by 0xFF, which no UTF-8 character contains."""
         return b"\xff".join(text for text, _ in self.ordinary)
 
     @cached_property
@@ -88,7 +88,8 @@ class Spelling:
         self._words = words
         self._texts = [text.encode("utf-8", "replace") for text in texts]
         self._next, self._fail, _, _ = automaton(tuple(text.decode("latin-1") for text in self._texts))
-        # Per state: the remaining bytes of each text with the state's prefix, if one token can contain them.
+        # Per state: for each text that begins with the state's prefix, its remaining bytes, unless they are longer than
+        # any token.
         self._rests: dict[int, list[bytes]] = {}
         for text in self._texts:
             state = 0

@@ -33,6 +33,7 @@ from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.rl.algos import stage_algorithm
+from glm5.rl.drivers.live import LiveDriver
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Agreement
 from glm5.rl.start import StageStart
@@ -257,7 +258,11 @@ def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float
     model, tokenizer = state.need_model(), state.need_tokenizer()
     algorithm = stage_algorithm(stage)
     prepared = algorithm.prepare(StageStart(model, tokenizer, io, partial(_teacher_folder, state, stage)))
-    driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
+    driver: LogicalDriver | LiveDriver
+    if state.recipe.launch is None:
+        driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
+    else:
+        driver = LiveDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed, state.recipe.launch)
     numbers = driver.run()
     if stage.rollouts == "exact":
         state.agreement[stage.name] = driver.learner.agreement

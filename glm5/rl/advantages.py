@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def group_normalised(rewards: Sequence[float]) -> list[float]:
-    """(R_i - mean) / std over the samples of one problem (Eq. 1); all zero if the rewards are equal."""
+    """(R_i - mean) / std over the samples of one problem (Eq. 1); all zero for equal rewards."""
     mean = sum(rewards) / len(rewards)
     std = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
     return [(r - mean) / std if std > 1e-6 else 0.0 for r in rewards]
@@ -23,6 +23,6 @@ def mean_centred(rewards: Sequence[float]) -> list[float]:
 def distillation(teacher_logprobs: Tensor, student_logprobs: Tensor) -> Tensor:
     """sg[log pi_teacher(y_t) - log pi_student(y_t)] per token (Eq. 2, §3.5), from two tensors of equal shape.
 
-    If the student sampled the tokens, the expectation of this advantage is minus the reverse KL(student || teacher).
+    For tokens that the student sampled, the expectation is minus the reverse KL(student || teacher).
     """
     return (teacher_logprobs - student_logprobs).detach()

@@ -26,8 +26,8 @@ def staleness(trajectory: Trajectory, learner_version: int) -> int:
 class Buffer:
     """Collects responses by group and returns batches of complete groups, lowest group number first.
 
-    A response is invalid if its environment failed or if it is staler than `max_staleness`. Invalid responses are
-    removed one by one; `repair_group` then pads or drops the group.
+    A response is invalid if its environment failed or it is staler than `max_staleness`. Invalid responses are removed
+    one by one; `repair_group` then pads or drops the group.
     """
 
     group_size: int
@@ -41,6 +41,8 @@ class Buffer:
     """Repeated responses in returned batches."""
     lost_in_a_row: int = 0
     """Number of consecutive groups dropped for environment failures; 0 after a group becomes ready."""
+    gone: list[int] = field(default_factory=list)
+    """Numbers of dropped groups. The caller may empty the list."""
     _open: dict[int, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
     _ready: dict[int, list[Trajectory]] = field(default_factory=dict)
     """The valid responses of complete groups, not padded yet."""
@@ -57,6 +59,7 @@ class Buffer:
                 self.lost_in_a_row = 0
             else:
                 self.dropped_env += 1
+                self.gone.append(trajectory.group)
                 self.lost_in_a_row += 1
 
     def drop_stale(self, learner_version: int) -> None:
@@ -69,6 +72,7 @@ class Buffer:
             if not repair_group(valid, self.group_size):
                 del self._ready[number]
                 self.dropped_stale += 1
+                self.gone.append(number)
 
     @property
     def ready(self) -> int:

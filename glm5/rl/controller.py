@@ -37,13 +37,19 @@ class Controller:
         """Whether a weight push to the engine is running; no update is computed meanwhile."""
         self._next = (0, 0)
         self._landing: int | None = None
-        """While a state waits to be saved: the value of `pushed` when saving became due, which `start` then uses to
-        limit the number of groups. Otherwise None."""
+        """While a state waits to be saved, the value that `pushed` had when saving became due: `start` uses it in place
+        of `pushed` to limit the number of groups. Otherwise None."""
 
     @property
     def concurrency(self) -> int:
         """Maximum number of rollouts in flight."""
         return self._stage.concurrency or self._stage.prompts * self._stage.group
+
+    @property
+    def budget(self) -> int:
+        """How many groups may have been started in all."""
+        pushed = self.pushed if self._landing is None else self._landing
+        return (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
 
     @property
     def finished(self) -> bool:
@@ -56,19 +62,22 @@ class Controller:
         return not self.in_flight and not self.pushing and self.buffer.ready < self._stage.prompts
 
     def start(self) -> tuple[int, int] | None:
-        """The next rollout to start now, or None if no rollout may start."""
-        pushed = self.pushed if self._landing is None else self._landing
-        budget = (pushed + 1 + self._stage.max_staleness) * self._stage.prompts + self.buffer.dropped
+        """The rollout to start now, or None."""
         group, member = self._next
-        if self.in_flight >= self.concurrency or group >= budget:
+        if self.in_flight >= self.concurrency or group >= self.budget:
             return None
         self._next = (group, member + 1) if member + 1 < self._stage.group else (group + 1, 0)
         self.in_flight += 1
         return group, member
 
     def ended(self, trajectory: Trajectory) -> None:
-        """Report the end of a rollout. Raises RolloutError if the environment failed in too many consecutive groups."""
+        """Report the end of a rollout of `start`. Raises RolloutError as `arrived` does."""
         self.in_flight -= 1
+        self.arrived(trajectory)
+
+    def arrived(self, trajectory: Trajectory) -> None:
+        """Take a finished rollout. Raises RolloutError after failures of the environment in too many
+        groups in a row."""
         self.buffer.add(trajectory)
         if self.buffer.lost_in_a_row > self._most_lost:
             raise RolloutError(
@@ -77,8 +86,8 @@ class Controller:
             )
 
     def batch(self) -> list[list[Trajectory]] | None:
-        """The groups of the next update, without responses that are now too stale; None if the update cannot begin
-        yet."""
+        """The groups of the next update, without responses that are now too stale; None while the update cannot
+        begin."""
         if self.pushing:
             return None
         self.buffer.drop_stale(self.version)
@@ -111,7 +120,7 @@ class Controller:
         self._landing = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed stage needs. It is complete only if `saves` returned True."""
+        """What a resumed stage needs. It is complete only after `saves` has returned True."""
         return {"next_group": self._next[0], "buffer": self.buffer.counts}
 
     def restore(self, version: int, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Counts environment failures by cause and ends a stage if one task family has too many (§4.1)."""
+"""Counts environment failures by cause and ends a stage in which a task family has too many (§4.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EnvErrors:
         self._last: defaultdict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, family: str, trajectory: Trajectory) -> None:
-        """Count one episode. Raises RolloutError if its family now has too many failures."""
+        """Count one episode. Raises RolloutError on too many failures of its family."""
         failed = trajectory.outcome is Outcome.ENV_ERROR
         last = self._last[family]
         last.append(failed)

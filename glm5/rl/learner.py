@@ -91,7 +91,7 @@ class Learner:
         With several minibatches, the log-probabilities of all samples are computed once before the first step; they are
         the old policy of every step. Within a step, losses, gradients and statistics of micro-batches add up to those
         of the minibatch. Returns the statistics over all steps, `loss` and `grad_norm` as means over the steps, and
-        `lr`. Raises DataError if a gradient is not finite.
+        `lr`. Raises DataError for a gradient that is not finite.
         """
         batches = split_groups(samples, self.minibatches)
         old = None if len(batches) == 1 else self._old_logprobs(samples)
@@ -151,8 +151,8 @@ class Learner:
         self, samples: Sequence[TrainSample], whole: Counts | None = None, old: Sequence[Tensor] | None = None
     ) -> PolicyBatch:
         """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole` has
-        the numbers of sequences and sampled tokens in the optimizer step; None if these samples are the complete step.
-        `old` has the log-probabilities before the update; None if the update has taken no step yet."""
+        the numbers of sequences and sampled tokens in the optimizer step; None: these samples are the complete step.
+        `old` has the log-probabilities before the update; None: the update has taken no step yet."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
         logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)
@@ -200,8 +200,8 @@ class Learner:
 
 
 def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """Split into `count` minibatches of whole groups, in order, with about equal numbers of groups. There are fewer
-    minibatches if there are fewer groups."""
+    """Split into `count` minibatches of whole groups, in order, with about equal numbers of groups. Fewer groups give
+    fewer minibatches."""
     groups: list[list[TrainSample]] = []
     for sample in samples:
         if not groups or groups[-1][-1].group != sample.group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from glm5.chat import Tokenizer
 from glm5.config.families import family_labels
@@ -12,6 +13,7 @@ from glm5.obs.logs import get_logger
 from glm5.records import Completer, SamplingParams
 from glm5.seeds import derive_seed
 from glm5.tasks import DistinctProblems, Episode, Mixture, make_family
+from glm5.tasks.contract import Problem
 from glm5.tasks.difficulty import (
     DifficultySampler,
     PassCount,
@@ -32,6 +34,9 @@ SPAN = 100_000
 EPISODES = 256
 """Episodes per measured batch; the counts of a batch are saved before the next one begins."""
 
+PASS_RATES = "pass_rates.jsonl"
+"""File in a stage's folder with the pass rates of the policy that it started from."""
+
 _log = get_logger(__name__)
 
 
@@ -40,12 +45,12 @@ class PromptStream:
 
     For every n, the number of groups of each family among the first n groups differs by at most one from the family's
     exact share. So batches keep the ratios as closely as whole numbers allow. No problem of a family repeats before all
-    were used. If several entries have the same family and options, they divide its problems among themselves. Families
-    with a `difficulty` need `measure` first.
+    were used. Entries with the same family and options divide its problems among themselves. Families with a
+    `difficulty` need `measure` first.
     """
 
     def __init__(self, stage: PolicyStage, seed: int) -> None:
-        """Raises ConfigError if a family or an option is unknown, or the weights do not form a mixture."""
+        """Raises ConfigError for an unknown family or option, and for weights that do not form a mixture."""
         self.stage, self._seed = stage, seed
         self._families = [make_family(f.name, **f.options) for f in stage.families]
         self._mixture = Mixture([f.weight for f in stage.families])
@@ -74,19 +79,20 @@ class PromptStream:
 
     def episode(self, group: int, tokenizer: Tokenizer, threads: EnvThreadPool) -> Episode:
         """A new episode of the problem of group `group`; its environment starts in `threads`."""
-        entry = self._mixture.domain(group)
+        problem, options = self.problem(self._mixture.domain(group), self._mixture.occurrence(group))
+        return open_episode(problem, tokenizer, threads, group=group, **options)
+
+    def problem(self, entry: int, occurrence: int) -> tuple[Problem, dict[str, Any]]:
+        """Problem number `occurrence` of the stage's family `entry`, and the options of its episodes."""
         config = self.stage.families[entry]
         teacher = self.stage.teacher_of(config) if isinstance(self.stage, DistillStage) else None
-        return open_episode(
-            self._families[entry].problem(SPLIT, self._index(entry, self._mixture.occurrence(group))),
-            tokenizer,
-            threads,
-            max_turns=self.stage.max_turns,
-            max_context=self.stage.max_context,
-            group=group,
-            render_tools=config.render_tools,
-            teacher=teacher or "",
-        )
+        options: dict[str, Any] = {
+            "max_turns": self.stage.max_turns,
+            "max_context": self.stage.max_context,
+            "render_tools": config.render_tools,
+            "teacher": teacher or "",
+        }
+        return self._families[entry].problem(SPLIT, self._index(entry, occurrence)), options
 
     def _index(self, entry: int, occurrence: int) -> int:
         place, problems, again = occurrence * self._copies[entry] + self._places[entry], self._problems[entry], 0
@@ -103,10 +109,10 @@ class PromptStream:
             )  # fmt: skip
         return problems.index(place, again)
 
-    def measure(self, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str) -> None:
+    def measure(self, completer: Completer | None, tokenizer: Tokenizer, path: Path, policy: str) -> None:
         """Measure the pass rates that `difficulty` needs, unless the file `path` has them for this `policy` (an id of
-        its weights); then filter the problems by pass rate. Raises DataError if no problem is left, RolloutError if no
-        episode could be played."""
+        its weights); then filter the problems by pass rate. Without a `completer` the file must have them. Raises
+        DataError if no problem is left, RolloutError if no episode could be played."""
         for entry, config in enumerate(self.stage.families):
             if config.difficulty is None:
                 continue
@@ -129,7 +135,7 @@ class PromptStream:
             )  # fmt: skip
 
     def _counts(
-        self, entry: int, completer: Completer, tokenizer: Tokenizer, path: Path, policy: str
+        self, entry: int, completer: Completer | None, tokenizer: Tokenizer, path: Path, policy: str
     ) -> dict[int, PassCount]:
         """Pass counts of a family's first distinct problems, by problem number."""
         stage, config, key = self.stage, self.stage.families[entry], self._keys[entry]
@@ -143,7 +149,10 @@ class PromptStream:
         known = read_pass_counts(path, policy, key) if path.exists() else {}
         missing = [index for index in wanted if index not in known]
         size = max(1, EPISODES // config.difficulty.tries)
+        if missing and completer is None:
+            raise RolloutError(f"{stage.name}: {path} lacks measured pass rates of {self._labels[entry]}.")
         for part in (missing[at : at + size] for at in range(0, len(missing), size)):
+            assert completer is not None
             found = measure_pass_rates(
                 completer,
                 tokenizer,
@@ -161,8 +170,7 @@ class PromptStream:
                 split=SPLIT,
                 env_seconds=stage.env_seconds,
             )
-            # If the environment failed in all episodes of a problem, save 0 tries, so that a resumed stage does not
-            # measure the problem again.
+            # A problem without a valid episode is saved with 0 tries, so a resumed stage does not measure it again.
             found = {index: found.get(index, PassCount(0, 0)) for index in part}
             write_pass_counts(path, policy, key, found)
             known |= found

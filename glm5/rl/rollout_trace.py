@@ -1,9 +1,9 @@
 """A readable, token-by-token record of one trajectory of an update: what the loss saw, and the ratios after the step.
 
 `RolloutTrace` observes the loss of an update and keeps one row with an advantage other than 0: the row with the `rho`
-farthest from 1. If several have the same, it keeps the one with the largest absolute advantage. After the step the
-row's tokens are scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The
-file depends only on the batch and the weights, so a resumed run writes the same file. Keys:
+farthest from 1. Of several such rows, it keeps the one with the largest absolute advantage. After the step the row's
+tokens are scored again and written to `rollout.json` in the stage's folder. Nothing flows back into training. The file
+depends only on the batch and the weights, so a resumed run writes the same file. Keys:
 
     step, loss                               the update, as in `metrics.jsonl`, and the name of its objective
     problem, domain, outcome, reward, teacher
@@ -76,7 +76,7 @@ class RolloutTrace:
     def write(
         self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
     ) -> bool:
-        """Write the row's file; call it after the step. If all advantages were 0, writes no file and returns False."""
+        """Write the row's file; call it after the step. With all advantages 0, writes no file and returns False."""
         if self._seen is None:
             return False
         sample = self._seen.sample
@@ -91,7 +91,7 @@ class RolloutTrace:
 
 
 def is_due(step: int, config: OptimConfig) -> bool:
-    """Whether to write a trace of update `step`: of the last update, and of every update that saves a state."""
+    """Whether to write a trace of update `step`: true for the last update, and for every update that saves a state."""
     return step == config.steps or (config.save_every > 0 and step % config.save_every == 0)
 
 
@@ -132,5 +132,5 @@ def _tokens(seen: _Seen, after: Tensor, tokenizer: Tokenizer) -> list[dict[str, 
 
 
 def _number(value: float) -> float | None:
-    """`value` with nine significant digits, enough for every fp32 number; None if it is not finite."""
+    """`value` with nine significant digits, enough for every fp32 number; None for infinity and NaN."""
     return float(f"{value:.9g}") if math.isfinite(value) else None

@@ -18,7 +18,7 @@ class StageStart:
     policy      the model with the stage's starting weights; copy it (`clone`) before changing anything
     io          `io.folder` is the stage's own folder, `io.metrics` the run's metrics, `io.name` the stage's name
     checkpoint  a function that returns the folder of a teacher's checkpoint. The argument is the name of an earlier
-                stage, "start" or a path. Raises ConfigError if the checkpoint has another tokenizer than the run
+                stage, "start" or a path. Raises ConfigError for a checkpoint with another tokenizer than the run
     """
 
     policy: GLM5ForCausalLM

@@ -23,7 +23,7 @@ def update(
     observe: Observer | None = None,
 ) -> dict[str, float]:
     """One update: advantages, train samples, then optimizer steps at the scheduled rate of the learner's version.
-    Returns the metrics of rollouts and update. Raises RolloutError if no trajectory has a sampled token."""
+    Returns the metrics of rollouts and update. Raises RolloutError for trajectories without any sampled token."""
     numbers = rollout_numbers([t for group in groups for t in group], learner.version)
     samples, more = algorithm.samples(groups)
     if not samples:
@@ -36,7 +36,7 @@ def update(
 
 
 def rollout_numbers(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
-    """Reward, solved share, output length and staleness of one batch; `solved/DOMAIN` if it has several domains."""
+    """Reward, solved share, output length and staleness of one batch; `solved/DOMAIN` for several domains."""
     count = len(trajectories)
     stale = [staleness(t, learner_version) for t in trajectories]
     by_domain: dict[str, list[bool]] = {}

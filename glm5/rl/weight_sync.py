@@ -11,6 +11,6 @@ __all__ = ["publish", "tensor_hashes"]
 
 
 def publish(model: nn.Module, engine: Engine, version: int) -> None:
-    """Copy all weights into the engine as `version`; raises EngineError if any tensor in the engine then
-    differs from the learner's."""
+    """Copy all weights into the engine as `version`. Raises EngineError for a tensor that then differs from the
+    learner's."""
     apply(engine, stage(engine.model, model.state_dict()), version, hashes=tensor_hashes(model))

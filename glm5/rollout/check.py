@@ -93,7 +93,7 @@ def one_row(visit: Visit) -> None:
     found = visit.samples(name)
     trained = sum(sum(row["loss_mask"]) for row in found["samples"])
     need(trained == sampled, f"{sampled} tokens were sampled, {trained} are in the loss")
-    if not found["forks"]:  # a model that ends its turn in another way than the client goes on makes a fork
+    if not found["forks"]:  # an end marker that the next message cannot follow makes a fork
         need(len(found["samples"]) == 1, f"{len(found['samples'])} samples for a conversation without forks")
 
 
@@ -155,7 +155,8 @@ CHECKS: tuple[Callable[[Visit], None], ...] = (health, keys, one_row, retries, e
 
 
 def run(url: str, admin_key: str) -> Iterator[tuple[str, str | None]]:
-    """Each promise with what is broken about it, or None. Makes about ten sessions with the `task_id` "check"."""
+    """Yields each promise with how the gateway breaks it, or None. Makes about ten sessions with the `task_id`
+    "check"."""
     headers = {"authorization": f"Bearer {admin_key}"}
     with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
         for check in CHECKS:

@@ -13,7 +13,7 @@ import math
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -50,11 +50,11 @@ class TokenSource(Protocol):
 
     def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
         """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if another engine can sample the
-        remaining tokens, EngineError if the request cannot be computed."""
+        remaining tokens, EngineError for a request that cannot be computed."""
         ...
 
     async def version(self) -> int:
-        """The version of the engine's weights. Raises EngineLost if the engine does not answer."""
+        """The version of the engine's weights. Raises EngineLost without an answer."""
         ...
 
 
@@ -153,8 +153,8 @@ class Reading:
         self._seen = 0
 
     def feed(self, text: str) -> Delta:
-        """The new tokens of an event. Raises EngineLost if the event reports an error, RequestFailed if it is not in
-        SGLang's format."""
+        """The new tokens of an event. Raises EngineLost for an event that reports an error, RequestFailed for one that
+        is not in SGLang's format."""
         try:
             told = json.loads(text)
             if "error" in told:
@@ -177,8 +177,8 @@ class Reading:
 
 
 def native_params(params: SamplingParams) -> dict[str, Any]:
-    """Convert to `sampling_params` of SGLang's `/generate`. Raises ApiError if it does not support one of the
-    parameters."""
+    """Convert to `sampling_params` of SGLang's `/generate`. Raises ApiError for a parameter that it does not
+    support."""
     if params.grammar is not None and params.grammar.kind != "any":  # "any" only limits thinking
         text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
@@ -203,8 +203,8 @@ def native_params(params: SamplingParams) -> dict[str, Any]:
 
 @dataclass
 class EnginePool:
-    """Sends each session to one engine by consistent hashing. Its requests go to another engine while this one is
-    overloaded or has recently lost a generation."""
+    """Sends all requests of a session to one engine, by consistent hashing. While that engine is overloaded or has
+    recently lost a generation, they go to another."""
 
     engines: Sequence[TokenSource]
     vocab: int = 1 << 31
@@ -220,7 +220,18 @@ class EnginePool:
         self._ring = HashRing(range(len(self.engines)))
         self._load: Counter[int] = Counter()
         self._permits = asyncio.Semaphore(self.most)
+        self._gate = asyncio.Event()  # cleared: no generation begins
+        self._gate.set()
         self._down: dict[int, float] = {}  # by engine: avoid it until this time (monotonic seconds)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no generation, and continue none that an engine lost, within the block."""
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
 
     @property
     def running(self) -> int:
@@ -239,6 +250,7 @@ class EnginePool:
         sofar: list[int] = []
         attempts, pause = 0, PAUSE_SECONDS
         while attempts < ATTEMPTS:
+            await self._gate.wait()
             rank, before = self._pick(session), len(sofar)
             name = self.engines[rank].name
             self._load[rank] += 1
@@ -278,7 +290,7 @@ class EnginePool:
         raise ApiError(503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost")
 
     def _check(self, name: str, delta: Delta, room: int) -> None:
-        """Raise RequestFailed if a delta cannot be trained on: the engine may be any server."""
+        """Raise RequestFailed for a delta that cannot be trained on: the engine may be any server."""
         if len(delta.token_ids) > room or not all(0 <= token < self.vocab for token in delta.token_ids):
             raise RequestFailed(f"{name} sent more tokens than were asked for, or ids outside the vocabulary.")
         if not all(math.isfinite(score) and -MOST_SURPRISE < score <= ROUNDING for score in delta.logprobs):
@@ -287,7 +299,7 @@ class EnginePool:
             raise RequestFailed(f"{name} sent weight versions that are no 31-bit numbers.")
 
     async def versions(self) -> Mapping[str, int | None]:
-        """Weight version by engine name; None if the engine does not answer."""
+        """Weight version by engine name; None without an answer."""
         found: dict[str, int | None] = {}
         for engine in self.engines:
             try:
@@ -311,7 +323,8 @@ class EnginePool:
 
 
 def _rest(params: SamplingParams, count: int) -> SamplingParams:
-    """The parameters for the rest of a generation that has `count` tokens. A seed would repeat the first draws."""
+    """The parameters for the rest of a generation that has `count` tokens, without the seed, which would repeat the
+    first draws."""
     if not count:
         return params
     minimum = max(0, params.min_tokens - count)

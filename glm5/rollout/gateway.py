@@ -45,7 +45,7 @@ from glm5.tasks.episode import MOST_REWARD
 log = get_logger("gateway")
 
 KEPT = 4096
-"""Number of sessions kept in memory. If there are more, idle ones are dropped; the store is read again when needed."""
+"""Number of sessions kept in memory. Beyond it, idle ones are dropped; the store is read again when needed."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
@@ -99,8 +99,8 @@ class Gateway:
     _loading: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def create(self, body: NewSession) -> Session:
-        """A new session, or the existing one with this id. Raises ApiError 400 if the id is malformed, or if the
-        existing session has another task, group or mode."""
+        """A new session, or the existing one with this id. Raises ApiError 400 for a malformed id, and for an existing
+        session with another task, group or mode."""
         name = body.id or uuid.uuid4().hex
         if not _NAME.fullmatch(name):
             raise ApiError(
@@ -117,7 +117,7 @@ class Gateway:
         return session
 
     async def session(self, name: str) -> Session:
-        """A session by its id. Raises ApiError 404 if there is none."""
+        """A session by its id. Raises ApiError 404 for an unknown id."""
         if (found := self._sessions.get(name)) is not None:
             return found
         async with self._loading.setdefault(name, asyncio.Lock()):
@@ -139,7 +139,7 @@ class Gateway:
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
 
     def _forget(self) -> None:
-        """If more than `KEPT` sessions are in memory, drop idle ones: closed ones first, then by last use."""
+        """Beyond `KEPT` sessions in memory, drop idle ones: closed ones first, then by last use."""
         if len(self._sessions) > KEPT:
             idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
             idle.sort(key=lambda one: (one.row.closed is None, one.used))
@@ -154,7 +154,7 @@ class Gateway:
         return session
 
     async def end(self, name: str, excluded: str | None = None) -> Session:
-        """Close a session and cancel its running requests. No effect if it is closed already."""
+        """Close a session and cancel its running requests. No effect on a closed session."""
         session = await self.session(name)
         if session.row.closed is not None:
             return session
@@ -231,7 +231,8 @@ class Gateway:
             )
 
     def session_of(self, request: Request, name: str | None) -> str:
-        """The session that a request's key opens. Raises ApiError 401 if that is none, or not the session `name`."""
+        """The session that a request's key opens. Raises ApiError 401 for a key that opens none, or not the session
+        `name`."""
         for key in offered(request.headers):
             found = session_of_key(self.admin_key, key)
             if found is not None and name in (None, found):

@@ -94,7 +94,7 @@ class History:
         self._bodies: set[bytes] = set()
 
     def place(self, chat: ChatInput) -> Place:
-        """Find the deepest turn that the conversation continues. Raises DataError if a message is malformed."""
+        """Find the deepest turn that the conversation continues. Raises DataError for a malformed message."""
         turns = canonical(chat.messages, self._sort)
         head = _head(chat)
         begun = None
@@ -148,7 +148,7 @@ class History:
         return self._same_text(turns) or self._same_task(turns)
 
     def _same_text(self, turns: Sequence[Message]) -> str | None:
-        """The cause, if the conversation would continue a stored turn with system messages and options ignored; else
+        """The cause for a conversation that continues a stored turn in all but system messages and options, else
         None."""
         body, known = b"", False
         for turn in turns:

@@ -61,7 +61,7 @@ def run(
     limits = fitted(limits, files=2)
     with bind(host, port) as listener, contextlib.ExitStack() as stack:
         kept = stack.enter_context(Store(store))
-        key, key_file = _admin_key(admin_key_file, store)
+        key, key_file = admin_key_of(admin_key_file, store)
         sources: Sequence[TokenSource]
         if engines:
             info = _model_info(engines[0], engine_key)
@@ -103,7 +103,7 @@ def _engine(directory: Path, options: EngineOptions) -> tuple[Engine, Tokenizer]
     return engine, engine.tokenizer
 
 
-def _admin_key(file: Path | None, store: Path) -> tuple[str, Path | None]:
+def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:
     """The admin key, and the path of its file if we created it, else None. A created key is reused after a restart,
     because the keys of sessions depend on it."""
     given = find_key("admin", None, file)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5.records import TrainSample
+from glm5.records import Outcome, TrainSample, Trajectory, Turn
 from glm5.rollout.history import Node, in_order
+from glm5.rollout.store import ResultRow
 from glm5.tasks.episode import NOT_SAMPLED
 
 
 def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
-    """One row per leaf: the tokens on its path. If rows share a turn, only the first of them has it in the loss."""
+    """One row per leaf: the tokens on its path. A turn that several rows share is in the loss of only the first."""
     rows, taken = [], set[Node]()
     for path in in_order(nodes):
         row = TrainSample([], [], [], [], [])
@@ -27,6 +28,25 @@ def rows_of(nodes: Sequence[Node]) -> list[TrainSample]:
         row.advantages = [0.0] * len(row.ids)
         rows.append(row)
     return rows
+
+
+def trajectory_of(result: ResultRow, nodes: Sequence[Node], finish: Mapping[Node, str]) -> Trajectory:
+    """A rollout as a trajectory; `finish` has the finish reasons of its turns. A turn that begins a fork comes after
+    the turns of the branches before it, so `to_samples` makes the same rows as `rows_of`."""
+    turns, taken = [], set[Node]()
+    for path in in_order(nodes):
+        ids: list[int] = []
+        for node in path:
+            ids += node.given
+            if node not in taken:
+                taken.add(node)
+                turns.append(
+                    Turn(tuple(ids), tuple(node.output), tuple(node.logprobs), tuple(node.versions), finish[node])
+                )
+            ids += node.output
+    detail = {**result.detail, "session": result.session}
+    outcome = Outcome(result.outcome)
+    return Trajectory(result.problem, result.domain, result.group, turns, result.reward, outcome, detail)
 
 
 def summary(nodes: Sequence[Node]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class SessionService(TextService):
         return body
 
     def release(self, refusal: Glm5Error | None = None) -> None:
-        """Clean up at the end of the request: if it claimed a call and did not start it, requests with the same bytes
-        that wait for it get its `refusal`, or 503 without one."""
+        """Clean up at the end of the request. If it claimed a call and did not start it, the identical requests that
+        wait for the call get the `refusal`, or 503 without one."""
         if self.call is not None and self.mine and self.call.task is None:
             self.session.calls.pop(self.call.digest, None)
             failed = ApiError(503, "The first request with these bytes failed; send the request again.", code="retry")

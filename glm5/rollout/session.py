@@ -1,6 +1,6 @@
 """A session of an agent: its turns, its running requests, its limits.
 
-A request that repeats an earlier one byte for byte joins it if it is still running, or gets its stored answer. So a
+A request that repeats an earlier one byte for byte joins it while it runs, and gets its stored answer afterwards. So a
 retry does not sample a second answer.
 """
 
@@ -55,7 +55,7 @@ class SessionOptions:
 
 @dataclass
 class Sampled:
-    """The data of a sample that answers need (see `SampleStream`)."""
+    """What an answer needs to know about its sample (see `SampleStream`)."""
 
     stop_ids: frozenset[int]
     completion: Completion
@@ -109,8 +109,8 @@ class Call:
 
 
 class CallStream:
-    """The tokens of a call on their way to one client (see `SampleStream`). If the client disconnects, the call goes
-    on, so that a retry gets the answer."""
+    """The tokens of a call on their way to one client (see `SampleStream`). The call goes on after the client
+    disconnects, so a retry gets the answer."""
 
     def __init__(self, call: Call) -> None:
         assert call.part is not None and call.sampled is not None
@@ -149,7 +149,7 @@ class Session:
     """Running requests, by digest."""
     retries: int = 0
     requests: int = 0
-    """Requests that hold this object."""
+    """Number of requests that use this object; a session in use stays in memory."""
     used: float = field(default_factory=time.monotonic)
 
     @property
@@ -161,7 +161,7 @@ class Session:
         return self.row.mode == "train"
 
     def check_open(self) -> None:
-        """Raise ApiError 410 if the session is closed. Clients do not retry this status."""
+        """Raise ApiError 410 for a closed session. Clients do not retry this status."""
         if self.row.closed is not None:
             raise ApiError(410, f"The session {self.id} is closed.", code="session_closed")
 
@@ -186,7 +186,7 @@ class Session:
         return call, False
 
     def params(self, asked: SamplingParams) -> SamplingParams:
-        """The parameters to sample with if the agent asks for `asked`."""
+        """The parameters to sample with, given those that the agent asks for."""
         most = min(asked.max_tokens, self.options.answer_tokens or asked.max_tokens)
         if not self.trained:
             return replace(asked, max_tokens=most)
@@ -229,12 +229,12 @@ class Session:
                 del self.calls[call.digest]
 
     async def cancel(self) -> None:
-        """End all running requests. Those whose turn is being stored are waited for: the history then has what the
-        store has."""
+        """End all running requests. Waits for those that are storing their turn, so that the history has the same turns
+        as the store."""
         storing = [call.task for call in self.calls.values() if call.storing and call.task is not None]
         for call in list(self.calls.values()):
             if call.task is not None and not call.storing:
-                # A task that was cancelled before its first step runs none of its own code.
+                # A task that is cancelled before its first step never runs its `finally`, so end the call here.
                 self.calls.pop(call.digest, None)
                 call.fail(ApiError(410, f"The session {self.id} was closed.", code="session_closed"))
                 call.task.cancel()

@@ -27,7 +27,7 @@ from glm5.rollout.history import History, Node, read_message, told
 Result = TypeVar("Result")
 Waiting = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 """A change, and the future of its caller."""
-FORMAT = 1
+FORMAT = 2
 MOST_TOGETHER = 1024
 """Maximum number of writes in one transaction."""
 SCHEMA = """
@@ -43,6 +43,13 @@ CREATE TABLE turns (
     created REAL NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX turns_by_request ON turns (session, digest);
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, family INTEGER NOT NULL, place INTEGER NOT NULL, spent TEXT, version INTEGER
+) STRICT;
+CREATE TABLE results (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, session TEXT NOT NULL UNIQUE REFERENCES sessions (id), grp INTEGER NOT NULL,
+    member INTEGER NOT NULL, problem TEXT NOT NULL, domain TEXT NOT NULL, outcome TEXT NOT NULL, detail TEXT NOT NULL
+) STRICT;
 """
 
 
@@ -53,8 +60,8 @@ class StoreError(CheckpointError):
 @dataclass(frozen=True)
 class SessionRow:
     """One session. `options` are the fields of its `SessionOptions`. `created` and `closed` are Unix times in seconds.
-    `excluded` is the reason why its rollout must not be trained on, or None. `trained` is the weight version that was
-    made by training on it, or None."""
+    `excluded` is the reason why its rollout must not be trained on, or None. `trained` is the version of the weights
+    that training on it produced, or None."""
 
     id: str
     task: str
@@ -69,10 +76,27 @@ class SessionRow:
     trained: int | None = None
 
 
+@dataclass(frozen=True)
+class ResultRow:
+    """How a rollout ended. `group` and `member` are those of the orchestrator; `outcome` is an `Outcome`; `id` numbers
+    the results in the order in which they were stored."""
+
+    session: str
+    group: int
+    member: int
+    problem: str
+    domain: str
+    outcome: str
+    reward: float
+    detail: Mapping[str, Any]
+    excluded: str | None = None
+    id: int = 0
+
+
 class Store:
     """A store file, created if it does not exist. Use it as a context manager. `full`: a commit waits for the disk.
 
-    Raises StoreError if the file is not a store of this format or another process uses it.
+    Raises StoreError for a file that is not a store of this format, or that another process uses.
     """
 
     def __init__(self, path: Path, *, full: bool = False) -> None:
@@ -114,6 +138,62 @@ class Store:
         text = "INSERT OR IGNORE INTO sessions (id, task, grp, mode, options, created) VALUES (?, ?, ?, ?, ?, ?)"
         await self.write(lambda db: db.execute(text, values))
 
+    async def add_group(self, number: int, family: int, place: int) -> None:
+        """Store a group of rollouts (see `orchestrator`); no effect if it exists."""
+        text = "INSERT OR IGNORE INTO groups (number, family, place) VALUES (?, ?, ?)"
+        await self.write(lambda db: db.execute(text, (number, family, place)))
+
+    async def add_result(self, row: ResultRow) -> int:
+        """Store the result of a rollout and close its session. Returns the result's id."""
+        text = (
+            "INSERT INTO results (session, grp, member, problem, domain, outcome, detail) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        )
+        values = (row.session, row.group, row.member, row.problem, row.domain, row.outcome)
+        detail = json.dumps(dict(row.detail), default=str)
+
+        def change(db: sqlite3.Connection) -> int:
+            db.execute(
+                "UPDATE sessions SET reward = ?, closed = ?, excluded = ? WHERE id = ?",
+                (row.reward, time.time(), row.excluded, row.session),
+            )
+            return int(db.execute(text, (*values, detail)).lastrowid or 0)
+
+        return await self.write(change)
+
+    async def spend(
+        self, version: int, sessions: Sequence[str], trained: Sequence[int], dropped: Sequence[int]
+    ) -> None:
+        """Record the update that made `version`: the sessions it trained on, the groups it trained on, and those
+        dropped since the last one. May be repeated."""
+
+        def change(db: sqlite3.Connection) -> None:
+            text = "UPDATE sessions SET trained = ? WHERE id = ? AND trained IS NULL"
+            db.executemany(text, [(version, session) for session in sessions])
+            text = "UPDATE groups SET spent = ?, version = ? WHERE number = ? AND spent IS NULL"
+            db.executemany(text, [("trained", version, number) for number in trained])
+            db.executemany(text, [("dropped", version, number) for number in dropped])
+
+        await self.write(change)
+
+    def rewind(self, version: int) -> None:
+        """Forget all updates after `version`: the learner starts again there. Closes sessions without a result."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE sessions SET trained = NULL WHERE trained > ?", (version,))
+            db.execute("UPDATE groups SET spent = NULL, version = NULL WHERE version > ?", (version,))
+            db.execute("UPDATE sessions SET closed = ?, excluded = 'interrupted' WHERE closed IS NULL", (time.time(),))
+
+        self.write_soon(change).result()
+
+    def forget(self, session: str) -> None:
+        """Remove the result of a session, whose tokens were sampled by weights that are lost."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM results WHERE session = ?", (session,))
+            db.execute("UPDATE sessions SET excluded = 'lost_weights' WHERE id = ?", (session,))
+
+        self.write_soon(change).result()
+
     async def change_session(self, session: str, **fields: Any) -> None:
         """Set fields of a session, such as `reward` or `closed`."""
         text = ", ".join(f"{name} = ?" for name in fields)
@@ -136,6 +216,19 @@ class Store:
     def session(self, session: str) -> SessionRow | None:
         """One session, or None."""
         return next(self.sessions("WHERE id = ?", (session,)), None)
+
+    def groups(self) -> list[tuple[int, int, int, str | None]]:
+        """All groups: number, family, place, and "trained", "dropped" or None."""
+        with self._reading() as db:
+            return list(db.execute("SELECT number, family, place, spent FROM groups ORDER BY number"))
+
+    def results(self, after: int = 0, most: int = 1 << 30) -> list[ResultRow]:
+        """At most `most` results with ids above `after`, in the order of their ids."""
+        names = "session, r.grp, member, problem, domain, outcome, reward, detail, excluded, r.id"
+        text = f"SELECT {names} FROM results r JOIN sessions s ON s.id = session WHERE r.id > ? ORDER BY r.id LIMIT ?"
+        with self._reading() as db:
+            rows = db.execute(text, (after, most)).fetchall()
+        return [ResultRow(*(*row[:7], json.loads(row[7]), *row[8:])) for row in rows]
 
     def sessions(self, where: str = "", values: Sequence[Any] = ()) -> Iterator[SessionRow]:
         """Sessions in the order of their creation. `where` is an SQL WHERE clause; `values` fill its placeholders."""
@@ -224,7 +317,7 @@ class Store:
         return db
 
     def _reopened(self, waiting: Sequence[Waiting]) -> sqlite3.Connection | None:
-        """A new connection after the old one failed; without one, the changes fail."""
+        """A new connection after the old one failed. Without a new one, the waiting changes fail."""
         try:
             return self._connect()
         except (sqlite3.Error, StoreError) as error:
@@ -237,8 +330,8 @@ class Store:
                 future.set_exception(self._error(error))
 
     def _commit(self, db: sqlite3.Connection, waiting: Sequence[Waiting]) -> bool:
-        """Run changes in one transaction. If a change fails, only that change is rolled back; if the commit fails, all
-        of them are. Returns False if the connection cannot be used any more."""
+        """Run changes in one transaction. A change that fails is rolled back alone; after a commit that fails, all of
+        them are. Returns False if the connection cannot be used any more."""
         results: list[tuple[Future[Any], Any]] = []
         try:
             db.execute("BEGIN IMMEDIATE")

@@ -31,8 +31,8 @@ ADMIN_PATHS = (
     "/abort_request",
     FLUSH_PATH,
 )
-"""Paths that change the server for everybody. They need the admin key, or the API key if no admin key is set. If the
-server has neither, they answer only this machine."""
+"""Paths that change the server for everybody. They need the admin key; without one, the API key; without either, they
+answer only this machine."""
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:\d{1,5})?")
 _PORTS = {"http": "80", "https": "443"}
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -45,7 +45,7 @@ UNCOUNTED = (*OPEN_PATHS, "/metrics")
 MAX_KEY_BYTES = 4096
 """Maximum bytes of a key, and of its file."""
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Headers of a proxy, or of a client that poses as one. They are believed only if the proxy is trusted."""
+"""Headers of a proxy, or of a client that poses as one. They are believed only from a trusted proxy."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Access:
     """Access rules apart from the API key.
 
     Attributes:
-        admin_key: opens all paths. If it is set, the API key does not open ADMIN_PATHS.
+        admin_key: opens all paths. With it, the API key does not open ADMIN_PATHS.
         origins: other sites that may use this server, like "https://chat.example".
         proxies: addresses and networks with trusted X-Forwarded-For, -Host and -Proto headers.
     """
@@ -70,7 +70,7 @@ class Access:
         self.networks()
 
     def networks(self) -> list[Network]:
-        """`proxies`, parsed. Raises UsageError if one is not an address or network."""
+        """`proxies`, parsed. Raises UsageError for one that is not an address or network."""
         try:
             return [ipaddress.ip_network(proxy) for proxy in self.proxies]
         except ValueError as error:
@@ -277,7 +277,8 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] | None:
-    """Accepted Host names; None accepts all. Raises UsageError if a server without a key would be open to others."""
+    """Accepted Host names; None accepts all. Raises UsageError for a server without a key that would be open to
+    others."""
     if not is_loopback(host) and not api_key:
         raise UsageError(f"Other machines can reach {host}; give an API key, or serve on 127.0.0.1.")
     pages = {name for origin in access.origins if (name := urlsplit(origin).hostname) is not None}
@@ -286,7 +287,7 @@ def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] |
 
 def find_key(name: str, given: str | None, file: Path | None) -> str | None:
     """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
-    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None if there is no key.
+    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
 
     Raises:
         UsageError: more than one source, a file that others may read, or a value that is not a valid key.

@@ -115,7 +115,8 @@ _MAX_DEFAULTS_BYTES = 1 << 20
 
 
 def load_defaults(directory: Path) -> SamplingParams:
-    """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError if a value is not valid."""
+    """Sampling defaults from a checkpoint's generation_config.json. Raises ConfigError for a value that is not
+    valid."""
     path = directory / "generation_config.json"
     if not path.exists():
         return SamplingParams()
@@ -133,8 +134,8 @@ def load_defaults(directory: Path) -> SamplingParams:
 def load_app(
     directory: Path, limits: Limits, options: EngineOptions, *, model_name: str | None = None, **rest: Any
 ) -> FastAPI:
-    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError if the directory
-    has no model or no matching tokenizer."""
+    """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError for a directory
+    without a model or a matching tokenizer."""
     engine = Engine.from_pretrained(directory, **asdict(options))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")

@@ -37,7 +37,7 @@ BURST = 4
 """Connections accepted at once. asyncio would accept all waiting ones before it handles any."""
 BACKLOG = 1024
 GRACE_SECONDS = 5.0
-"""If a body does not arrive in time: seconds from the error answer to the end of the connection."""
+"""Seconds from the error answer for a late body to the end of the connection."""
 SLOWEST = 1024
 """Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
@@ -136,8 +136,8 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """One connection. It ends if the client takes too long to send a request or to read an answer. If there are too
-    many connections, one without a complete request is dropped for a new one."""
+    """One connection. It ends when the client takes too long to send a request or to read an answer. Beyond the maximum
+    number of connections, one without a complete request is dropped for a new one."""
 
     config: ServerConfig
 
@@ -147,8 +147,8 @@ class Connection(H11Protocol):
         limits = self.config.limits
         self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
         self._phase: tuple[Any, Any] = (h11.IDLE, None)
-        self.since = self.loop.time()  # start of the phase
-        self._stalled: tuple[float, int] | None = None  # start of the measured time, and the unsent bytes then
+        self.since = self.loop.time()  # start of `_phase`
+        self._stalled: tuple[float, int] | None = None  # (time, unsent bytes) at the start of the measurement
         self._ticking = self.loop.call_later(self._every, self._tick)
         if len(self.connections) > limits.connections and not self._make_room():
             transport.write(FULL)

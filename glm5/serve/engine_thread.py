@@ -39,9 +39,9 @@ FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0
 class EngineThread:
     """Runs the engine's step loop in a thread of its own. `max_samples` bounds waiting plus running samples.
 
-    A request that cannot be computed fails alone (see `Engine.step`). If the engine itself fails, all requests in
-    progress end with EngineFailed, and the engine is rebuilt on the same weights. If rebuilding fails too, it is
-    tried again later, and `check` raises meanwhile.
+    A request that cannot be computed fails alone (see `Engine.step`). After a failure of the engine itself, all
+    requests in progress end with EngineFailed, and the engine is rebuilt on the same weights. A failed rebuild is tried
+    again later; `check` raises meanwhile.
     """
 
     def __init__(self, engine: Engine, max_samples: int = 256, metrics: Metrics | None = None) -> None:
@@ -59,7 +59,7 @@ class EngineThread:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._compiler = Compiler(lambda: self.engine.grammars)
-        # Engine thread only: when to rebuild a broken engine, and callbacks for event loops at the end of a round.
+        # Only for the engine thread: the time of the next rebuild, and the callbacks to post after this round.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
 
@@ -78,7 +78,7 @@ class EngineThread:
         self._compiler.close()
 
     def check(self) -> None:
-        """Raise the reason if no request can be accepted now."""
+        """Raise the reason while no request can be accepted."""
         if self._error is not None:
             raise EngineFailed(BROKEN)
         if self._deadline is not None:
@@ -105,7 +105,7 @@ class EngineThread:
 
     async def submit_all(self, parts: Sequence[Part], *, deadline: float | None = None) -> Stream:
         """Start the samples of several prompts, or none of them. All must be complete within `deadline` seconds,
-        including grammar compilation. Raises ApiError if a grammar cannot be enforced."""
+        including grammar compilation. Raises ApiError for a grammar that cannot be enforced."""
         stream = Stream(self, parts, deadline)
         if stream.size > self.max_samples:
             raise EngineError(f"The request asks for {stream.size} samples; at most {self.max_samples} are allowed.")
@@ -176,7 +176,7 @@ class EngineThread:
                 self._wake.notify()
 
     def abort(self, name: str | None) -> int:
-        """End the samples of prompts named `name`, or all samples if `name` is None. Returns how many there were."""
+        """End the samples of prompts named `name` (None: all samples). Returns how many there were."""
         with self._wake:
             found = [(s, i) for s in self._streams for i in list(s.open) if name is None or s.names[i] == name]
         for stream, index in found:

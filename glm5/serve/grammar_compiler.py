@@ -26,8 +26,8 @@ LISTS = 4
 
 
 def check_forms(params: Sequence[SamplingParams]) -> None:
-    """Raise EngineError if the prompts of a request use too many different grammars, ApiError if one field (such as
-    `bad_words`) has too many different lists. With a large vocabulary, each list takes megabytes, and up to a second to
+    """Raise EngineError for a request with too many different grammars, ApiError for one with too many different lists
+    in a field (such as `bad_words`). With a large vocabulary, each list takes megabytes, and up to a second to
     prepare."""
     for field in ("bad_words", "stop", "allowed_token_ids"):
         values = {id(value): value for p in params if (value := getattr(p, field))}  # prompts may share a list
@@ -96,7 +96,7 @@ class Compiler:
                     work.add_done_callback(lambda _: self._work.pop(spec, None))
 
     async def spell(self, params: Sequence[SamplingParams]) -> None:
-        """Prepare all `bad_words`, so the engine need not do it. Raises EngineError if a list of them is not valid."""
+        """Prepare all `bad_words`, so the engine need not do it. Raises EngineError for a list that is not valid."""
         for words in dict.fromkeys(p.bad_words for p in params if p.bad_words):
             check_bad_words(words)
             await asyncio.to_thread(self._spelled, words)

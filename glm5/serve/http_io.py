@@ -105,7 +105,7 @@ class EventResponse(Response):
             async with asyncio.timeout_at(None if (end := self._stream.deadline) is None else end + GRACE_SECONDS):
                 await first_of(sending, gone(receive))
         except TimeoutError:
-            pass  # no last event: the client sees that the connection broke
+            pass  # end without a last event, so the client sees that the answer is cut off
         finally:
             self._stream.cancel()
             sending.cancel()

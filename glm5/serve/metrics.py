@@ -69,7 +69,7 @@ class Metrics:
         self.time_per_token.observe(seconds / tokens, tokens)
 
     def text(self, engine: Mapping[str, Any]) -> str:
-        """The metrics as text. `engine` are the numbers of `Engine.stats`, empty if the engine has failed."""
+        """The metrics as text. `engine` are the numbers of `Engine.stats`, empty for a failed engine."""
         lines: list[str] = []
 
         def family(name: str, kind: str, help_text: str, samples: Iterable[str]) -> None:

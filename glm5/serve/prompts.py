@@ -18,14 +18,15 @@ from glm5.records import GrammarSpec, Message
 from glm5.serve.errors import ApiError
 
 Ending = Literal["answer", "continue", "none"]
-"""The end of a rendered conversation: the opening of a new answer, the last message left open, or nothing."""
+"""How a rendered conversation ends: "answer" opens a new answer, "continue" leaves the last message open, "none" adds
+nothing."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A rendered prompt and how to read the answer: whether it starts inside a think block, and which tools it may
-    call. `begun` is True if the prompt already contains the beginning of the answer, or is not a chat. Think tags in
-    the answer are then plain text."""
+    call. `begun` is True for a prompt that already contains the beginning of the answer, or is not a chat. Think tags
+    in the answer are then plain text."""
 
     ids: list[int]
     thinking: bool = False
@@ -62,7 +63,7 @@ class ChatBody(Protocol):
     """The body of a chat request, of any surface."""
 
     def chat_input(self) -> ChatInput:
-        """Raises DataError or ApiError if the model cannot read a message or tool."""
+        """Raises DataError or ApiError for a message or tool that the model cannot read."""
         ...
 
 
@@ -92,7 +93,7 @@ def render(tokenizer: Tokenizer, chat: ChatInput) -> Prompt:
 
 
 def check_continued(turn: Message, number: int) -> None:
-    """Raise DataError if the last message, messages[number], cannot be the beginning of the answer."""
+    """Raise DataError unless the last message, messages[number], can be the beginning of the answer."""
     if turn.role != "assistant" or turn.tool_calls or number == 0:
         raise DataError(
             f"messages[{number}] cannot be continued; it must be an assistant message without tool calls, and must not "
@@ -117,7 +118,7 @@ def encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
 
 
 def must_call(prompt: Prompt, name: str | None, *, many: bool) -> GrammarSpec:
-    """The answer must be a call of tool `name`, or of any tool if `name` is None; thinking ends at once.
+    """The answer must be a call of tool `name` (None: of any tool); thinking ends at once.
 
     Raises:
         ApiError: there is no such tool.
@@ -143,7 +144,7 @@ def must_match(prompt: Prompt, schema: Mapping[str, Any] | None) -> GrammarSpec:
 
 
 def limit_thinking(prompt: Prompt, spec: GrammarSpec | None, tokens: int | None) -> GrammarSpec | None:
-    """Limit the think block to `tokens` tokens, in `spec` or in a new spec. Without thinking, or if `tokens` is None,
+    """Limit the think block to `tokens` tokens, in `spec` or in a new spec. Without thinking, or with `tokens` None,
     `spec` is returned unchanged."""
     if tokens is None or not prompt.thinking:
         return spec

@@ -78,8 +78,8 @@ class Stream:
     """The samples of some prompts as they grow. Belongs to the event loop that created it.
 
     Samples are numbered consecutively: those of the first prompt, then those of the second. Iteration ends when every
-    sample has ended. It raises RequestFailed if one of them cannot be computed, EngineFailed if the engine fails, and
-    TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
+    sample has ended. It raises RequestFailed for a sample that cannot be computed, EngineFailed on a failure of the
+    engine, and TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
     """
 
     def __init__(self, owner: EngineThread, parts: Sequence[Part], deadline: float | None) -> None:
@@ -114,7 +114,7 @@ class Stream:
         return self._deadline
 
     async def accepted(self) -> None:
-        """Wait until the engine has accepted the prompts. Raises its error if it refuses them."""
+        """Wait until the engine has accepted the prompts, or raise the error with which it refuses them."""
         await self.in_time(self._accepted)
 
     def cancel(self, index: int | None = None) -> None:

@@ -41,8 +41,8 @@ Job = tuple[Sampling, Prompt]
 
 @dataclass(kw_only=True)
 class TextService:
-    """From request to answer, for the chat surfaces; where tokens come from is left to subclasses. `max_length` is the
-    longest prompt plus answer, in tokens."""
+    """From request to answer, for the chat surfaces; subclasses provide the tokens. `max_length` is the longest prompt
+    plus answer, in tokens."""
 
     tokenizer: Tokenizer
     model_name: str
@@ -52,7 +52,7 @@ class TextService:
     metrics: Metrics
     created: int
     tokenizer_path: str = ""
-    """Directory of the tokenizer, if there is one on this machine."""
+    """Directory of the tokenizer on this machine, or ""."""
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -70,7 +70,7 @@ class TextService:
         return f"glm5-{__version__}-w{self.weight_version}"
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 if the name is not that of our model; None is accepted."""
+        """Raise ApiError 404 for a name other than that of our model; None is accepted."""
         if name is not None and name != self.model_name:
             text = f"The model {name!r:.200} does not exist; this server has {self.model_name!r}."
             raise ApiError(404, text, param="model", code="model_not_found")
@@ -82,7 +82,8 @@ class TextService:
             raise ApiError(400, text, code="too_many_samples")
 
     def check_messages(self, count: int) -> None:
-        """Before any work on a conversation: raise ApiError 400 if `count` messages cannot fit at one token each."""
+        """Before any work on a conversation: raise ApiError 400 for a `count` of messages that cannot fit at one token
+        each."""
         if count >= self.max_length:
             text = f"The conversation has {count} messages, more than the {self.max_length} tokens of the context."
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
@@ -94,8 +95,9 @@ class TextService:
     async def make(
         self, prompt: Callable[..., Prompt], tokenizer: Tokenizer, *arguments: Any, count: int = 0
     ) -> Prompt:
-        """Render or encode a prompt in a thread; text far beyond the end of the context is not read. Raises ApiError if
-        `count` messages cannot fit at one token each, and TooLate if a foreign template takes too long."""
+        """Render or encode a prompt in a thread; text far beyond the end of the context is not read. Raises ApiError
+        for a `count` of messages that cannot fit at one token each, TooLate for a foreign template that takes too
+        long."""
         self.check_messages(count)
         work = (prompt, tokenizer.bounded(READ * self.max_length), *arguments)
         if prompt is encode or tokenizer.chat_format.version is not None:
@@ -171,7 +173,7 @@ class Service(TextService):
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by one update of the weights at a time
 
     async def numbers(self) -> Mapping[str, Any]:
-        """The engine's statistics; empty if it has failed."""
+        """The engine's statistics; empty for a failed engine."""
         try:
             return await self.thread.call(lambda engine: engine.stats())
         except Glm5Error:
@@ -212,8 +214,8 @@ class Service(TextService):
         names: Sequence[str] | None = None,
     ) -> list[Completion]:
         """Score all tokens of each prompt except its first, all prompts in one request (see `EngineThread.score`). The
-        answer repeats the scores for each of the `samples` of a row. Raises ApiError if a prompt cannot be scored or
-        the answer is too long."""
+        answer repeats the scores for each of the `samples` of a row. Raises ApiError for a prompt that cannot be
+        scored, or an answer that is too long."""
         scores = sum(len(row) * count for row, count in zip(rows, samples, strict=True)) * (1 + top_logprobs)
         if scores > MAX_SCORES:
             text = f"The answer would have {scores:,} log-probabilities of prompts; at most {MAX_SCORES:,} are allowed."
@@ -233,7 +235,7 @@ def service_of(request: Request) -> Service:
 
 
 def text_service_of(request: Request) -> TextService:
-    """The service that answers a chat request: that of its session, if there is one, or the application's."""
+    """The service that answers a chat request: that of its session, or else the application's."""
     service: TextService = getattr(request.state, "service", None) or request.app.state.service
     return service
 
@@ -243,9 +245,8 @@ def _rendered(tokenizer: Tokenizer, body: ChatBody) -> Prompt:
 
 
 def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]:
-    """Maximum tokens of each answer. If the client sets no limit, it is capped so that the answers, with `each`
-    log-probabilities per token, stay within `MAX_ANSWER_SCORES`. Raises ApiError if the limits together are too
-    high."""
+    """Maximum tokens of each answer. Without a limit from the client, this maximum keeps the answers, with `each`
+    log-probabilities per token, within `MAX_ANSWER_SCORES`. Raises ApiError for limits that are too high together."""
     samples = sum(body.samples() for body, _ in jobs)
     most = MAX_ANSWER_SCORES // (each * max(1, samples)) or 1
     rooms = [room if body.limit() else min(room, most) for (body, _), room in zip(jobs, rooms, strict=True)]
@@ -257,8 +258,8 @@ def _tellable(jobs: Sequence[Job], rooms: Sequence[int], each: int) -> list[int]
 
 
 async def follow(stream: SampleStream, replies: Sequence[Reply]) -> AsyncIterator[tuple[Reply, list[OpenAIDelta]]]:
-    """Feed the replies as tokens come. If the text of a sample shows that it has ended (as after
-    a stop string), the sample is ended in the engine too."""
+    """Feed the replies as tokens come. A sample that has ended by its text, as after a stop string, is ended in the
+    engine too."""
     async for delta in stream:
         reply = replies[delta.index]
         if reply.finish_reason is None:
@@ -286,7 +287,7 @@ def cached_tokens(stream: SampleStream) -> int:
 
 
 def openai_usage(stream: SampleStream, replies: Sequence[Reply]) -> Mapping[str, Any]:
-    """`usage` of the OpenAI surface. As an extension, if the engine drafts tokens, `completion_tokens_details` has the
+    """`usage` of the OpenAI surface. As an extension for engines that draft tokens, `completion_tokens_details` has the
     number of drafts (`draft_tokens`) and of accepted drafts (`accepted_draft_tokens`)."""
     details = {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)}
     if drafted := sum(reply.draft_tokens for reply in replies):

@@ -7,6 +7,7 @@ time limit, its waiter gets EnvironmentTimeout and a new thread replaces the one
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
@@ -58,11 +59,23 @@ class EnvThreadPool:
         """The result of the future's work, or its exception. Raises EnvironmentTimeout if the work took longer than the
         limit; time spent in the queue does not count."""
         while not future.done():
-            with self._lock:
-                due = min((since for _, since in self._running.values()), default=time.monotonic()) + self._limit
-            futures.wait([future], max(0.0, min(due - time.monotonic(), self._limit)))
+            futures.wait([future], self._until_overdue())
             self._give_up_overdue()
         return future.result()
+
+    async def result(self, future: Future[Any]) -> Any:
+        """Like `wait`, for coroutines."""
+        waiting = asyncio.wrap_future(future)
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=self._until_overdue())
+            self._give_up_overdue()
+        return waiting.result()
+
+    def _until_overdue(self) -> float:
+        """Seconds until the next running work exceeds its limit."""
+        with self._lock:
+            due = min((since for _, since in self._running.values()), default=time.monotonic()) + self._limit
+        return max(0.0, min(due - time.monotonic(), self._limit))
 
     def _start_thread(self) -> None:
         self._threads.append(threading.Thread(target=self._run, name="glm5-environment", daemon=True))

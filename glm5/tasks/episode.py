@@ -86,6 +86,8 @@ class Episode:
         self.max_turns, self.max_context, self.group, self.teacher = max_turns, max_context, group, teacher
         self.version = tokenizer.template_version if version is None else version
         self.turns: list[Turn] = []
+        self.messages: list[Message] = []
+        """The conversation so far. An output that cannot be parsed is its text."""
         self._context: list[int] = []
         self._result: StepResult | None = None
         self._tools: Sequence[Mapping[str, Any]] = ()
@@ -93,6 +95,7 @@ class Episode:
         with self._contained():
             messages, self._tools, wish = env.start()
             self._thinking = wish if enable_thinking is None else enable_thinking
+            self.messages += messages
             opening = render_chat(
                 messages,
                 self._tools if render_tools else None,
@@ -135,6 +138,7 @@ class Episode:
         cut = completion.finish_reason == "length"
         with self._contained():
             message = None if cut else self._read(output)
+            self.messages.append(message or Message("assistant", self.tokenizer.decode(output)))
             result = _checked(self.env.step(message))
             if result.done or cut:
                 solved = result.done and result.outcome is Outcome.SOLVED
@@ -145,6 +149,7 @@ class Episode:
                 self._finish(dataclasses.replace(result, outcome=Outcome.MALFORMED))
             else:
                 self._extend([*output, *self._reaction(output, result.messages)])
+                self.messages += result.messages
 
     def fail(self, error: EnvironmentTimeout) -> None:
         """End the episode because its environment does not answer. A later answer is ignored."""
@@ -266,6 +271,15 @@ def open_episode(problem: Problem, tokenizer: Tokenizer, threads: EnvThreadPool,
     fails or takes too long, the returned episode has ended with ENV_ERROR."""
     try:
         episode: Episode = threads.wait(threads.submit(partial(_open, problem, tokenizer, **options)))
+    except EnvironmentTimeout as error:
+        return Episode(_FailedEnv(problem, error), tokenizer, **options)
+    return episode
+
+
+async def open_episode_async(problem: Problem, tokenizer: Tokenizer, threads: EnvThreadPool, **options: Any) -> Episode:
+    """`open_episode` for coroutines."""
+    try:
+        episode: Episode = await threads.result(threads.submit(partial(_open, problem, tokenizer, **options)))
     except EnvironmentTimeout as error:
         return Episode(_FailedEnv(problem, error), tokenizer, **options)
     return episode

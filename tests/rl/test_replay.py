@@ -28,6 +28,7 @@ from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import Learner
 from glm5.rl.update import update
+from glm5.tasks import trajectory_json
 
 DROPPED = ("dropped_groups", "dropped_env", "dropped_stale", "stale_responses", "padded_responses", "env_errors")
 
@@ -49,10 +50,10 @@ def test_turns_that_share_a_long_beginning_have_a_bound(tmp_path: Path, monkeypa
     """The sample has ten tokens, of which the second turn shares four with the first."""
     file = tmp_path / replay.FILE
     replay.write([[trajectory()]], file)
-    monkeypatch.setattr(replay, "TOKENS_PER_BYTE", 0)
-    monkeypatch.setattr(replay, "MAX_TOKENS", 10)
+    monkeypatch.setattr(trajectory_json, "TOKENS_PER_BYTE", 0)
+    monkeypatch.setattr(trajectory_json, "MAX_TOKENS", 10)
     assert len(replay.read(file)[0]) == 1
-    monkeypatch.setattr(replay, "MAX_TOKENS", 9)
+    monkeypatch.setattr(trajectory_json, "MAX_TOKENS", 9)
     with pytest.raises(DataError, match="line 1: the turns have too many tokens for a line of this length"):
         replay.read(file)
     monkeypatch.undo()

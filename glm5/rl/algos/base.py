@@ -27,7 +27,8 @@ class Algorithm(ABC):
 
     @classmethod
     def of(cls, stage: Any) -> Self:
-        """The algorithm with a stage's parameters, by default made from the stage and its `algorithm_options`."""
+        """The algorithm with a stage's parameters. This default passes the stage and its `algorithm_options` to the
+        class."""
         make: Any = cls
         made: Self = make(stage, **stage.algorithm_options)
         return made

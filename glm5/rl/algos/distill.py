@@ -3,7 +3,7 @@
     A_t = sg[ log pi_teacher(y_t) - log pi_theta(y_t) ]    replaces the advantage in Eq. 1; the student samples y
 
 There is one rollout per prompt. Every prompt is tagged with one teacher. The expectation of A_t is minus the reverse
-KL(student || teacher) per token: it is 0 if teacher and student are equal.
+KL(student || teacher) per token: it is 0 once the student equals the teacher.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Distillation(Algorithm):
         return {}
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """Rows with their teachers' log-probabilities; `loss` subtracts the student's. Raises ConfigError if a prompt's
-        tag names no teacher."""
+        """Rows with their teachers' log-probabilities; `loss` subtracts the student's. Raises ConfigError for a tag
+        that names no teacher."""
         rows = [row for group in groups for trajectory in group for row in to_samples(trajectory)]
         for name in dict.fromkeys(row.teacher for row in rows):
             own = [row for row in rows if row.teacher == name]

@@ -20,8 +20,8 @@ ALGORITHMS: Register[Algorithm] = Register(
 
 
 def stage_algorithm(stage: PolicyStage) -> Algorithm:
-    """The algorithm that a stage names, not yet prepared. Raises ConfigError if no algorithm has this name, or if the
-    algorithm does not accept the options or needs another kind of stage."""
+    """The algorithm that a stage names, not yet prepared. Raises ConfigError for an unknown name, for options that the
+    algorithm does not accept, and for an algorithm of another kind of stage."""
     name = stage.algorithm
     if not isinstance(stage, ALGORITHMS[name].takes):
         raise ConfigError(f'{stage.name}: the algorithm "{name}" does not fit a stage of kind "{stage.kind}".')

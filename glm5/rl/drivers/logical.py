@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,18 +17,18 @@ from glm5.engine.engine import Engine
 from glm5.engine.request import Request
 from glm5.errors import RequestFailed, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams, Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
 from glm5.rl.controller import Controller
+from glm5.rl.drivers.common import fitted_stage, make_learner, policy_id
 from glm5.rl.drivers.timing import TimeSpent
 from glm5.rl.env_errors import EnvErrors
-from glm5.rl.learner import Agreement, Learner
-from glm5.rl.prompts import PromptStream
+from glm5.rl.learner import Agreement
+from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import update
-from glm5.rl.weight_sync import publish, tensor_hashes
+from glm5.rl.weight_sync import publish
 from glm5.seeds import derive_seed
 from glm5.tasks import Episode
 from glm5.tasks.env_threads import EnvThreadPool
@@ -37,13 +36,8 @@ from glm5.tasks.episode import settle
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
 
-_log = get_logger(__name__)
-
 ENV_THREADS = 16
 """Environments that may run at the same time. They mostly wait for the sandbox, which runs several in parallel."""
-
-PASS_RATES = "pass_rates.jsonl"
-"""File in a stage's folder with the pass rates of the policy that it started from."""
 
 
 @dataclass
@@ -72,23 +66,11 @@ class LogicalDriver:
         io: StageIO,
         seed: int,
     ) -> None:
-        positions = model.config.max_position_embeddings
-        if stage.max_context > positions:
-            _log.warning("%s: episodes end at the model's %d positions, before max_context.", stage.name, positions)
-            stage = stage.model_copy(update={"max_context": positions})
+        stage = fitted_stage(stage, model)
         self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
         self.seed = derive_seed(seed, "policy", stage.name)
         self.controller = Controller(stage)
-        self.learner = Learner(
-            model,
-            stage.optim,
-            row_length=stage.row_length,
-            temperature=stage.temperature,
-            # No state of the stage is loaded yet: the model has the stage's starting weights.
-            reference=model.clone() if algorithm.penalty else None,
-            exact=stage.rollouts == "exact",
-            minibatches=stage.minibatches,
-        )
+        self.learner = make_learner(model, stage, algorithm)
         self.record = io.folder.parent / replay.FILE if stage.record else None
         self.engine = Engine(
             self.weights().clone().cast(getattr(torch, stage.rollout_dtype)),
@@ -113,19 +95,18 @@ class LogicalDriver:
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics.
 
-        Call it once: the driver's threads end with this call, also after an error. Pending
-        answers of environments are discarded.
+        Call it once: the driver's threads end with this call, also after an error. Pending answers of environments are
+        discarded.
         """
         with self._threads:
             self._measure()
             return self._run()
 
     def _measure(self) -> None:
-        """Measure pass rates of the starting policy if a family asks for them. No state of the stage is loaded yet, so
-        learner and engine still have the weights of the starting policy."""
+        """Measure the pass rates of the starting policy for families with a `difficulty`. No state of the stage is
+        loaded yet, so learner and engine still have the weights of the starting policy."""
         if any(family.difficulty for family in self.stage.families):
-            hashes = sorted(tensor_hashes(self.learner.model).items())
-            policy = f"{self.stage.name} {hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]}"
+            policy = policy_id(self.stage, self.learner.model)
             self.prompts.measure(self.engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
 
     def _run(self) -> dict[str, float]:
@@ -179,9 +160,9 @@ class LogicalDriver:
                 self._push()
 
     def _due(self) -> int:
-        """The tick at which an environment's answer to a request sent now becomes visible: a multiple of `env_ticks`
-        (if that is 0, now). So new turns start together and share one prefill, instead of interrupting decoding one by
-        one."""
+        """For a request that goes to an environment now, the tick at which its answer becomes visible: a multiple of
+        `env_ticks`, or now for `env_ticks` 0. So new turns start together and share one prefill, instead of
+        interrupting decoding one by one."""
         every = self.stage.env_ticks
         return (self._clock // every + 2) * every if every else self._clock
 

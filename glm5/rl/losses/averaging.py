@@ -13,7 +13,7 @@ Average = Literal["sequence", "token"]
 
 
 def average_over(values: Tensor, mask: Tensor, average: Average) -> Tensor:
-    """Scalar mean of `values` [B, T] over `mask` (bool [B, T]); 0 if the mask is empty.
+    """Scalar mean of `values` [B, T] over `mask` (bool [B, T]); 0 for an empty mask.
 
     "token": mean over all masked tokens (Eq. 5). "sequence": mean per sequence, then over non-empty sequences (Eq. 1).
     """
@@ -45,6 +45,6 @@ class Counts:
         return cls(int((lengths > 0).sum()), int(lengths.sum()))
 
     def share_of(self, whole: Counts, average: Average) -> float:
-        """The weight of this part's mean in the mean of the whole; 0 if the whole is empty."""
+        """The weight of this part's mean in the mean of the whole; 0 for an empty whole."""
         part, total = (self.sequences, whole.sequences) if average == "sequence" else (self.tokens, whole.tokens)
         return part / total if total else 0.0

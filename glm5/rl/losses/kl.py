@@ -51,7 +51,7 @@ class KLPenalty:
     estimator: Estimator = "k3"
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """Estimates [B, T] for cleaned tokens, without the weight. Raises ConfigError if there is no reference."""
+        """Estimates [B, T] for cleaned tokens, without the weight. Raises ConfigError without a reference."""
         if tokens.ref_logprobs is None:
             raise ConfigError("A KL penalty needs a reference: give the learner a reference model.")
         d = tokens.ref_logprobs.detach() - tokens.logprobs

@@ -31,7 +31,7 @@ class Statistics(StepMetrics):
 
     def numbers(self) -> dict[str, float]:
         """Metrics by name. A mean over no tokens is 0. `ess_share` is the effective sample size of the weights divided
-        by the number of tokens, (sum w)^2 / (n sum w^2): 1 if all weights are equal, 0 if all are 0."""
+        by the number of tokens, (sum w)^2 / (n sum w^2): 1 for equal weights, 0 if all are 0."""
         found = dict.fromkeys(self._means, 0.0) | super().numbers()
         weights, squares = found.pop(_WEIGHTS, 0.0), found.pop(_SQUARES, 0.0)
         if _WEIGHTS in self._sums:

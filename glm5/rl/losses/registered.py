@@ -20,7 +20,7 @@ LOSSES: Register[Objective] = Register(
 
 
 def stage_loss(stage: RewardStage) -> tuple[Objective, KLPenalty | None]:
-    """The objective that a stage names, and its KL penalty to the starting weights (None if `kl_weight` is 0).
-    Raises ConfigError if there is no such loss or it does not accept `loss_options`."""
+    """The objective that a stage names, and its KL penalty to the starting weights (None for a `kl_weight` of 0).
+    Raises ConfigError for an unknown loss, and for `loss_options` that it does not accept."""
     penalty = KLPenalty(stage.kl_weight, stage.kl_estimator) if stage.kl_weight else None
     return LOSSES.make(stage.loss, lambda loss: loss.of(stage), stage.loss_options), penalty

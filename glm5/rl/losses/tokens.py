@@ -28,8 +28,8 @@ class Tokens:
                       then the detached `logprobs`
     ref_logprobs      of a reference model
     entropy           of the learner's distributions, in nats
-    fresh             True for tokens sampled with exactly the learner's weights; None if all are
-    whole             numbers of sequences and sampled tokens in the optimizer step; None if this micro-batch is the
+    fresh             True for tokens sampled with exactly the learner's weights; None: all are
+    whole             numbers of sequences and sampled tokens in the optimizer step; None: this micro-batch is the
                       complete step
     """
 
@@ -84,7 +84,7 @@ class Objective(ABC):
 
     @classmethod
     def of(cls, stage: RewardStage) -> Self:
-        """The objective with a stage's parameters, by default its `loss_options`."""
+        """The objective with a stage's parameters. This default passes the stage's `loss_options` to the class."""
         return cls(**stage.loss_options)
 
     @abstractmethod

@@ -24,8 +24,8 @@ class RewardModel(ABC):
 
     @classmethod
     def of(cls, config: RewardModelConfig) -> Self:
-        """Build the reward model of a recipe's `reward_model` section, by default with its `options`. Raises
-        ConfigError if the section has `optim` and the class does not train."""
+        """Build the reward model of a recipe's `reward_model` section. This default passes the section's `options` to
+        the class, and raises ConfigError for a section with `optim`, because the class does not train."""
         if config.optim is not None:
             raise ConfigError(f'the reward model "{config.kind}" is not trained; remove reward_model.optim.')
         return cls(**config.options)
@@ -46,7 +46,8 @@ class RewardModel(ABC):
 
 
 def checked_scores(model: RewardModel, pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """The scores of a reward model. Raises GradingError if it fails, or does not give one finite number per pair."""
+    """The scores of a reward model. Raises GradingError for a model that fails, or does not give one finite number per
+    pair."""
     name = type(model).__name__
     try:
         scores = list(model.score(pairs))

@@ -62,7 +62,7 @@ class PreferenceModel(nn.Module):
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Scores of (prompt, answer) pairs. Raises DataError if a score is not finite."""
+        """Scores of (prompt, answer) pairs. Raises DataError for a score that is not finite."""
         scores: list[float] = self([self.ids(prompt, answer) for prompt, answer in pairs]).tolist()
         _check_finite("a score", *scores)
         return scores
@@ -117,7 +117,7 @@ def train_preferences(
 ) -> tuple[PreferenceModel, float]:
     """Bradley-Terry training: -log sigmoid(score(better) - score(worse)). Returns the model and its held-out accuracy.
 
-    Raises DataError if a loss, a gradient or a held-out score is not finite.
+    Raises DataError for a loss, a gradient or a held-out score that is not finite.
     """
     model = PreferenceModel(policy, tokenizer)
     optimizer = build_optimizer(model, optim, lambda name: INDEXER not in name and "lm_head" not in name)

@@ -15,8 +15,8 @@ REWARD_MODELS: Register[RewardModel] = Register(
 
 
 def stage_reward_model(stage: GeneralStage) -> RewardModel:
-    """The reward model that a stage names, not yet prepared. Raises ConfigError if no model has this name, or if the
-    model does not accept the options or scores none of the stage's families."""
+    """The reward model that a stage names, not yet prepared. Raises ConfigError for an unknown name, for options that
+    the model does not accept, and for a model that scores none of the stage's families."""
     config = stage.reward_model
     model = REWARD_MODELS.make(config.kind, lambda kind: kind.of(config), config.options)
     domains = {make_family(family.name, **family.options).domain for family in stage.families}

@@ -22,7 +22,7 @@ BEGINNING = 256
 
 @dataclass(frozen=True)
 class Affinity:
-    """`key` selects the engine of a request. `spill` selects another one if this engine is overloaded (see
+    """`key` selects the engine of a request. `spill` selects another one while this engine is overloaded (see
     `HashRing.pick`)."""
 
     key: str

@@ -48,7 +48,7 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
 
 
 async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Response | None:
-    """The worker's answer, or None if the worker is lost."""
+    """The worker's answer, or None from a lost worker."""
     try:
         headers = {"content-type": "application/json"}
         return await worker.client.request(method, path, content=body, headers=headers)
@@ -57,8 +57,8 @@ async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Re
 
 
 def _with_version(body: bytes, version: int) -> tuple[bytes, dict[str, Any] | None]:
-    """The body with a weight version, and the fields to send to workers that start later. If `body` is not a JSON
-    object: `body` unchanged, and None."""
+    """The body with a weight version, and the fields to send to workers that start later. A `body` that is not a JSON
+    object is returned unchanged, with None."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

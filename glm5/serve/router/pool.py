@@ -51,7 +51,7 @@ class Place:
 
 
 def weights_stamp(folder: str) -> tuple[tuple[str, int, int, int], ...]:
-    """Names, sizes, times and inodes of a folder's weight files; empty if it cannot be read."""
+    """Names, sizes, times and inodes of a folder's weight files; empty for one that cannot be read."""
     try:
         files = sorted(Path(folder or "/nowhere").glob("*.safetensors*"))
         return tuple((f.name, (s := f.stat()).st_size, s.st_mtime_ns, s.st_ino) for f in files)
@@ -68,14 +68,14 @@ class WorkerPool:
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
         self.pushed: dict[str, Any] | None = None  # body of the last weight update
-        self.stamp = weights_stamp(job.directory)  # of the folder that the current weights were read from
+        self.stamp = weights_stamp(job.directory)  # stamp of the folder of the current weights
         self.version = 0
         self.paused = False
         self._job = job
         self._ring = HashRing()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder = Path()  # of the sockets; created by `start`
+        self._folder = Path()  # folder of the sockets; created by `start`
         self._launched = 0
 
     async def start(self) -> None:
@@ -95,6 +95,11 @@ class WorkerPool:
         for place, worker in zip(self.places, workers, strict=True):
             self._enter(place, worker)
             self._spawn(self._keep(place, worker))
+
+    def start_from(self, directory: str) -> None:
+        """Have later workers start from this checkpoint, which has the current weights, so that older folders may be
+        deleted."""
+        self._job = replace(self._job, directory=directory)
 
     def stop(self) -> None:
         """Take no more requests, and tell the workers to stop; their running requests may finish within the limits."""
@@ -178,8 +183,8 @@ class WorkerPool:
         self._leave(self.places[worker.rank])
 
     def drain(self, rank: str) -> Place:
-        """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. Raises ApiError 404 if
-        there is no such rank."""
+        """Drain a worker: it finishes its requests, ends, and is not replaced until `resume`. Raises ApiError 404 for
+        an unknown rank."""
         place = self._place(rank)
         place.wanted = False
         self._leave(place)
@@ -189,7 +194,7 @@ class WorkerPool:
         return place
 
     def resume(self, rank: str) -> Place:
-        """Bring a drained rank back. If its worker is still draining, the worker finishes first."""
+        """Bring a drained rank back. A worker that is still draining finishes first."""
         place = self._place(rank)
         place.wanted = True
         self._news()
@@ -233,7 +238,7 @@ class WorkerPool:
             worker = await self._successor(place)
 
     async def _successor(self, place: Place) -> Worker | None:
-        """A new worker on the ring, or None if it failed to start."""
+        """A new worker on the ring, or None after a failed start."""
         worker = None
         try:
             worker = await self._launch(place.rank)
@@ -257,7 +262,7 @@ class WorkerPool:
         return await launch(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
-        """Apply the current weights and pause state to a worker. Raises EngineError if the folder of the weights has
+        """Apply the current weights and pause state to a worker. Raises EngineError for a folder of weights that has
         changed: the worker would have other weights under the same version."""
         source = self._job.directory if self.pushed is None else str(self.pushed.get("model_path", ""))
         if weights_stamp(source) != self.stamp:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
-import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,14 +48,12 @@ class WorkerJob:
 def main() -> None:
     """Serve until stopped, or until the router is gone."""
     process.tune()
-    # Stray prints of other packages go to stderr.
-    control = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    line = _first_line()
+    control = process.reserve_stdout()
+    line = process.read_job()
     if not line:
         return
     job = WorkerJob.from_json(line)
-    threading.Thread(target=_end_with_router, args=(Path(job.socket),), daemon=True).start()
+    process.end_with_parent(lambda: _remove(Path(job.socket)))
     try:
         _serve(job, control)
     except Glm5Error as error:
@@ -85,25 +81,11 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
         listen(app, listener, ready, timeout_keep_alive=KEEP_ALIVE_SECONDS)
 
 
-def _first_line() -> bytes:
-    """The first line of stdin. Does not use `sys.stdin`: a thread that waits for input there would hold the lock of
-    `sys.stdin` when the interpreter exits."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (piece := os.read(0, 1 << 16)):
-            return b""
-        line += piece
-    return line
-
-
-def _end_with_router(path: Path) -> None:
-    while os.read(0, 1):
-        pass
-    # The router is gone, so nobody else removes the socket and its folder. Other sockets may still be in the folder.
+def _remove(path: Path) -> None:
+    """Remove the socket and its folder, because the router is gone. Other sockets may still be in the folder."""
     for remove in (path.unlink, path.parent.rmdir):
         with contextlib.suppress(OSError):
             remove()
-    os._exit(1)
 
 
 def _tell(control: TextIO, news: dict[str, Any]) -> None:

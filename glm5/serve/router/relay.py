@@ -1,10 +1,10 @@
 """Relays one request to a worker and its answer back.
 
-If a worker is lost before the first byte of its answer was sent to the client, the request goes to another worker. If
-the first worker was killed because it hung, the request is not retried: the request may be the cause, and could hang
-all workers. A non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they
-come, each in one piece. If the worker of a stream is lost, the stream ends with the error event of its surface.
-Workers' error answers are passed on too.
+If a worker is lost before the first byte of its answer was sent to the client, the request goes to another worker. A
+request to a worker that was killed because it hung is not retried: the request may be the cause, and could hang all
+workers. A non-streamed answer is read completely first, so the retry covers all of it. Events are passed on as they
+come, each in one piece. A stream that loses its worker ends with the error event of its surface. Workers' error answers
+are passed on too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Relay(Response):
                 seconds = self._limits.request_seconds
                 text = f"The engine did not answer within {seconds:g} seconds, the time limit of this server."
                 raise TooLate(text) from None
-            finished = True  # no last event: the client sees that the connection broke
+            finished = True  # end without a last event, so the client sees that the answer is cut off
         finally:
             working.cancel()
             await asyncio.wait((working,))

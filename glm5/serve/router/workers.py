@@ -65,7 +65,7 @@ class Worker:
         self.doomed = False  # to be killed and replaced
         self.hung = False  # whether it is killed because it hung
         self.path = path
-        self.stirred = asyncio.Event()  # set to have the worker checked at once
+        self.stirred = asyncio.Event()  # setting it makes the pool check the worker at once
         self._idle = asyncio.Event()
         self._idle.set()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -127,8 +127,8 @@ class Worker:
 
 
 async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worker:
-    """Start one of `count` workers and wait until it answers. If the worker fails, raises Glm5Error with the worker's
-    message."""
+    """Start one of `count` workers and wait until it answers. Raises Glm5Error with the message of a worker that
+    fails."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "glm5.serve.router.process"),
         stdin=asyncio.subprocess.PIPE,

@@ -1,9 +1,9 @@
 """The fields of requests. Every field of every object of a body is implemented, accepted or refused.
 
-A field is accepted without effect if it is client metadata or an option of a hosted service. It is refused by name if
-it asks for a change of the answer that this server cannot make; a neutral value, which asks for nothing, is allowed.
-An unknown field is refused too, with the nearest known name. Only these parts are not checked: JSON schemas, arguments
-of tools, metadata.
+Client metadata and options of hosted services are accepted without effect. A field that asks for a change of the answer
+that this server cannot make is refused by name; a neutral value, which asks for nothing, is allowed. An unknown field
+is refused too, with the nearest known name. Only these parts are not checked: JSON schemas, arguments of tools,
+metadata.
 
 The request classes are the only list of all fields. `Fields.INSIDE` names the classes of the objects in a request.
 `docs/serving.md` shows the list as tables.
@@ -42,8 +42,8 @@ def no(*neutral: Any, instead: str = LEAVE_OUT) -> Refused:
 class Fields(BaseModel):
     """Base of all requests and their parts. A null field counts as absent.
 
-    `INSIDE` maps a field that is kept as the client wrote it (an object, or a list of them) to the class that checks
-    it. Fields with a `Fields` type need no entry.
+    Some fields keep an object, or a list of objects, as the client wrote it; `INSIDE` maps them to the class that
+    checks these objects. Fields with a `Fields` type need no entry.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -66,7 +66,7 @@ def implemented(kind: type[Fields]) -> Mapping[str, str]:
 
 @cache
 def parts(kind: type[Fields]) -> Mapping[str, type[Fields]]:
-    """The fields that contain objects with their own table, by their names in requests."""
+    """The classes of the objects in a request, by the names of their fields."""
     found = {alias: _of(kind.model_fields[name].annotation) for alias, name in implemented(kind).items()}
     return {name: part for name, part in (found | dict(kind.INSIDE)).items() if part is not None}
 
@@ -122,7 +122,7 @@ def _look(kind: type[Fields], value: Any, where: str) -> None:
 
 
 def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:
-    """Check a field that is not implemented. Raises ApiError 400 if it is refused or unknown."""
+    """Check a field that is not implemented. Raises ApiError 400 for a refused or unknown one."""
     if name in kind.IGNORED:
         return
     short = name[:LONGEST_NAME].encode("utf-8", "replace").decode()

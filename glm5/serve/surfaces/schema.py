@@ -55,7 +55,7 @@ def parse(kind: type[Body], raw: bytes) -> Body:
             text = f"The body has {error.error_count():,} errors; fix them."
             raise ApiError(400, text) from None
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        # A field with several forms gives an error per form. If one is a list that is too long, the client meant it.
+        # A field with several forms gives an error per form. A list that is too long is the form that the client meant.
         first = next((one for one in found if one["type"] == "too_long"), found[0])
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
@@ -96,7 +96,7 @@ class Penalties(Fields):
     ] = {}
 
     def biases(self, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as pairs. Raises ApiError if a key is not an id of the vocabulary."""
+        """`logit_bias` as pairs. Raises ApiError for a key that is not an id of the vocabulary."""
         found = []
         for name, bias in self.logit_bias.items():
             token = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else -1
@@ -112,8 +112,8 @@ def _check_token(token: int, given: Any, tokenizer: Tokenizer, field: str) -> No
 
 
 class Sampling(Penalties):
-    """The sampling fields of a request. None means the server's default. Requests share the prefix cache only if they
-    have the same `cache_salt`. `min_new_tokens` is an alias of `min_tokens`."""
+    """The sampling fields of a request. None means the server's default. Only requests with the same `cache_salt` share
+    the prefix cache. `min_new_tokens` is an alias of `min_tokens`."""
 
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -149,8 +149,8 @@ class Sampling(Penalties):
         return None
 
     def grammar(self, prompt: Prompt) -> GrammarSpec | None:
-        """The grammar of the answer to `prompt`. If a request has several prompts, all are plain text and share one
-        grammar."""
+        """The grammar of the answer to `prompt`. The prompts of one request share it; several prompts are always plain
+        text."""
         return None
 
     def params(

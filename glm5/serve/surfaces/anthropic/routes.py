@@ -63,7 +63,7 @@ class Answer:
         self._omit = body.thinking is not None and body.thinking.display == "omitted"
 
     def whole(self, stream: SampleStream, reply: Reply) -> dict[str, Any]:
-        """The message as one object. Raises ApiError if it was aborted."""
+        """The message as one object. Raises ApiError for an aborted one."""
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             thinking = "" if self._omit else reply.reasoning
@@ -169,7 +169,7 @@ def _id(call: OpenAIDelta) -> str:
 
 def _usage(stream: SampleStream, reply: Reply) -> dict[str, Any]:
     """`input_tokens` equals the result of `count_tokens`, from the first event on. Clients add the two cache counts to
-    it; these count a cache that the client asked for and are 0 here. Tokens found in our prefix cache are only in the
+    it. These are 0 here: they are for caches that clients request. Tokens found in our prefix cache are only in the
     details (an extension)."""
     return {
         "input_tokens": len(stream.prompt),

@@ -102,7 +102,7 @@ class ContentBlock(ResultBlock):
 
 
 class Tool(Fields):
-    """One of `tools`; its schema and examples are not checked. `strict` is enforced only if a call is forced."""
+    """One of `tools`; its schema and examples are not checked. `strict` is enforced only in forced calls."""
 
     IGNORED = frozenset({"strict", "cache_control", "eager_input_streaming"})
     REFUSED = {"allowed_callers": no(["direct"])} | {
@@ -154,7 +154,7 @@ class Prompting(Fields):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def chat_input(self) -> ChatInput:
-        """What the prompt is rendered from. Raises DataError if the model cannot read a block or tool."""
+        """What the prompt is rendered from. Raises DataError for a block or tool that the model cannot read."""
         messages = [{"role": "system", "content": text}] if (text := _text(self.system, "system")) else []
         for i, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{i}]")

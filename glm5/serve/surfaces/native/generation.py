@@ -31,8 +31,8 @@ log = get_logger("serve")
 REPEATS = 32
 """Limit of the tokens in all cumulative events of a request: this many per generated token, plus `FREE`."""
 FREE = 1 << 14
-"""Tokens that the cumulative events of a request may contain in addition. Event n of one sample contains n tokens, so
-the first n events contain about n^2 / 2: about the first 200 tokens are sent one by one."""
+"""Tokens that the cumulative events of a request may contain in addition. Event n of one sample contains n tokens, so n
+events contain about n^2 / 2; the limit is reached after about 200 events of one token each."""
 LONG = 1024
 """Longer events, in tokens, are encoded in a thread."""
 

@@ -141,7 +141,7 @@ async def abort(request: Request) -> dict[str, Any]:
 @routes.get("/flush_cache")
 @routes.post("/flush_cache")
 async def flush_cache(request: Request) -> dict[str, Any]:
-    """Empty the prefix cache. Answers 400 if a sample is running."""
+    """Empty the prefix cache. Answers 400 while a sample is running."""
     service = service_of(request)
     if service.thread.samples:
         text = f"The cache is in use by {service.thread.samples} samples; wait for them or abort them first."

@@ -61,7 +61,7 @@ class Answer:
         self._created = int(time.time())
 
     def whole(self, stream: SampleStream, reply: Reply) -> dict[str, Any]:
-        """The response as one object. Raises ApiError if it was aborted."""
+        """The response as one object. Raises ApiError for an aborted one."""
         if reply.finish_reason == "abort":
             raise _aborted()
         output: list[Event] = []

@@ -145,7 +145,7 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
 
     def chat(self) -> ChatRequest:
-        """This request as a chat request. Raises ApiError if the model cannot read an item or tool."""
+        """This request as a chat request. Raises ApiError for an item or tool that the model cannot read."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})

@@ -74,7 +74,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @routes.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """One model; 404 if the name is not that of the served model."""
+    """One model; 404 for any name but that of the served model."""
     service = service_of(request)
     service.check_model(name)
     return _model(service)

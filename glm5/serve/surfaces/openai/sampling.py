@@ -62,7 +62,7 @@ class OpenAISampling(Sampling):
     schema_object: dict[str, Any] | str = Field(default="", alias="json_schema")
 
     def form(self) -> GrammarSpec | None:
-        """The grammar of these fields. Raises ApiError if more than one is set."""
+        """The grammar of these fields. Raises ApiError for more than one."""
         asked = self.structured_outputs
         schemas = (asked.schema_text, self.guided_json, self.schema_object)
         choices, grammars = (asked.choice, self.guided_choice), (asked.grammar, self.guided_grammar)

@@ -61,7 +61,7 @@ class Call(Fields):
 
 
 class ChatMessage(Fields):
-    """One of `messages`. If a client sends an answer back, only its text, reasoning and calls are read."""
+    """One of `messages`. Of an answer that a client sends back, only text, reasoning and calls are read."""
 
     IGNORED = frozenset(
         """name type id index refusal annotations parsed phase weight train cache_control provider_specific_fields
@@ -85,7 +85,7 @@ class ChatMessage(Fields):
 
 class Tool(Fields):
     """One of `tools`. The chat template writes the function as it is, so its fields are not checked. `strict` is
-    enforced only if a call is forced."""
+    enforced only in forced calls."""
 
     IGNORED = frozenset({"strict", "cache_control"})
     REFUSED = {
@@ -175,7 +175,7 @@ class ResponseFormat(Fields):
 
     @property
     def wanted(self) -> dict[str, Any] | None:
-        """The schema, if there is one."""
+        """The schema, or None."""
         return self.definition if self.json_schema.definition is None else self.json_schema.definition
 
     @model_validator(mode="after")

@@ -1,0 +1,36 @@
+"""Where the processes of a live RL run are, and how many there are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glm5.config.schema import Frozen
+
+
+class Launch(Frozen):
+    """Section `launch` of a recipe. With it, RL stages run live: engines, the rollout process and the learner are
+    processes of their own and work at the same time. Without it, one process simulates that on a logical clock, with
+    the same numbers in every run."""
+
+    engines: int = Field(1, ge=1)
+    """Engine processes that the run starts; one that dies is replaced."""
+    engine_urls: list[str] = []
+    """Servers with SGLang's native API to use instead. They must be able to read the folders of pushed weights."""
+    engine_threads: int | None = Field(None, ge=1)
+    """CPU threads of each engine process; None divides the cores among engines and learner."""
+    learner_threads: int | None = Field(None, ge=1)
+    """CPU threads of the learner; None divides the cores among engines and learner."""
+    transport: Literal["memory", "disk"] = "memory"
+    """How weights reach the engines: through files in shared memory (`/dev/shm`), or in the stage's folder."""
+    push_mode: Literal["keep", "retract", "abort", "drain"] = "keep"
+    """What happens to running generations at a weight push. "keep": they go on with the new weights and the old cache.
+    "retract": they go on with the new weights, and their tokens so far are computed again. "abort": their rollouts
+    start again. "drain": the push waits until they end."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, lt=1 << 16)
+    """Address of the gateway for agents; port 0 takes a free one."""
+    simulate_learner: float | None = Field(None, ge=0)
+    """Sleep this many seconds instead of each update, to find out how fast rollouts can be. The weights stay the
+    same."""

@@ -1,0 +1,170 @@
+"""The learner's side of a rollout process: starts it, talks to it, starts it again if it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from glm5.errors import RolloutError
+from glm5.obs.logs import get_logger
+from glm5.process import python_path
+from glm5.rl.rollout_process import RolloutJob
+
+_log = get_logger(__name__)
+
+START_SECONDS = 900.0
+ANSWER_SECONDS = 600.0
+"""Longest time for one answer, weight pushes included."""
+STOP_SECONDS = 10.0
+MOST_STARTS, STABLE_SECONDS = 5, 60.0
+"""The run ends if the process ended this often, each time within this many seconds of its start."""
+
+
+@dataclass
+class RolloutClient:
+    """A context manager around one rollout process. Every request may be sent twice: once to a process that died before
+    it answered, and again to the next one."""
+
+    job: RolloutJob
+    threads: int
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    _http: httpx.Client | None = None
+    _began: float = 0.0
+    _early: int = 0
+
+    def __enter__(self) -> RolloutClient:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_http()
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            _log.warning("The rollout process did not stop within %g seconds; it is killed.", STOP_SECONDS)
+        self._kill()
+
+    def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
+        """Finished rollouts with ids above `after`; waits up to `seconds` for the first one."""
+        found: list[dict[str, Any]] = self._call("GET", f"/trainer/results?after={after}&seconds={seconds}")["results"]
+        return found
+
+    def allow(self, groups: int) -> None:
+        """How many groups may have been started in all."""
+        self._call("POST", "/trainer/allow", {"groups": groups})
+
+    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
+        """Report an update; it is in the store when this returns."""
+        self.job = replace(self.job, version=version)
+        body = {"version": version, "sessions": sessions, "trained": trained, "dropped": dropped}
+        self._call("POST", "/trainer/updated", body)
+
+    def weights(self, version: int, folder: Path, mode: str) -> float:
+        """Have all engines load weights; returns the seconds."""
+        self.job = replace(self.job, folder=str(folder), weights=version)
+        seconds: float = self._call(
+            "POST", "/trainer/weights", {"version": version, "folder": str(folder), "mode": mode}
+        )["seconds"]
+        return seconds
+
+    def clock(self) -> dict[str, float]:
+        """Seconds so far by what rollouts in flight wait for (see `waits.Waits`)."""
+        found: dict[str, float] = self._call("GET", "/trainer/clock")
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """What happens now."""
+        return self._call("GET", "/trainer/status")
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        while True:
+            assert self._http is not None and self.process is not None
+            try:
+                answer = self._http.request(method, path, json=body)
+            except httpx.TransportError as error:
+                self._restart(f"{type(error).__name__} {error}")
+                continue
+            found: dict[str, Any] = answer.json()
+            if answer.status_code != 200:
+                said = found.get("error")
+                text = said.get("message", "") if isinstance(said, dict) else str(found)
+                raise RolloutError(f"The rollout process refused {path}: {text:.500}")
+            return found
+
+    def _restart(self, why: str) -> None:
+        assert self.process is not None
+        # It may hang, so it is killed; what was stored is not lost.
+        self._kill()
+        self._early = self._early + 1 if time.monotonic() - self._began < STABLE_SECONDS else 1
+        if self._early > MOST_STARTS:
+            raise RolloutError(
+                f"The rollout process ended {self._early} times within {STABLE_SECONDS:g} seconds of its start "
+                f"({why}); log.txt has its messages."
+            )
+        _log.warning("The rollout process was lost (%s); a new one is started.", why)
+        self.restarts += 1
+        self._start()
+
+    def _start(self) -> None:
+        environment = {
+            "OMP_NUM_THREADS": str(self.threads), **os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
+        }  # fmt: skip
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "glm5.rl.rollout_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes to the learner, which ends this process in order
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(self.job.to_json().encode() + b"\n")
+                self.process.stdin.flush()
+            line = self.process.stdout.readline()
+            news = json.loads(line) if line else {"error": f"it ended with code {self.process.wait()}"}
+            if "error" in news:
+                raise RolloutError(f"The rollout process did not start: {news['error']}")
+        except BaseException:
+            self._kill()
+            raise
+        self.job = replace(self.job, port=int(news["port"]))
+        file = news["admin_key_file"]
+        key = Path(file).read_text().strip() if file else os.environ["GLM5_ADMIN_KEY"]
+        self._close_http()
+        self._http = httpx.Client(
+            base_url=news["url"],
+            headers={"authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(ANSWER_SECONDS, connect=5.0),
+            trust_env=False,
+        )
+
+    def _close_http(self) -> None:
+        if self._http is not None:
+            self._http.close()
+
+    def _kill(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()

@@ -1,0 +1,211 @@
+"""The engines of a training run: processes of our own, or servers given by URL. Weights are pushed to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from glm5.errors import EngineError
+from glm5.obs.logs import get_logger
+from glm5.rollout.engines import FAR, EngineLost, HttpEngine, TokenSource
+from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.router.control import expositions, tell_all
+from glm5.serve.router.pool import UPDATE, WorkerPool
+from glm5.serve.router.process import WorkerJob
+
+log = get_logger("rollout")
+
+PushMode = Literal["keep", "retract", "abort", "drain"]
+"""What happens to running generations at a weight push. "keep": they go on with the new weights and the old cache.
+"retract": they go on with the new weights, their tokens so far computed again. "abort": their rollouts start again.
+"drain": the push waits until they end."""
+ABORT = "/abort_request"
+WATCHED = ("samples_running", "samples_waiting", "cache_pages", "cache_pages_free", "preemptions_total")
+
+
+@dataclass(frozen=True)
+class Signals:
+    """The load of all engines together. `use` is the share of the cache that running samples hold, at the engine that
+    holds most; `preemptions` counts from the start."""
+
+    running: int = 0
+    waiting: int = 0
+    use: float = 0.0
+    preemptions: int = 0
+
+
+class Fleet(ABC):
+    """Engines, and requests to all of them at once."""
+
+    sources: Sequence[TokenSource]
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return once the engines take requests."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what `start` began."""
+
+    @abstractmethod
+    async def load(self, folder: Path, version: int) -> None:
+        """Have every engine read the checkpoint `folder` as weights of `version`, and check that it did. Raises
+        EngineError if no engine has them afterwards."""
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """End the running generations of every engine."""
+
+    @abstractmethod
+    async def _metrics(self) -> Mapping[int, str]:
+        """Prometheus texts by engine."""
+
+    async def signals(self) -> Signals:
+        """The present load."""
+        found = [_watched(text) for text in (await self._metrics()).values()]
+        use = [1 - one["cache_pages_free"] / one["cache_pages"] for one in found if one.get("cache_pages")]
+        return Signals(
+            sum(int(one.get("samples_running", 0)) for one in found),
+            sum(int(one.get("samples_waiting", 0)) for one in found),
+            max(use, default=0.0),
+            sum(int(one.get("preemptions_total", 0)) for one in found),
+        )
+
+
+def _watched(text: str) -> dict[str, float]:
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.removeprefix("glm5_").partition(" ")
+        if name in WATCHED and line.startswith("glm5_"):
+            found[name] = float(value)
+    return found
+
+
+class LocalFleet(Fleet):
+    """`count` supervised engine processes. One that dies or hangs is replaced, and gets the last weights before it
+    takes requests."""
+
+    def __init__(self, folder: Path, count: int, options: EngineOptions, limits: Limits) -> None:
+        self.workers = WorkerPool(count, WorkerJob(str(folder), "", "policy", limits, options))
+        self.sources = [WorkerEngine(self.workers, rank) for rank in range(count)]
+
+    async def start(self) -> None:
+        await self.workers.start()
+
+    async def close(self) -> None:
+        for source in self.sources:
+            assert isinstance(source, WorkerEngine)
+            await source.close()
+        self.workers.stop()
+        await self.workers.close(1.0)
+
+    async def load(self, folder: Path, version: int) -> None:
+        body = json.dumps({"model_path": str(folder), "weight_version": version}).encode()
+        answer = await tell_all(self.workers, UPDATE, "POST", body)
+        if self.workers.version != version:
+            raise EngineError(f"No engine took the weights of version {version}: {bytes(answer.body).decode():.500}")
+        self.workers.start_from(str(folder))
+
+    async def abort(self) -> None:
+        await tell_all(self.workers, ABORT, "POST", b'{"abort_all": true}')
+
+    async def _metrics(self) -> Mapping[int, str]:
+        return await expositions(self.workers)
+
+
+class WorkerEngine(HttpEngine):
+    """The present process of one rank of a `WorkerPool`, over its Unix socket."""
+
+    def __init__(self, workers: WorkerPool, rank: int) -> None:
+        super().__init__(f"engine {rank}")
+        self._workers, self._rank = workers, rank
+        self._path: Path | None = None  # the socket of the idle clients
+
+    @contextlib.asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        place = self._workers.places[self._rank]
+        worker = place.worker
+        if worker is None or place.state != "up":
+            raise EngineLost(f"{self.name} is not ready.")
+        if worker.path != self._path:
+            await self.close()
+            self._path = worker.path
+        client = self._idle.pop() if self._idle else None
+        if client is None:
+            transport = httpx.AsyncHTTPTransport(uds=str(worker.path))
+            timeout = httpx.Timeout(FAR, connect=5.0)
+            client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=timeout, trust_env=False)
+        try:
+            with worker.busy():
+                yield client
+        except httpx.TransportError:
+            self._workers.suspect(worker)
+            raise
+        finally:
+            if worker.path == self._path:
+                self._idle.append(client)
+            else:
+                await client.aclose()
+
+
+class RemoteFleet(Fleet):
+    """Servers with SGLang's native API, started by somebody else. They read weights from a folder that they share with
+    the learner."""
+
+    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
+        self.sources = [HttpEngine(url, key) for url in urls]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._clients = [
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=httpx.Timeout(FAR, connect=5.0), trust_env=False)
+            for url in urls
+        ]
+
+    async def start(self) -> None:
+        """Nothing: they run already."""
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+    async def load(self, folder: Path, version: int) -> None:
+        body = {"model_path": str(folder), "weight_version": str(version), "abort_all_requests": False}
+        answers = await asyncio.gather(*(self._post(client, UPDATE, body) for client in self._clients))
+        versions = [await self._version(source) for source in self.sources]
+        if version not in versions:
+            raise EngineError(f"No engine took the weights of version {version}: {answers[0]:.500}")
+        for source, found, answer in zip(self.sources, versions, answers, strict=True):
+            if found != version:
+                log.error("%s has weights of version %s instead of %d: %.300s", source.name, found, version, answer)
+
+    async def abort(self) -> None:
+        await asyncio.gather(*(self._post(client, ABORT, {"abort_all": True}) for client in self._clients))
+
+    async def _metrics(self) -> Mapping[int, str]:
+        texts = await asyncio.gather(*(self._get(client, "/metrics") for client in self._clients))
+        return dict(enumerate(texts))
+
+    async def _version(self, source: TokenSource) -> int | None:
+        try:
+            return await source.version()
+        except EngineError:
+            return None
+
+    async def _post(self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> str:
+        try:
+            return (await client.post(path, json=dict(body))).text
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__} {error}"
+
+    async def _get(self, client: httpx.AsyncClient, path: str) -> str:
+        try:
+            return (await client.get(path, timeout=5.0)).text
+        except httpx.HTTPError:
+            return ""

@@ -1,0 +1,277 @@
+"""Runs the rollouts of a training run: carries out what the orchestrator decides, and hands results to the learner.
+
+One process runs this, the gateway and its store; engines are other processes. Everything that a restart needs is in the
+store: results that the learner has not used are handed out again, rollouts without a result start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import EngineError
+from glm5.obs.logs import get_logger
+from glm5.records import Outcome
+from glm5.rollout.admission import Admission
+from glm5.rollout.engines import EnginePool
+from glm5.rollout.fleet import Fleet, PushMode, Signals
+from glm5.rollout.orchestrator import Orchestrator, Rollout
+from glm5.rollout.samples import trajectory_of
+from glm5.rollout.services import Job, Result, TaskService, insist
+from glm5.rollout.store import ResultRow, SessionRow, Store
+from glm5.rollout.waits import Waits
+from glm5.tasks.trajectory_json import encode
+
+log = get_logger("rollout")
+
+WATCH_SECONDS = 0.5
+"""Time between two looks at the engines' load."""
+ACCOUNT_SECONDS = 0.02
+DRAIN_SECONDS = 0.01
+MOST_RESULTS = 64
+"""Maximum number of results in one answer to the learner."""
+
+
+@dataclass
+class LiveRollouts:
+    """The rollouts of one stage. `services` has the task service of every family, by number. A rollout whose first
+    token is more than `max_staleness` versions old at a weight push is stopped: the learner would drop it."""
+
+    store: Store
+    pool: EnginePool
+    fleet: Fleet
+    orchestrator: Orchestrator
+    services: Sequence[TaskService]
+    labels: Sequence[str]
+    admission: Admission
+    max_staleness: int
+    version: int = 0
+    """Version of the learner's weights."""
+    signals: Signals = field(default_factory=Signals)
+    jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
+    results: int = 0
+    """Id of the last stored result."""
+    waits: Waits = field(default_factory=Waits)
+    _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    _stops: dict[tuple[int, int], str] = field(default_factory=dict)  # why a task is cancelled
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _pushing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def restore(self, version: int) -> None:
+        """Continue from the store at `version` of the learner. Call it once, before `run`."""
+        self.version = version
+        self.store.rewind(version)
+        self._forget_lost(version)
+        done: defaultdict[int, set[int]] = defaultdict(set)
+        for result in self.store.results():
+            done[result.group].add(result.member)
+            self.results = max(self.results, result.id)
+        tried: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for session in self.store.sessions():
+            if (found := _parts(session.id)) is not None:
+                group, member, attempt = found
+                tried[group][member] = max(tried[group].get(member, 0), attempt + 1)
+        for number, family, place, spent in self.store.groups():
+            self.orchestrator.restore(number, family, place, done[number], tried[number], spent)
+
+    def _forget_lost(self, version: int) -> None:
+        """Let rollouts start again whose tokens are of weights that were lost: those after `version`."""
+        used = {number for number, _, _, spent in self.store.groups() if spent is not None}
+        for result in self.store.results():
+            if result.group not in used:
+                nodes = self.store.turns(result.session)[0].nodes
+                if any(max(node.versions, default=0) > version for node in nodes):
+                    self.store.forget(result.session)
+
+    async def run(self) -> None:
+        """Start rollouts until cancelled; then end the running ones."""
+        watching = asyncio.gather(self._watch(), self._account())
+        try:
+            while True:
+                self._changed.clear()
+                self._set_capacity()
+                self.orchestrator.permits = self.admission.limit
+                while (rollout := self.orchestrator.start()) is not None:
+                    self._begin(rollout)
+                await self._changed.wait()
+        finally:
+            watching.cancel()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(watching, *self._tasks.values(), return_exceptions=True)
+
+    def allow(self, groups: int) -> None:
+        """Set how many groups may have been started in all."""
+        self.orchestrator.allowed = groups
+        self._changed.set()
+
+    async def updated(self, version: int, sessions: Sequence[str], trained: list[int], dropped: list[int]) -> None:
+        """The learner made `version` by training on these sessions and groups, and has dropped others. It may report an
+        update twice."""
+        await insist(lambda: self.store.spend(version, sessions, trained, dropped))
+        self.version = max(self.version, version)
+        self.orchestrator.spent(trained, dropped)
+        self._changed.set()
+
+    async def push(self, folder: Path, version: int, mode: PushMode = "keep") -> float:
+        """Load the checkpoint `folder` as `version` into all engines; returns the seconds. Rollouts that would be too
+        stale end first. Raises EngineError if no engine took the weights."""
+        async with self._pushing:
+            began = time.monotonic()
+            for key, job in list(self.jobs.items()):
+                if job.oldest is not None and version - job.oldest > self.max_staleness:
+                    self._stop(key, "stale")
+            if mode == "keep":
+                await self.fleet.load(folder, version)
+            else:
+                with self.pool.held():
+                    if mode == "abort":
+                        for key in list(self.jobs):
+                            self._stop(key, "aborted")
+                    if mode == "drain":
+                        while self.pool.running:
+                            await asyncio.sleep(DRAIN_SECONDS)
+                    else:
+                        await self.fleet.abort()
+                    await self.fleet.load(folder, version)
+            return time.monotonic() - began
+
+    async def finished(self, after: int, seconds: float) -> list[dict[str, Any]]:
+        """Results with ids above `after` as JSON objects, in the order of their ids. Waits up to `seconds` for the
+        first one."""
+        if self.results <= after and seconds > 0:
+            arrived = self._arrived
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await arrived.wait()
+        if self.results <= after:
+            return []
+        return await asyncio.to_thread(self._read, after)
+
+    def _read(self, after: int) -> list[dict[str, Any]]:
+        families = {number: (family, spent) for number, family, _, spent in self.store.groups()}
+        found = []
+        for result in self.store.results(after, MOST_RESULTS):
+            family, spent = families[result.group]
+            row: dict[str, Any] = {"id": result.id, "member": result.member, "family": family, "group": result.group}
+            if spent is None:  # else the learner has used it
+                stored = self.store.turns(result.session)[1]
+                finish = dict(stored.values())
+                row |= encode(trajectory_of(result, list(finish), finish))
+            found.append(row)
+        return found
+
+    def _begin(self, rollout: Rollout) -> None:
+        key = (rollout.group, rollout.member)
+        job = Job(rollout, f"g{rollout.group}.{rollout.member}.{rollout.attempt}")
+        self.jobs[key] = job
+        task = asyncio.create_task(self._play(key, job))
+        self._tasks[key] = task
+
+    async def _play(self, key: tuple[int, int], job: Job) -> None:
+        rollout, label = job.rollout, self.labels[job.rollout.family]
+        try:
+            try:
+                await insist(lambda: self.store.add_group(rollout.group, rollout.family, rollout.place))
+                task = f"{label}/{rollout.place}"
+                row = SessionRow(job.session, task, str(rollout.group), "train", {}, time.time())
+                await insist(lambda: self.store.add_session(row))
+                result = await self.services[rollout.family].run(job)
+            except asyncio.CancelledError:
+                why = self._stops.pop(key, None)
+                if why is None:  # the process ends
+                    raise
+                if why != "stale":
+                    await insist(lambda: self.store.change_session(job.session, closed=time.time(), excluded=why))
+                    self.orchestrator.lost(*key)
+                    return
+                result = Result(label, label, Outcome.TRUNCATED, detail={"cut": "stale"})
+            except Exception as error:
+                log.exception("The rollout %s of %s failed.", job.session, label)
+                detail = {"cause": "service", "error": f"{type(error).__name__}: {error}"[:500]}
+                result = Result(label, label, Outcome.ENV_ERROR, detail=detail)
+            job.enter("end")  # from here on it cannot be stopped
+            await self._end(job, result)
+            self.orchestrator.ended(*key)
+            self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
+        finally:
+            self._stops.pop(key, None)
+            del self.jobs[key], self._tasks[key]
+            self._changed.set()
+
+    async def _end(self, job: Job, result: Result) -> None:
+        failed = result.outcome is Outcome.ENV_ERROR
+        excluded = str(result.detail.get("cause", "environment")) if failed else None
+        row = ResultRow(
+            job.session, job.rollout.group, job.rollout.member, result.problem, result.domain, str(result.outcome),
+            result.reward, result.detail, excluded,
+        )  # fmt: skip
+        self.results = max(self.results, await insist(lambda: self.store.add_result(row)))
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+    def _stop(self, key: tuple[int, int], why: str) -> None:
+        if self.jobs[key].stage != "end" and self._stops.setdefault(key, why) is why:
+            self._tasks[key].cancel()
+
+    def _set_capacity(self) -> None:
+        self.orchestrator.capacity = [service.capacity for service in self.services]
+
+    async def _watch(self) -> None:
+        """Adjust the number of rollouts in flight to the engines' load."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                self.signals = await self.fleet.signals()
+            except (EngineError, OSError) as error:
+                log.warning("The engines' load is not known: %s", error)
+                continue
+            signals, flying = self.signals, self.orchestrator.in_flight
+            surplus = self.admission.observe(signals.use, signals.waiting, signals.preemptions, flying)
+            for rollout in self.orchestrator.shed(flying - surplus) if surplus else ():
+                self._stop((rollout.group, rollout.member), "shed")
+            self._changed.set()
+
+    async def _account(self) -> None:
+        """Add up what engines and rollouts do."""
+        while True:
+            await asyncio.sleep(ACCOUNT_SECONDS)
+            stages = Counter(job.stage for job in self.jobs.values())
+            idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.open else "none"
+            self.waits.add(time.monotonic(), stages, self.pool.running, idle)
+
+    def status(self) -> dict[str, Any]:
+        """What happens now: rollouts in flight, shares by family, and the oldest rollouts with what they wait for."""
+        now, orchestrator = time.monotonic(), self.orchestrator
+        oldest = sorted(self.jobs.values(), key=lambda job: job.since)[:8]
+        return {
+            "version": self.version,
+            "in_flight": orchestrator.in_flight,
+            "permits": orchestrator.permits,
+            "allowed": orchestrator.allowed,
+            "engines": vars(self.signals),
+            "engine_seconds": self.waits.engines,
+            "families": {
+                label: {"target": share, "pending": c.pending, "trained": c.trained, "dropped": c.dropped}
+                for label, share, c in zip(self.labels, orchestrator.shares, orchestrator.counts, strict=True)
+            },
+            "oldest": [
+                {"session": job.session, "waits_for": job.stage, "seconds": round(now - job.since, 3)} for job in oldest
+            ],
+        }
+
+
+def _parts(session: str) -> tuple[int, int, int] | None:
+    """Group, member and attempt of a session that `LiveRollouts` made."""
+    try:
+        group, member, attempt = map(int, session.removeprefix("g").split("."))
+    except ValueError:
+        return None
+    return (group, member, attempt) if session.startswith("g") else None

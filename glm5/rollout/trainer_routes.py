@@ -1,0 +1,93 @@
+"""The learner's routes of a rollout process; all need the admin key.
+
+GET  /trainer/results?after=ID&seconds=S  finished rollouts, as JSON objects of `trajectory_json`; waits for one
+POST /trainer/allow {groups}              how many groups may have been started in all
+POST /trainer/updated {version, sessions, trained, dropped}   an update was made; durable when the answer arrives
+POST /trainer/weights {version, folder, mode}                 load weights into all engines; {seconds}
+GET  /trainer/clock                       seconds so far, by what rollouts waited for
+GET  /trainer/status                                          what happens now
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from glm5.rollout.fleet import PushMode
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.live import LiveRollouts
+from glm5.serve.http_io import json_answer, read_body
+from glm5.serve.surfaces.fields import Fields
+from glm5.serve.surfaces.schema import Body, parse
+
+MOST_SECONDS = 60.0
+"""Longest time that a request for results waits."""
+
+
+class Allowance(Fields):
+    """POST /trainer/allow."""
+
+    groups: int = Field(ge=0)
+
+
+class Update(Fields):
+    """POST /trainer/updated: ids of the sessions, and numbers of the groups."""
+
+    version: int = Field(ge=0)
+    sessions: list[str]
+    trained: list[int]
+    dropped: list[int]
+
+
+class Weights(Fields):
+    """POST /trainer/weights: a checkpoint directory that the engines can read."""
+
+    version: int = Field(ge=0)
+    folder: str
+    mode: PushMode = "keep"
+
+
+def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
+    """The routes, for the application of `gateway`."""
+    routes = APIRouter(prefix="/trainer")
+
+    async def read(request: Request, kind: type[Body]) -> Body:
+        gateway.check_admin(request)
+        return parse(kind, await read_body(request, gateway.limits))
+
+    @routes.get("/results")
+    async def results(request: Request, after: int = 0, seconds: float = 0.0) -> Response:
+        gateway.check_admin(request)
+        return json_answer({"results": await live.finished(after, min(seconds, MOST_SECONDS))})
+
+    @routes.post("/allow")
+    async def allow(request: Request) -> dict[str, Any]:
+        live.allow((await read(request, Allowance)).groups)
+        return {"status": "ok"}
+
+    @routes.post("/updated")
+    async def updated(request: Request) -> dict[str, Any]:
+        body = await read(request, Update)
+        await live.updated(body.version, body.sessions, body.trained, body.dropped)
+        return {"status": "ok"}
+
+    @routes.post("/weights")
+    async def weights(request: Request) -> dict[str, Any]:
+        body = await read(request, Weights)
+        return {"seconds": await live.push(Path(body.folder), body.version, body.mode)}
+
+    @routes.get("/clock")
+    async def clock(request: Request) -> dict[str, float]:
+        gateway.check_admin(request)
+        return live.waits.rollouts
+
+    @routes.get("/status")
+    async def status(request: Request) -> dict[str, Any]:
+        gateway.check_admin(request)
+        return live.status()
+
+    return routes

@@ -1,0 +1,240 @@
+"""Orchestrator and controller together on simulated time: adversarial schedules, staleness, shares, exactly once."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from glm5.config.recipe import AgenticStage
+from glm5.records import Outcome, Trajectory, Turn
+from glm5.rl.buffer import staleness
+from glm5.rl.controller import Controller
+from glm5.rollout.orchestrator import Orchestrator, Rollout
+
+
+class Simulation:
+    """A live run without processes. Rollouts take `latency(rollout)` of simulated time, updates and pushes `learner()`.
+    At every turn of a rollout the engine's present version samples tokens. `mishap` says what befalls a rollout:
+    "lost" (it starts again), "failed" (its environment), "stale" (it is stopped at a push if too old), or None."""
+
+    def __init__(
+        self, stage: AgenticStage, shares: list[float], rng: random.Random, latency: Any, learner: Any, mishap: Any
+    ) -> None:
+        self.stage, self.rng, self.latency, self.learner, self.mishap = stage, rng, latency, learner, mishap
+        self.controller = Controller(stage)
+        self.orchestrator = Orchestrator(shares, stage.group, stage.prompts)
+        self.events: list[tuple[float, int, Any]] = []
+        self.now, self.serial, self.engine = 0.0, 0, 0
+        self.running: dict[tuple[int, int], tuple[Rollout, list[int]]] = {}
+        self.trained: list[int] = []
+        self.families: dict[int, int] = {}
+        self.worst = 0
+        self.busy = False
+
+    def at(self, delay: float, what: Any) -> None:
+        self.serial += 1
+        heapq.heappush(self.events, (self.now + delay, self.serial, what))
+
+    def run(self) -> None:
+        self.pump()
+        while not self.controller.finished:
+            assert self.events, f"stuck at version {self.controller.version} with {self.orchestrator.in_flight} running"
+            self.now, _, what = heapq.heappop(self.events)
+            what()
+            self.pump()
+
+    def pump(self) -> None:
+        self.orchestrator.allowed = self.controller.budget
+        self.orchestrator.permits = self.controller.concurrency
+        while (rollout := self.orchestrator.start()) is not None:
+            key = (rollout.group, rollout.member)
+            assert key not in self.running
+            self.families[rollout.group] = rollout.family
+            self.running[key] = (rollout, [self.engine])
+            whole = self.latency(rollout)
+            self.at(whole / 2, lambda key=key, r=rollout: self.turn(key, r))
+            self.at(whole, lambda key=key, r=rollout: self.end(key, r))
+        if not self.busy and not self.controller.finished and (groups := self.controller.batch()) is not None:
+            self.busy = True
+            for group in groups:
+                assert len(group) == self.stage.group
+                self.worst = max([self.worst, *(staleness(t, self.controller.version) for t in group)])
+            self.at(self.learner(), lambda: self.update(groups))
+
+    def turn(self, key: tuple[int, int], rollout: Rollout) -> None:
+        if self.running.get(key, (None,))[0] is rollout:
+            self.running[key][1].append(self.engine)
+
+    def end(self, key: tuple[int, int], rollout: Rollout) -> None:
+        if self.running.get(key, (None,))[0] is not rollout:
+            return  # it was stopped
+        mishap = self.mishap(rollout)
+        if mishap == "lost":
+            del self.running[key]
+            self.orchestrator.lost(*key)
+        else:
+            self.finish(key, Outcome.ENV_ERROR if mishap == "failed" else Outcome.SOLVED)
+
+    def finish(self, key: tuple[int, int], outcome: Outcome) -> None:
+        rollout, versions = self.running.pop(key)
+        self.orchestrator.ended(*key)
+        turns = [Turn((1,), (2,), (-1.0,), (version,), "stop") for version in versions]
+        self.controller.arrived(Trajectory("p", "d", rollout.group, turns, 1.0, outcome, {"member": rollout.member}))
+
+    def update(self, groups: list[list[Trajectory]]) -> None:
+        self.controller.updated()
+        gone, self.controller.buffer.gone = self.controller.buffer.gone, []
+        numbers = [group[0].group for group in groups]
+        self.trained += numbers
+        self.orchestrator.spent(numbers, gone)
+        if self.controller.pushing:
+            for key, (_, versions) in list(self.running.items()):
+                if self.controller.version - versions[0] > self.stage.max_staleness:
+                    self.finish(key, Outcome.TRUNCATED)
+            self.at(self.learner() / 10, self.pushed)
+        else:
+            self.busy = False
+
+    def pushed(self) -> None:
+        self.controller.weights_arrived()
+        self.engine = self.controller.version
+        self.busy = False
+
+
+def stage_of(**fields: Any) -> AgenticStage:
+    values = {"kind": "agentic", "name": "rl", "families": [{"name": "arithmetic"}], "optim": {"steps": 10, "lr": 1e-4}}
+    return AgenticStage.model_validate(values | fields)
+
+
+def adversarial(seed: int) -> Simulation:
+    """A run with random sizes, latencies over three powers of ten, and mishaps."""
+    rng = random.Random(seed)
+    tau = rng.randint(0, 4)
+    stage = stage_of(
+        prompts=rng.randint(1, 4),
+        group=rng.randint(1, 6),
+        max_staleness=tau,
+        push_every=rng.randint(1, tau + 1),
+        concurrency=rng.choice([None, rng.randint(1, 40)]),
+        optim={"steps": rng.randint(1, 25), "lr": 1e-4},
+    )
+    families = rng.randint(1, 4)
+    slow = [10 ** rng.uniform(-1, 2) for _ in range(families)]
+    # At most a third of the rollouts of a group of three or more may fail, so that no run ends for its environments.
+    failing = rng.uniform(0, 0.1)
+    losing = rng.uniform(0, 0.3)
+
+    def mishap(rollout: Rollout) -> str | None:
+        draw = rng.random()
+        return "lost" if draw < losing else "failed" if draw < losing + failing and stage.group > 2 else None
+
+    return Simulation(
+        stage,
+        [rng.uniform(0.1, 1) for _ in range(families)],
+        rng,
+        lambda rollout: slow[rollout.family] * rng.lognormvariate(0, 1),
+        lambda: 10 ** rng.uniform(-1, 1.5),
+        mishap,
+    )
+
+
+def check(run: Simulation) -> None:
+    """No trained response above the staleness limit, and no group trained twice or trained and dropped."""
+    assert run.worst <= run.stage.max_staleness
+    assert max(Counter(run.trained).values()) == 1
+    assert len(run.trained) == run.stage.optim.steps * run.stage.prompts
+    counts = run.orchestrator.counts
+    assert sum(c.trained for c in counts) == len(run.trained)
+    assert all(c.pending >= 0 for c in counts)
+    assert sum(c.pending + c.trained + c.dropped for c in counts) == len(run.families)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_adversarial_schedules(seed: int) -> None:
+    run = adversarial(seed)
+    run.run()
+    check(run)
+
+
+@pytest.mark.slow
+def test_ten_thousand_adversarial_schedules() -> None:
+    for seed in range(10_000):
+        run = adversarial(seed)
+        run.run()
+        check(run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shares", [[0.5, 0.5], [0.2, 0.8], [0.7, 0.2, 0.1]])
+def test_trained_shares_hold_with_families_twenty_times_apart(shares: list[float], seed: int) -> None:
+    rng = random.Random(seed)
+    stage = stage_of(prompts=8, group=4, max_staleness=4, concurrency=64, optim={"steps": 120, "lr": 1e-4})
+    latency = [1.0, 20.0, 5.0]
+    run = Simulation(
+        stage, shares, rng,
+        lambda rollout: latency[rollout.family] * rng.lognormvariate(0, 0.5),
+        lambda: 1.0,
+        lambda rollout: None,
+    )  # fmt: skip
+    run.run()
+    check(run)
+    trained = Counter(run.families[number] for number in run.trained)
+    for family, share in enumerate(shares):
+        assert abs(trained[family] / len(run.trained) - share) < 0.02
+
+
+def test_open_groups_come_first_and_the_youngest_are_shed() -> None:
+    orchestrator = Orchestrator([1.0], 3)
+    orchestrator.allowed, orchestrator.permits = 10, 5
+    started = [orchestrator.start() for _ in range(6)]
+    assert [(r.group, r.member) for r in started[:5] if r] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert started[5] is None
+    orchestrator.lost(0, 1)
+    again = orchestrator.start()
+    assert again is not None and (again.group, again.member, again.attempt) == (0, 1, 1)
+    assert [(r.group, r.member) for r in orchestrator.shed(3)] == [(1, 0), (1, 1)]
+    assert orchestrator.shed(5) == []
+
+
+def test_a_family_without_a_service_waits_and_is_not_made_up_for() -> None:
+    orchestrator = Orchestrator([0.5, 0.5], 1, slack=1)
+    orchestrator.allowed = 1000
+
+    def run(groups: int) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for _ in range(groups):
+            rollout = orchestrator.start()
+            assert rollout is not None
+            found[rollout.family] += 1
+            orchestrator.ended(rollout.group, rollout.member)
+            orchestrator.spent([rollout.group])
+        return found
+
+    assert run(40) == {0: 20, 1: 20}
+    orchestrator.capacity[1] = 0
+    assert run(40) == {0: 40}
+    orchestrator.capacity[1] = None
+    assert run(40) == {0: 20, 1: 20}
+    orchestrator.capacity = [0, 0]
+    assert orchestrator.start() is None
+
+
+def test_a_restored_orchestrator_goes_on_where_the_first_one_was() -> None:
+    first = Orchestrator([0.5, 0.5], 2)
+    first.allowed = 6
+    rollouts = list(iter(first.start, None))
+    assert len(rollouts) == 12
+    second = Orchestrator([0.5, 0.5], 2)
+    second.allowed = 7
+    done = {0: [0, 1], 1: [1], 2: [0, 1]}
+    for group in range(6):
+        family, place = next((r.family, r.place) for r in rollouts if r.group == group)
+        second.restore(group, family, place, done.get(group, []), {0: 1}, "trained" if group == 0 else None)
+    again = list(iter(second.start, None))
+    assert [(r.group, r.member) for r in again] == [(1, 0), *((g, m) for g in (3, 4, 5, 6) for m in (0, 1))]
+    assert again[0].attempt == 1 and again[2].attempt == 0
+    assert [c.pending + c.trained for c in second.counts] in ([3, 4], [4, 3])
