@@ -22,7 +22,7 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
     """
     if isinstance(message, Message):
         return _checked(message, where)
-    if not isinstance(message, Mapping):
+    if not isinstance(message, (dict, Mapping)):  # a dict is known at once, an abstract type is not
         raise DataError(f"{where} is {type(message).__name__}, not an object with a role and a content.")
     role = _role(message.get("role"), where)
     content = _text(message.get("content"), where)

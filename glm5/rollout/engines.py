@@ -291,11 +291,14 @@ class EnginePool:
 
     def _check(self, name: str, delta: Delta, room: int) -> None:
         """Raise RequestFailed for a delta that cannot be trained on: the engine may be any server."""
-        if len(delta.token_ids) > room or not all(0 <= token < self.vocab for token in delta.token_ids):
+        ids, scores, versions = delta.token_ids, delta.logprobs, delta.weight_versions
+        if len(ids) > room or (ids and not (min(ids) >= 0 and max(ids) < self.vocab)):
             raise RequestFailed(f"{name} sent more tokens than were asked for, or ids outside the vocabulary.")
-        if not all(math.isfinite(score) and -MOST_SURPRISE < score <= ROUNDING for score in delta.logprobs):
+        if not all(map(math.isfinite, scores)) or (
+            scores and not -MOST_SURPRISE < min(scores) <= max(scores) <= ROUNDING
+        ):
             raise RequestFailed(f"{name} sent log-probabilities that are not finite numbers up to 0.")
-        if not all(0 <= version < 1 << 31 for version in delta.weight_versions):
+        if versions and not 0 <= min(versions) <= max(versions) < 1 << 31:
             raise RequestFailed(f"{name} sent weight versions that are no 31-bit numbers.")
 
     async def versions(self) -> Mapping[str, int | None]:

@@ -14,11 +14,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import Glm5Error
@@ -54,6 +58,7 @@ DIALECTS: dict[str, Handler] = {
     "messages": messages,
     "messages/count_tokens": count_tokens,
 }
+_CHAT_PATH = re.compile(rf"(?:/sessions/(?P<name>[^/]+))?/v1/(?P<dialect>{'|'.join(map(re.escape, DIALECTS))})")
 
 
 class NewSession(Fields):
@@ -263,8 +268,7 @@ def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = 
     app = FastAPI(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.include_router(_admin_routes(gateway))
-    for dialect in DIALECTS:
-        _add_dialect(app, gateway, dialect)
+    app.add_middleware(Chats, gateway=gateway)  # the guard, which comes before it, is added after it
     add_guard(app, None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered)
     for kind in HANDLED:
         app.add_exception_handler(kind, on_error)
@@ -329,15 +333,32 @@ def _admin_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
-    async def answer(request: Request) -> Response:
-        name = gateway.session_of(request, request.path_params.get("name"))
-        found = await gateway.answer(request, name, dialect)
-        return found if isinstance(found, Response) else JSONResponse(found)
+class Chats:
+    """ASGI middleware that answers the chat paths. FastAPI's layers and routes take longer than the rest of a short
+    request, and their features are not needed."""
 
-    # Starlette routes: FastAPI's take longer than the rest of a short request, and their features are not needed.
-    for path in (f"/sessions/{{name}}/v1/{dialect}", f"/v1/{dialect}"):
-        app.add_route(path, answer, methods=["POST"])
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self.app = app
+        self.gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _CHAT_PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self.app(scope, receive, send)
+            return
+        request, dialect = Request(scope, receive, send), found["dialect"]
+        scope["route"] = SimpleNamespace(path=f"/v1/{dialect}")  # for the metrics
+        try:
+            if scope["method"] != "POST":
+                raise HTTPException(405, headers={"Allow": "POST"})
+            name = self.gateway.session_of(request, found["name"])
+            answer = await self.gateway.answer(request, name, dialect)
+            response = answer if isinstance(answer, Response) else JSONResponse(answer)
+        except StoreError as error:
+            response = await _store_failed(request, error)
+        except (Glm5Error, HTTPException, ClientDisconnect) as error:
+            response = await on_error(request, error)
+        await response(scope, receive, send)
 
 
 async def _store_failed(request: Request, error: Exception) -> Response:

@@ -35,6 +35,9 @@ SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty rep
 would make the samples of a group equal."""
 
 
+PLAIN: Mapping[str, Any] = {name: getattr(SamplingParams(), name) for name in SHAPING}
+
+
 @dataclass(frozen=True)
 class SessionOptions:
     """Limits of a session, and the temperature of a session for training.
@@ -69,6 +72,7 @@ class Call:
         self.place: Place | None = None
         self.part: Part | None = None
         self.sampled: Sampled | None = None
+        self.reply: Reply | None = None
         self.deltas: list[Delta] = []
         self.ended = False
         self.storing = False
@@ -190,8 +194,7 @@ class Session:
         most = min(asked.max_tokens, self.options.answer_tokens or asked.max_tokens)
         if not self.trained:
             return replace(asked, max_tokens=most)
-        plain: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SHAPING}
-        return replace(asked, max_tokens=most, temperature=self.options.temperature, **plain)
+        return replace(asked, max_tokens=most, temperature=self.options.temperature, **PLAIN)
 
     async def run(self, call: Call, reply: Reply, pool: EnginePool, store: Store, seconds: float, whole: bool) -> None:
         """Sample the answer of a call and store its turn. The last delta is put only after that; with `whole`, all

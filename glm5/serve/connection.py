@@ -145,7 +145,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AHEAD)
         limits = self.config.limits
-        self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
+        self._every = min(20.0, limits.header_seconds, limits.body_seconds, limits.send_seconds) / 4
         self._phase: tuple[Any, Any] = (h11.IDLE, None)
         self.since = self.loop.time()  # start of `_phase`
         self._stalled: tuple[float, int] | None = None  # (time, unsent bytes) at the start of the measurement

@@ -346,7 +346,9 @@ class EngineThread:
             stream.sent[index] += len(ids)
             self._measure(stream, index, len(ids))
             reason = done.finish_reason if request.done else None
-            delta = Delta(index, ids, done.logprobs[start:], done.top_logprobs[start:], reason, done.weight_versions[start:])
+            delta = Delta(
+                index, ids, done.logprobs[start:], done.top_logprobs[start:], reason, done.weight_versions[start:]
+            )
             self._tell(stream.loop, partial(stream.put, delta))
             if request.done:
                 stream.open.discard(index)
