@@ -73,7 +73,8 @@ def serve(path: Path, seconds: float, listener: socket.socket, told: Connection)
             server.should_exit = True
             await running
 
-        asyncio.run(until_told())
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(until_told())
 
 
 def cpu() -> float:

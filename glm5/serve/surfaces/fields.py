@@ -94,7 +94,8 @@ _PLAIN = (str, int, bool, type(None))
 
 
 def finite(value: Any) -> bool:
-    """Whether all numbers in an object, list or `Fields` of a request are valid JSON. Unchecked parts may contain NaN, or overflow to infinity."""
+    """Whether all numbers in an object, a list or a `Fields` are valid JSON. Parts without a class may contain NaN, or
+    overflow to infinity."""
     left = [value]
     while left:
         one = left.pop()
