@@ -34,10 +34,11 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
     if reasoning is None and "</think>" in content:
         before, _, content = content.partition("</think>")
         reasoning = before.rpartition("<think>")[2]
-    calls = message.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise DataError(f"{where}: tool_calls must be a list.")
-    parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    parsed: tuple[ToolCall, ...] = ()
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise DataError(f"{where}: tool_calls must be a list.")
+        parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
     train = message.get("train", True)
     if not isinstance(train, bool):
         raise DataError(f"{where}: train must be true or false, not {train!r}.")

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import httpx
 
 from glm5.engine.hash_ring import HashRing
+from glm5.engine.stops import StopStringDetector
 from glm5.errors import EngineError, Glm5Error, RequestFailed, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
@@ -182,6 +183,10 @@ def native_params(params: SamplingParams) -> dict[str, Any]:
     if params.grammar is not None and params.grammar.kind != "any":  # "any" only limits thinking
         text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(params, name):
+            text = f"With engines over HTTP, {name} is not supported; remove it."
+            raise ApiError(400, text, param=name, code="unsupported")
     sent: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -238,15 +243,20 @@ class EnginePool:
         """Number of running generations."""
         return self._load.total()
 
-    async def generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample, from one or several engines; the last delta has a finish reason. Raises ApiError 503
-        after `ATTEMPTS` losses."""
+    async def generate(
+        self, ids: Sequence[int], params: SamplingParams, session: str, stops: StopStringDetector | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Tokens of one sample, from one or several engines; the last delta has a finish reason. `stops` finds the
+        stop strings of `params` also across the loss of an engine, which no engine can see. Raises ApiError 503 after
+        `ATTEMPTS` losses."""
         async with self._permits:
-            async with contextlib.aclosing(self._generate(ids, params, session)) as deltas:
+            async with contextlib.aclosing(self._generate(ids, params, session, stops)) as deltas:
                 async for delta in deltas:
                     yield delta
 
-    async def _generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def _generate(
+        self, ids: Sequence[int], params: SamplingParams, session: str, stops: StopStringDetector | None
+    ) -> AsyncGenerator[Delta, None]:
         sofar: list[int] = []
         attempts, pause = 0, PAUSE_SECONDS
         while attempts < ATTEMPTS:
@@ -259,6 +269,8 @@ class EnginePool:
                 async with contextlib.aclosing(stream) as deltas:
                     async for delta in deltas:
                         self._check(name, delta, params.max_tokens - len(sofar))
+                        if stops is not None:
+                            delta = _stopped(delta, stops)
                         sofar += delta.token_ids
                         reason = delta.finish_reason
                         if reason in ("abort", "error"):
@@ -273,7 +285,8 @@ class EnginePool:
                 self.lost[name] += 1
                 self._down[rank] = time.monotonic() + pause
                 log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
-                if sofar and sofar[-1] in params.stop_token_ids:  # complete; only its end was lost
+                # Complete; only its end was lost.
+                if (sofar and sofar[-1] in params.stop_token_ids) or (stops is not None and stops.hit):
                     yield Delta(0, [], [], [], "stop", [])
                     return
                 if len(sofar) >= params.max_tokens:
@@ -323,6 +336,16 @@ class EnginePool:
             return self._ring.pick(session, self._load, avoid=avoid)
         except LookupError:  # all have recently lost a generation: take the one whose pause ends first
             return min(self._down, key=self._down.__getitem__)
+
+
+def _stopped(delta: Delta, stops: StopStringDetector) -> Delta:
+    """A delta up to the token that completes a stop string."""
+    for i, token in enumerate(delta.token_ids, 1):
+        stops.feed(token)
+        if stops.hit:
+            versions = delta.weight_versions[:i]
+            return Delta(delta.index, delta.token_ids[:i], delta.logprobs[:i], [], "stop", versions)
+    return delta
 
 
 def _rest(params: SamplingParams, count: int) -> SamplingParams:

@@ -50,6 +50,13 @@ log = get_logger("gateway")
 
 KEPT = 4096
 """Number of sessions kept in memory. Beyond it, idle ones are dropped; the store is read again when needed."""
+MOST_REQUESTS = 128
+"""Maximum number of concurrent requests of one session, and at most half of the server's: sub-agents may work in
+parallel, but one session must not shut out the others."""
+FORGET_EVERY = 256
+"""How many answers, and sessions read from the store, come between two counts of the tokens in memory."""
+KEPT_TOKENS = 1 << 25
+"""Number of stored tokens kept in memory, twelve bytes each; see `KEPT`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
@@ -102,6 +109,7 @@ class Gateway:
     metrics: Metrics = field(default_factory=Metrics)
     _sessions: dict[str, Session] = field(default_factory=dict)
     _loading: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _used: int = 0
 
     async def create(self, body: NewSession) -> Session:
         """A new session, or the existing one with this id. Raises ApiError 400 for a malformed id, and for an existing
@@ -130,8 +138,8 @@ class Gateway:
                 if (found := self._sessions.get(name)) is not None:
                     return found
                 found = await asyncio.to_thread(self._load, name)
+                self._forget()  # before, so that it cannot drop this one
                 self._sessions[name] = found
-                self._forget()
                 return found
             finally:
                 self._loading.pop(name, None)
@@ -144,12 +152,20 @@ class Gateway:
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
 
     def _forget(self) -> None:
-        """Beyond `KEPT` sessions in memory, drop idle ones: closed ones first, then by last use."""
-        if len(self._sessions) > KEPT:
-            idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
-            idle.sort(key=lambda one: (one.row.closed is None, one.used))
-            for one in idle[: len(self._sessions) - KEPT + KEPT // 8]:
-                del self._sessions[one.id]
+        """Beyond `KEPT` sessions or `KEPT_TOKENS` tokens in memory, drop idle ones down to seven eighths: closed ones
+        first, then by last use. Counts tokens at every `FORGET_EVERY`th call."""
+        self._used += 1
+        if len(self._sessions) <= KEPT and self._used % FORGET_EVERY:
+            return
+        count, tokens = len(self._sessions), sum(one.history.tokens for one in self._sessions.values())
+        if count <= KEPT and tokens <= KEPT_TOKENS:
+            return
+        idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
+        for one in sorted(idle, key=lambda one: (one.row.closed is None, one.used)):
+            if count <= KEPT - KEPT // 8 and tokens <= KEPT_TOKENS - KEPT_TOKENS // 8:
+                break
+            del self._sessions[one.id]
+            count, tokens = count - 1, tokens - one.history.tokens
 
     async def reward(self, name: str, reward: float) -> Session:
         """Set the reward of a session."""
@@ -204,6 +220,9 @@ class Gateway:
         """Answer a chat request of a session. `dialect` is a key of `DIALECTS`."""
         session = await self.session(name)
         session.check_open()
+        if session.requests >= min(MOST_REQUESTS, max(1, self.limits.requests // 2)):
+            text = f"The session has {session.requests} requests under way; retry later."
+            raise ApiError(429, text, code="session_busy")
         service = SessionService(
             tokenizer=self.tokenizer,
             model_name="glm5",
@@ -227,6 +246,7 @@ class Gateway:
         finally:
             session.requests -= 1
             service.release()
+            self._forget()
 
     def check_admin(self, request: Request) -> None:
         """Raise ApiError 401 without the admin key."""
@@ -254,7 +274,7 @@ class Gateway:
             "generations_lost": self.pool.lost.total(),
         }
         lines = [f"# TYPE glm5_gateway_{name} gauge\nglm5_gateway_{name} {value}\n" for name, value in numbers.items()]
-        return "".join(lines)
+        return "".join(lines) + "\n".join(self.metrics.answer_lines()) + "\n"
 
 
 def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = None) -> FastAPI:

@@ -93,6 +93,7 @@ class History:
 
     def __init__(self, sort_results: bool = False) -> None:
         self.nodes: list[Node] = []
+        self.tokens = 0  # of all nodes
         self._sort = sort_results
         self._chains: dict[bytes, list[Node]] = {}
         self._bodies: set[bytes] = set()
@@ -118,6 +119,7 @@ class History:
         for message in (*node.tail, node.reply):
             node.chain, node.body = _step(node.chain, node.body, message)
         self.nodes.append(node)
+        self.tokens += len(node.given) + len(node.output)
         self._chains.setdefault(node.chain, []).append(node)
         self._bodies.add(node.body)
 

@@ -151,6 +151,8 @@ class Session:
     """Stored turns and their finish reasons, by the digest of the request."""
     calls: dict[bytes, Call] = field(default_factory=dict)
     """Running requests, by digest."""
+    late: dict[bytes, ApiError] = field(default_factory=dict)
+    """Refusals of requests whose answers took too long, by digest."""
     retries: int = 0
     requests: int = 0
     """Number of requests that use this object; a session in use stays in memory."""
@@ -171,11 +173,13 @@ class Session:
 
     def claim(self, digest: bytes) -> tuple[Call, bool]:
         """The call of a request, and whether the caller must run it (False for a repeated request). Raises ApiError 400
-        at the turn limit."""
+        at the turn limit, and for a request whose answer has taken too long before."""
         self.used = time.monotonic()
         if (call := self.calls.get(digest)) is not None:
             self.retries += 1
             return call, False
+        if digest in self.late:
+            raise self.late[digest]
         call = Call(digest)
         if (found := self.stored.get(digest)) is None:
             taken = len(self.history.nodes) + len(self.calls)
@@ -200,16 +204,22 @@ class Session:
         """Sample the answer of a call and store its turn. The last delta is put only after that; with `whole`, all
         tokens are then put as one delta. Errors end the call; they are not raised."""
         assert call.part is not None and call.place is not None
+        stops = reply.new_detector()
         deltas: list[Delta] = []
         try:
             try:
                 async with asyncio.timeout(seconds):
-                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id):
+                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id, stops):
                         deltas.append(delta)
                         if delta.finish_reason is None and not whole:
                             call.put(delta)
             except TimeoutError:
-                raise TooLate(f"The answer was not complete within {seconds:g} seconds.") from None
+                text = f"The answer was not complete within {seconds:g} seconds."
+                if not deltas:
+                    raise TooLate(text) from None
+                # Clients repeat 504. The repetition would sample as long, for nothing.
+                self.late[call.digest] = ApiError(400, text, code="answer_timeout")
+                raise self.late[call.digest] from None
             answer = _joined(deltas)
             reply.feed(answer)
             node = self._node(call, answer, reply)

@@ -75,7 +75,8 @@ class Reply:
         self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
-        self._watch = StopStringDetector(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
+        self._stops, self._min_tokens = stops, min_tokens
+        self._watch = self._detector()
         self._thinking = prompt.thinking
         self._parser = ChatParser(prompt.schemas, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
         self._most_calls = math.inf if parallel_calls else 1
@@ -86,6 +87,13 @@ class Reply:
         self._told = 0
         self._offsets = StreamDecoder(tokenizer)
         self._offset = 0
+
+    def new_detector(self) -> StopStringDetector | None:
+        """A detector of the sample's stop strings, or None if it has none."""
+        return self._detector() if self._stops else None
+
+    def _detector(self) -> StopStringDetector:
+        return StopStringDetector(self._tokenizer, self._stops, silent=self._stop_ids, min_tokens=self._min_tokens)
 
     @property
     def tokens(self) -> int:
