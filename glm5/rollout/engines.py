@@ -250,57 +250,52 @@ class EnginePool:
         stop strings of `params` also across the loss of an engine, which no engine can see. Raises ApiError 503 after
         `ATTEMPTS` losses."""
         async with self._permits:
-            async with contextlib.aclosing(self._generate(ids, params, session, stops)) as deltas:
-                async for delta in deltas:
-                    yield delta
-
-    async def _generate(
-        self, ids: Sequence[int], params: SamplingParams, session: str, stops: StopStringDetector | None
-    ) -> AsyncGenerator[Delta, None]:
-        sofar: list[int] = []
-        attempts, pause = 0, PAUSE_SECONDS
-        while attempts < ATTEMPTS:
-            await self._gate.wait()
-            rank, before = self._pick(session), len(sofar)
-            name = self.engines[rank].name
-            self._load[rank] += 1
-            try:
-                stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
-                async with contextlib.aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        self._check(name, delta, params.max_tokens - len(sofar))
-                        if stops is not None:
-                            delta = _stopped(delta, stops)
-                        sofar += delta.token_ids
-                        reason = delta.finish_reason
-                        if reason in ("abort", "error"):
-                            if delta.token_ids:
-                                yield replace(delta, finish_reason=None)
-                            raise EngineLost(f"{name} aborted a generation.")
-                        yield delta
-                        if reason is not None:
-                            return
-                raise EngineLost(f"{name} ended an answer early.")
-            except EngineLost as error:
-                self.lost[name] += 1
-                self._down[rank] = time.monotonic() + pause
-                log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
-                # Complete; only its end was lost.
-                if (sofar and sofar[-1] in params.stop_token_ids) or (stops is not None and stops.hit):
-                    yield Delta(0, [], [], [], "stop", [])
-                    return
-                if len(sofar) >= params.max_tokens:
-                    yield Delta(0, [], [], [], "length", [])
-                    return
-            finally:
-                self._load[rank] -= 1
-            if len(sofar) > before:
-                attempts, pause = 0, PAUSE_SECONDS
-            attempts += 1
-            if attempts < ATTEMPTS:
-                await asyncio.sleep(pause)
-                pause *= 2
-        raise ApiError(503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost")
+            sofar: list[int] = []
+            attempts, pause = 0, PAUSE_SECONDS
+            while attempts < ATTEMPTS:
+                await self._gate.wait()
+                rank, before = self._pick(session), len(sofar)
+                name = self.engines[rank].name
+                self._load[rank] += 1
+                try:
+                    stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
+                    async with contextlib.aclosing(stream) as deltas:
+                        async for delta in deltas:
+                            self._check(name, delta, params.max_tokens - len(sofar))
+                            if stops is not None:
+                                delta = _stopped(delta, stops)
+                            sofar += delta.token_ids
+                            reason = delta.finish_reason
+                            if reason in ("abort", "error"):
+                                if delta.token_ids:
+                                    yield replace(delta, finish_reason=None)
+                                raise EngineLost(f"{name} aborted a generation.")
+                            yield delta
+                            if reason is not None:
+                                return
+                    raise EngineLost(f"{name} ended an answer early.")
+                except EngineLost as error:
+                    self.lost[name] += 1
+                    self._down[rank] = time.monotonic() + pause
+                    log.warning("%s The generation was lost after %d tokens.", error, len(sofar))
+                    # Complete; only its end was lost.
+                    if (sofar and sofar[-1] in params.stop_token_ids) or (stops is not None and stops.hit):
+                        yield Delta(0, [], [], [], "stop", [])
+                        return
+                    if len(sofar) >= params.max_tokens:
+                        yield Delta(0, [], [], [], "length", [])
+                        return
+                finally:
+                    self._load[rank] -= 1
+                if len(sofar) > before:
+                    attempts, pause = 0, PAUSE_SECONDS
+                attempts += 1
+                if attempts < ATTEMPTS:
+                    await asyncio.sleep(pause)
+                    pause *= 2
+            raise ApiError(
+                503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost"
+            )
 
     def _check(self, name: str, delta: Delta, room: int) -> None:
         """Raise RequestFailed for a delta that cannot be trained on: the engine may be any server."""

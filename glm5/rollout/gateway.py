@@ -29,7 +29,7 @@ from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.history import Node
+from glm5.rollout.history import History, Node
 from glm5.rollout.samples import forks, summary
 from glm5.rollout.service import SessionService
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
@@ -122,7 +122,9 @@ class Gateway:
         options = SessionOptions(body.turns, body.tokens, body.answer_tokens, body.temperature)
         group = None if body.group is None else str(body.group)
         row = SessionRow(name, body.task_id, group, body.mode, asdict(options), time.time())
-        await self.store.add_session(row)
+        if await self.store.add_session(row):
+            self._forget()
+            return self._sessions.setdefault(name, Session(row, options, History(self._sorts_results())))
         session = await self.session(name)
         if (session.row.task, session.row.group, session.row.mode) != (row.task, row.group, row.mode):
             text = f"The session {name} exists for another task, group or mode; choose another id."
@@ -139,8 +141,7 @@ class Gateway:
                     return found
                 found = await asyncio.to_thread(self._load, name)
                 self._forget()  # before, so that it cannot drop this one
-                self._sessions[name] = found
-                return found
+                return self._sessions.setdefault(name, found)  # `create` may have made it meanwhile
             finally:
                 self._loading.pop(name, None)
 
@@ -148,8 +149,11 @@ class Gateway:
         row = self.store.session(name)
         if row is None:
             raise ApiError(404, f"There is no session {name!r:.140}.", code="session_not_found")
-        history, stored = self.store.turns(name, self.tokenizer.chat_format.sorts_results())
+        history, stored = self.store.turns(name, self._sorts_results())
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
+
+    def _sorts_results(self) -> bool:
+        return self.tokenizer.chat_format.sorts_results()
 
     def _forget(self) -> None:
         """Beyond `KEPT` sessions or `KEPT_TOKENS` tokens in memory, drop idle ones down to seven eighths: closed ones

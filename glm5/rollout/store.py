@@ -134,11 +134,11 @@ class Store:
         self._queue.put((change, future))
         return future
 
-    async def add_session(self, row: SessionRow) -> None:
-        """Store a new session; no effect if its id exists."""
+    async def add_session(self, row: SessionRow) -> bool:
+        """Store a new session. Returns False, without effect, if its id exists."""
         values = (row.id, row.task, row.group, row.mode, json.dumps(dict(row.options)), row.created)
         text = "INSERT OR IGNORE INTO sessions (id, task, grp, mode, options, created) VALUES (?, ?, ?, ?, ?, ?)"
-        await self.write(lambda db: db.execute(text, values))
+        return await self.write(lambda db: db.execute(text, values).rowcount == 1)
 
     async def add_group(self, number: int, family: int, place: int) -> None:
         """Store a group of rollouts (see `orchestrator`); no effect if it exists."""
