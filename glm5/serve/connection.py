@@ -41,6 +41,9 @@ SLOWEST = 1024
 """Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
 """Socket send buffer per connection, in bytes; the system default is megabytes per client that does not read."""
+GARBAGE = 20_000
+"""New objects between two collections of garbage. Python's 700 are fewer than a few requests in progress hold, which
+each collection would look at again."""
 MOST_HEAD = 1 << 16
 """Maximum bytes of the head of a request."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
@@ -133,6 +136,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again
+        gc.set_threshold(GARBAGE, 10, 10)
         for listener in sockets or ():
             listener.listen(BACKLOG)
         self._ready(sockets or ())
