@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import RequestFailed
 from glm5.rollout import check
 from glm5.rollout import engines as engines_module
+from glm5.rollout.engines import EngineLost, Reading
 from glm5.rollout.samples import summary
 from glm5.rollout.session import Call, key_of, session_of_key
 from glm5.serve.options import Limits
@@ -37,6 +39,13 @@ TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "prope
 
 def play(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
+
+
+def test_an_event_that_is_cut_off_means_a_lost_engine() -> None:
+    with pytest.raises(EngineLost, match="broken event"):
+        Reading("one").feed('{"output_ids": [1], "meta_in')
+    with pytest.raises(RequestFailed, match="format"):
+        Reading("one").feed('{"output_ids": [1]}')
 
 
 def test_openai_client(opened: Open) -> None:
