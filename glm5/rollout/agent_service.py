@@ -79,7 +79,7 @@ async def ended(
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"[:MOST_ERROR_TEXT]
-        if session.limited:
+        if session.limited or any(finish == "length" for _, finish in session.stored.values()):
             step = StepResult(done=True, outcome=Outcome.TRUNCATED, detail={"cut": "limit", "error": text})
         else:
             log.warning("The agent of %s failed.", job.session, exc_info=error)

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from glm5.rollout.store import Store
 from glm5.rollout.store_reader import ResultRow, SessionRow
 from glm5.rollout.trace import Trace
 from glm5.rollout.waits import Waits
-from glm5.tasks.trajectory_json import encode
+from glm5.tasks.trajectory_json import encode, jsonable
 
 log = get_logger("rollout")
 
@@ -37,7 +37,9 @@ WATCH_SECONDS = 0.5
 """Time between two looks at the engines' load."""
 ACCOUNT_SECONDS = 0.02
 DRAIN_SECONDS = 0.01
-MOST_ATTEMPTS = 3
+PAUSE_SECONDS = 0.5
+"""Pause before a lost rollout starts again; doubles with each attempt."""
+MOST_ATTEMPTS = 5
 """A rollout that its task service has lost this often is a failure of the environment."""
 PUSH_ROW = 1 << 20
 """Row of the weight pushes in the trace, below those of the rollouts."""
@@ -216,6 +218,8 @@ class LiveRollouts:
             except LostRollout as error:
                 log.warning("The rollout %s of %s is lost: %s.", job.session, label, error)
                 if rollout.attempt + 1 < MOST_ATTEMPTS:
+                    job.enter("agent")
+                    await asyncio.sleep(PAUSE_SECONDS * 2**rollout.attempt)
                     await self._again(key, job, "lost")
                     return
                 result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "service", "error": str(error)})
@@ -224,7 +228,7 @@ class LiveRollouts:
                 detail = {"cause": "service", "error": f"{type(error).__name__}: {error}"[:500]}
                 result = Result(label, label, Outcome.ENV_ERROR, detail=detail)
             job.enter("end")  # from here on it cannot be stopped
-            await self._end(job, result)
+            await self._end(job, replace(result, detail=jsonable(dict(result.detail))))
             self.orchestrator.ended(*key)
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:
@@ -243,7 +247,8 @@ class LiveRollouts:
         failed = result.outcome is Outcome.ENV_ERROR
         excluded = str(result.detail.get("cause", "environment")) if failed else None
         row = ResultRow(
-            job.session, job.rollout.group, job.rollout.member, result.problem, result.domain, str(result.outcome),
+            job.session, job.rollout.group, job.rollout.member, jsonable(result.problem), jsonable(result.domain),
+            str(result.outcome),
             result.reward, result.detail, excluded,
         )  # fmt: skip
         self.results = max(self.results, await insist(lambda: self.store.add_result(row)))

@@ -64,12 +64,44 @@ class EnvThreadPool:
         return future.result()
 
     async def result(self, future: Future[Any]) -> Any:
-        """Like `wait`, for coroutines."""
-        waiting = asyncio.wrap_future(future)
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=self._until_overdue())
-            self._give_up_overdue()
-        return waiting.result()
+        """Like `wait`, for coroutines. An exception that would end the event loop or look like a cancellation there
+        (SystemExit, StopIteration and their like) is raised as RuntimeError. If the coroutine is cancelled, the work is
+        left behind, and another thread takes its place."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(_: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        future.add_done_callback(wake)
+        try:
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._until_overdue()):
+                        await done.wait()
+                self._give_up_overdue()
+        except asyncio.CancelledError:
+            if not future.cancel():
+                self._leave_behind(future)
+            raise
+        error = future.exception()
+        if error is None or (
+            isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration)
+        ):
+            return future.result()
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _leave_behind(self, future: Future[Any]) -> None:
+        """Replace the thread that runs this work, whose result nobody wants any more."""
+        with self._lock:
+            mine = [thread for thread, (running, _) in self._running.items() if running is future]
+            for thread in mine:
+                del self._running[thread]
+        for thread in mine:
+            self._threads.remove(thread)
+            self._given_up.append(thread)
+            if not self._closed:
+                self._start_thread()
 
     def _until_overdue(self) -> float:
         """Seconds until the next running work exceeds its limit."""

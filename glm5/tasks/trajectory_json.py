@@ -8,14 +8,14 @@ Keys:
 
 A turn's context is the first `shared` tokens of the previous turn (context and output), then `given`: this keeps the
 objects of long episodes short. Only outputs count in the loss. Floats are written with all their digits; non-finite
-ones are strings ("inf", "-inf", "nan"). `detail` is for people: values that JSON cannot represent become strings.
+ones are strings ("inf", "-inf", "nan"). `detail` is for people (see `jsonable`).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from glm5.errors import DataError
@@ -25,6 +25,10 @@ MAX_TOKENS, TOKENS_PER_BYTE = 1 << 15, 32
 """Maximum tokens of the contexts and outputs of one trajectory that is read: `MAX_TOKENS` plus `TOKENS_PER_BYTE` per
 byte of its JSON text. Without a limit, many turns of a short text could reuse one long prefix through `shared`, and so
 expand to far more tokens than the text has bytes. A usual episode of a hundred turns needs about 8 tokens per byte."""
+
+
+MOST_DETAIL, MOST_DEPTH = 1 << 16, 12
+"""Maximum parts and characters of a trajectory's `detail`, and levels of lists and objects in it."""
 
 
 def encode(trajectory: Trajectory) -> dict[str, Any]:
@@ -44,12 +48,12 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
         )
         before = (*turn.context_ids, *turn.output_ids)
     return {
-        "problem": trajectory.problem,
-        "domain": trajectory.domain,
+        "problem": jsonable(trajectory.problem),
+        "domain": jsonable(trajectory.domain),
         "group": trajectory.group,
         "reward": _exact(trajectory.reward),
         "outcome": str(trajectory.outcome),
-        "detail": _jsonable(trajectory.detail),
+        "detail": jsonable(trajectory.detail),
         "teacher": trajectory.teacher,
         "turns": turns,
     }
@@ -64,14 +68,48 @@ def _exact(value: float) -> float | str:
     return value if math.isfinite(value) else repr(float(value))
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(child) for child in value]
-    if isinstance(value, float):
-        return _exact(value)
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+def jsonable(value: Any) -> Any:
+    """A copy of any value that JSON and UTF-8 can represent, of bounded size and depth. What does not fit becomes text
+    or is left out: the value may come from an agent, or quote what a policy wrote."""
+    return _Copy().of(value, MOST_DEPTH)
+
+
+class _Copy:
+    """Copies one value; `left` is how many parts and characters it may still have."""
+
+    def __init__(self) -> None:
+        self.left = MOST_DETAIL
+
+    def of(self, value: Any, depth: int) -> Any:
+        self.left -= 1
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return int(value) if -(1 << 63) <= value < 1 << 63 else f"a number of {value.bit_length()} bits"
+        if isinstance(value, float):
+            return _exact(value)
+        if isinstance(value, Mapping | list | tuple) and (depth < 1 or self.left < 1):
+            return "..."
+        if isinstance(value, Mapping):
+            return {self.text(key): self.of(child, depth - 1) for key, child in self._within(list(value.items()))}
+        if isinstance(value, list | tuple):
+            return [self.of(child, depth - 1) for child in self._within(value)]
+        return self.text(value)
+
+    def text(self, value: Any) -> str:
+        try:
+            found = value if isinstance(value, str) else str(value)
+        except Exception:  # its own code failed
+            found = type(value).__name__
+        found = found[: max(0, self.left)]
+        self.left -= len(found)
+        return found.encode("utf-8", "backslashreplace").decode()
+
+    def _within(self, items: Sequence[Any]) -> Iterator[Any]:
+        for item in items:
+            if self.left < 1:
+                return
+            yield item
 
 
 def decode(row: Mapping[str, Any], where: str, size: int) -> Trajectory:

@@ -26,6 +26,8 @@ START_SECONDS = 900.0
 ANSWER_SECONDS = 600.0
 """Longest time for one answer, weight pushes included."""
 STOP_SECONDS = 10.0
+BUSY_SECONDS = 0.5
+"""Pause after an answer that the process has too many requests."""
 MOST_STARTS = 5
 """The run ends when the process has ended this often without a new result."""
 
@@ -101,6 +103,7 @@ class RolloutClient:
         return self._call("GET", "/trainer/status")
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             assert self._http is not None and self.process is not None
             try:
@@ -109,6 +112,9 @@ class RolloutClient:
                 self._restart(f"{type(error).__name__} {error}")
                 continue
             found: dict[str, Any] = answer.json()
+            if answer.status_code in (429, 503) and time.monotonic() < deadline:  # agents have all its attention
+                time.sleep(BUSY_SECONDS)
+                continue
             if answer.status_code != 200:
                 said = found.get("error")
                 text = said.get("message", "") if isinstance(said, dict) else str(found)
