@@ -136,8 +136,9 @@ class RolloutClient:
         self.restart_seconds += time.monotonic() - began
 
     def _start(self) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in _of_torchrun()}
         environment = {
-            "OMP_NUM_THREADS": str(self.threads), **os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": str(self.threads), **inherited, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "glm5.rl.rollout_process"],
@@ -185,3 +186,12 @@ class RolloutClient:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def _of_torchrun() -> set[str]:
+    """Environment variables that torchrun set for this process alone: its rank, and one thread if nothing was said."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return set()
+    names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    return names | {name for name in os.environ if name.startswith(prefixes)}
