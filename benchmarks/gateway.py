@@ -27,7 +27,8 @@ from glm5.records import Message, SamplingParams
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.history import Node
-from glm5.rollout.store import SessionRow, Store
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import SessionRow
 from glm5.serve.connection import Server, ServerConfig, fitted
 from glm5.serve.options import Limits
 from glm5.serve.samples import Delta

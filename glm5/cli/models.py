@@ -191,9 +191,9 @@ def serve(
 @app.command()
 def gateway(
     model: Annotated[
-        Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer. Or `check`, then a URL.")
+        Path | None, typer.Argument(help="Checkpoint; with --engines only its tokenizer. Or `check` or `export`.")
     ] = None,
-    url: Annotated[str | None, typer.Argument(help="With `check`: the gateway to check.")] = None,
+    url: Annotated[str | None, typer.Argument(help="The URL to check; the store to export as JSON lines.")] = None,
     engines: Annotated[list[str], typer.Option(help="URL of a server with SGLang's /generate; repeatable.")] = [],  # noqa: B006
     store: Annotated[Path, typer.Option(help="File of the sessions; made if missing.")] = Path("sessions.db"),
     host: str = "127.0.0.1",
@@ -210,12 +210,23 @@ def gateway(
     request_seconds: Annotated[float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer.")] = 1800,
     as_json: Json = False,
 ) -> None:
-    """Sessions for agents that others wrote: their requests in, token ids to train on out. `check URL` tests one."""
+    """Sessions for agents that others wrote: their requests in, token ids to train on out.
+
+    `check URL` tests a running gateway, `export FILE` prints a store as JSON lines."""
     from glm5.serve.access import find_key
     from glm5.serve.options import EngineOptions
 
-    if url is not None and str(model) != "check":
-        raise UsageError(f"gateway takes one checkpoint, or `check` and a URL, not {str(model)!r:.60} and {url!r:.60}.")
+    if url is not None and str(model) not in ("check", "export"):
+        raise UsageError(
+            f"gateway takes one checkpoint, or `check` and a URL, or `export` and a store, not {str(model)!r:.60} and "
+            f"{url!r:.60}."
+        )
+    if str(model) == "export":
+        from glm5.rollout.export import export
+
+        for line in export(Path(url) if url is not None else store):
+            typer.echo(line)
+        return
     if str(model) == "check":
         _check_gateway(url, find_key("admin", None, admin_key_file), as_json)
         return

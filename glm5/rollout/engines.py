@@ -157,6 +157,9 @@ class Reading:
         is not in SGLang's format."""
         try:
             told = json.loads(text)
+        except ValueError as error:  # the connection ended within the event
+            raise EngineLost(f"{self._name} sent a broken event: {error}") from error
+        try:
             if "error" in told:
                 raise EngineLost(f"{self._name}: {str(told['error'].get('message', ''))[:200]}")
             meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")

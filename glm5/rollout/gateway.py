@@ -29,7 +29,8 @@ from glm5.rollout.history import Node
 from glm5.rollout.samples import forks, summary
 from glm5.rollout.service import SessionService
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
-from glm5.rollout.store import SessionRow, Store, StoreError
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import SessionRow, StoreError
 from glm5.serve.access import KEY_ALONE, add_guard, knows, offered
 from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.http_io import json_answer, read_body

@@ -25,7 +25,8 @@ from glm5.rollout.fleet import Fleet, PushMode, Signals
 from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
-from glm5.rollout.store import ResultRow, SessionRow, Store
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import ResultRow, SessionRow
 from glm5.rollout.trace import Trace
 from glm5.rollout.waits import Waits
 from glm5.tasks.trajectory_json import encode

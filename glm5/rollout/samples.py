@@ -8,7 +8,7 @@ from typing import Any
 
 from glm5.records import Outcome, TrainSample, Trajectory, Turn
 from glm5.rollout.history import Node, in_order
-from glm5.rollout.store import ResultRow
+from glm5.rollout.store_reader import ResultRow
 from glm5.tasks.episode import NOT_SAMPLED
 
 

@@ -19,7 +19,8 @@ from glm5.records import Completion, Message, Outcome, SamplingParams, Turn
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import Node
 from glm5.rollout.orchestrator import Rollout
-from glm5.rollout.store import Store, StoreError
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import StoreError
 from glm5.seeds import derive_seed
 from glm5.serve.errors import ApiError
 from glm5.tasks.contract import Problem
@@ -28,8 +29,9 @@ from glm5.tasks.episode import open_episode_async
 
 log = get_logger("rollout")
 
-RETRY_SECONDS = 1.0
-"""Pause before a failed write to the store is repeated."""
+RETRY_SECONDS, TELL_SECONDS = 1.0, 30.0
+"""Pause before a failed write to the store is repeated, and between two messages about it."""
+_told = -TELL_SECONDS
 
 
 @dataclass
@@ -169,9 +171,12 @@ class FamilyService(TaskService):
 
 async def insist(write: Callable[[], Awaitable[Any]]) -> Any:
     """Repeat a write to the store until the disk takes it: what was sampled must not be lost."""
+    global _told
     while True:
         try:
             return await write()
         except StoreError as error:
-            log.error("%s It is tried again.", error)
+            if time.monotonic() > _told + TELL_SECONDS:
+                _told = time.monotonic()
+                log.error("%s It is tried again until there is room.", error)
             await asyncio.sleep(RETRY_SECONDS)

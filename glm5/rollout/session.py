@@ -22,7 +22,8 @@ from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import History, Node, Place
-from glm5.rollout.store import SessionRow, Store
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import SessionRow
 from glm5.serve.errors import ApiError, TooLate
 from glm5.serve.reply import Reply
 from glm5.serve.samples import Delta, Part

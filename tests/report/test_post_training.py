@@ -73,10 +73,10 @@ def test_ratio_edges_are_those_of_the_learner() -> None:
     assert RATIO_EDGES == measure.RATIO_EDGES and post_training._BINS == measure.BINS
 
 
-def test_times_are_those_of_the_driver() -> None:
-    from glm5.rl.drivers import timing
+def test_times_are_those_of_the_drivers() -> None:
+    from glm5.rl.drivers import live, timing
 
-    assert post_training.WORK == timing.WORK
+    assert set(post_training.WORK) == {*timing.WORK, *live.WORK}
 
 
 def test_only_what_is_known_is_drawn(write_run: WriteRun, drawn: dict[str, Any]) -> None:

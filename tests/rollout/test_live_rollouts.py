@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5 import cli
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import GradingError
 from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
@@ -32,7 +34,8 @@ from glm5.rollout.remote import step_of
 from glm5.rollout.samples import rows_of
 from glm5.rollout.services import FamilyService, TaskService
 from glm5.rollout.session import SessionOptions
-from glm5.rollout.store import Store, StoreError
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import StoreError
 from glm5.rollout.waits import Waits
 from glm5.tasks import AgentProblem, make_family, to_samples
 from glm5.tasks.env_threads import EnvThreadPool
@@ -152,6 +155,22 @@ def test_results_are_what_the_engine_sampled(live: Open) -> None:
             assert await one.rollouts.finished(one.cursor, 0.05) == []
 
     run(test())
+
+
+def test_export_has_messages_and_samples(live: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        async with live() as one:
+            one.rollouts.allow(2)
+            await one.take(4)
+
+    run(test())
+    cli.app(["gateway", "export", str(tmp_path / "live.db")], standalone_mode=False)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(row["id"] for row in rows) == ["g0.0.0", "g0.1.0", "g1.0.0", "g1.1.0"]
+    for row in rows:
+        assert [message["role"] for message in row["turns"][0]["messages"]] == ["user", "assistant"]
+        assert row["tokens_lost"] == 0 and sum(row["samples"][0]["loss_mask"]) == row["tokens_sampled"] > 0
+        assert row["turns"][0]["finish"] in ("stop", "length") and row["closed"]
 
 
 def test_a_restart_hands_out_what_was_not_used_and_plays_the_rest(live: Open) -> None:

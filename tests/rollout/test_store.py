@@ -15,7 +15,8 @@ from glm5.errors import UsageError
 from glm5.records import Message
 from glm5.rollout.history import Node
 from glm5.rollout.process import run
-from glm5.rollout.store import SessionRow, Store, StoreError
+from glm5.rollout.store import Store
+from glm5.rollout.store_reader import SessionRow, StoreError
 
 WRITER = """
 import asyncio, sys
