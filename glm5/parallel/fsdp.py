@@ -121,6 +121,7 @@ def unshard_model(
             whole = whole_stack(whole, experts)
         if not keep:
             continue
+        whole = whole.cpu()
         if isinstance(tensor, nn.Parameter):
             whole = nn.Parameter(whole)
             whole.__dict__.update(getattr(module, key).__dict__)

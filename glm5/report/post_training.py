@@ -16,7 +16,7 @@ RATIO_EDGES = tuple(2.0 ** ((2 * k + 1) / 3) for k in range(-5, 5))
 _BINS = tuple(f"ratio_bin_{i:02d}" for i in range(len(RATIO_EDGES) + 1))
 _MIDDLE = len(_BINS) // 2
 
-WORK = ("generate", "environment", "wait", "update", "publish", "save")
+WORK = ("start", "generate", "environment", "wait", "update", "publish", "save")
 BARS = 30
 """Maximum bars of the time split; each bar then covers several updates."""
 COMPARED = 5

@@ -176,12 +176,11 @@ class LiveRollouts:
         return await asyncio.to_thread(self._read, after)
 
     def _read(self, after: int) -> list[dict[str, Any]]:
-        families = {number: (family, spent) for number, family, _, spent in self.store.groups()}
         found = []
         for result in self.store.results(after, MOST_RESULTS):
-            family, spent = families[result.group]
+            family = self.orchestrator.family_of(result.group)
             row: dict[str, Any] = {"id": result.id, "member": result.member, "family": family, "group": result.group}
-            if spent is None:  # else the learner has used it
+            if family is not None:  # else the learner has used or dropped its group
                 stored = self.store.turns(result.session)[1]
                 finish = dict(stored.values())
                 row |= encode(trajectory_of(result, list(finish), finish))

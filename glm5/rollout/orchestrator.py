@@ -122,6 +122,10 @@ class Orchestrator:
                     counts.pending -= 1
                     setattr(counts, name, getattr(counts, name) + 1)
 
+    def family_of(self, group: int) -> int | None:
+        """The family of a group; None if the group is unknown or spent."""
+        return self._families.get(group)
+
     def shed(self, permits: int) -> list[Rollout]:
         """Rollouts of the youngest groups to stop, so that `permits` rollouts are left in flight. Report each as
         `lost`."""

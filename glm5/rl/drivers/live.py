@@ -50,8 +50,8 @@ STORE = "sessions.db"
 """File in a stage's folder with all sessions of a live stage."""
 POLL_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")
-WORK = ("wait", "update", "publish", "save")
-"""What the learner does; "wait" is for rollouts."""
+WORK = ("start", "wait", "update", "publish", "save")
+"""What the learner does; "wait" is for rollouts, "start" for the processes at the beginning."""
 OWN_PROCESS = 1 << 40
 """Bytes of a trajectory's JSON: results come from our own process, so their size needs no limit."""
 
@@ -99,30 +99,32 @@ class LiveDriver:
             policy = self._measure()
             torch.set_num_threads(self.launch.learner_threads or cores)
             done, numbers = self._load()
-            model = self.ranks.main_copy(self.learner.model)
-
-            def start() -> None:
-                self._weights = stack.enter_context(_WeightFolders(self.io.folder, self.launch.transport))
-                job = RolloutJob(
-                    stage=self.stage.model_dump(mode="json"),
-                    launch=self.launch.model_dump(mode="json"),
-                    seed=self.seed,
-                    folder=str(self._weights.write(model, self.tokenizer, done)),
-                    weights=done,
-                    version=done,
-                    store=str(self.io.folder / STORE),
-                    port=0,
-                    pass_rates=str(self.io.folder / PASS_RATES),
-                    policy=policy,
-                )
-                self._trace = Trace(self.io.folder / TRACE, "learner", 1)
-                stack.callback(self._trace.close)
-                self._client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
-
-            self.ranks.on_main(start)
+            self.ranks.on_main(
+                partial(self._start, stack, self.ranks.main_copy(self.learner.model), done, policy, cores)
+            )
             if quiet is not None:
                 stack.callback(quiet.ignore)  # while the processes are ended
             return self._run(numbers)
+
+    def _start(self, stack: ExitStack, done: int, policy: str, cores: int, model: GLM5ForCausalLM) -> None:
+        """Start the rollout process with the weights of `model`, after `done` updates; `stack` ends it."""
+        self._weights = stack.enter_context(_WeightFolders(self.io.folder, self.launch.transport))
+        job = RolloutJob(
+            stage=self.stage.model_dump(mode="json"),
+            launch=self.launch.model_dump(mode="json"),
+            seed=self.seed,
+            folder=str(self._weights.write(model, self.tokenizer, done)),
+            weights=done,
+            version=done,
+            store=str(self.io.folder / STORE),
+            port=0,
+            pass_rates=str(self.io.folder / PASS_RATES),
+            policy=policy,
+        )
+        self._trace = Trace(self.io.folder / TRACE, "learner", 1)
+        stack.callback(self._trace.close)
+        with self._time.on("start"):
+            self._client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
 
     def _run(self, numbers: dict[str, float]) -> dict[str, float]:
         controller = self.controller
@@ -132,8 +134,7 @@ class LiveDriver:
             numbers = self._update(groups)
             if controller.pushing:
                 with self._spent("publish"):
-                    model = self.ranks.main_copy(self.learner.model)
-                    self.ranks.on_main(partial(self._push, model))
+                    self.ranks.on_main(partial(self._push, self.ranks.main_copy(self.learner.model)))
                 controller.weights_arrived()
                 if self.stage.reset_optimizer:
                     self.learner.reset_optimizer()

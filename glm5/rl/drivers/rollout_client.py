@@ -30,6 +30,16 @@ MOST_STARTS = 5
 """The run ends when the process has ended this often without a new result."""
 
 
+_RANK = {f"{kind}{what}" for kind in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")}
+
+
+def _of_torchrun(name: str) -> bool:
+    """Whether torchrun set this environment variable for a rank: its place in the job, and one thread unless the user
+    said otherwise. The rollout process and its engines are no ranks."""
+    own = name in _RANK or name in ("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "OMP_NUM_THREADS")
+    return "TORCHELASTIC_RUN_ID" in os.environ and (own or name.startswith("TORCHELASTIC_"))
+
+
 class _Ended(Exception):
     """The process ended before it was ready, without a reason."""
 
@@ -136,7 +146,7 @@ class RolloutClient:
         self.restart_seconds += time.monotonic() - began
 
     def _start(self) -> None:
-        inherited = {name: value for name, value in os.environ.items() if name not in _of_torchrun()}
+        inherited = {name: value for name, value in os.environ.items() if not _of_torchrun(name)}
         environment = {
             "OMP_NUM_THREADS": str(self.threads), **inherited, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
         }  # fmt: skip
@@ -186,12 +196,3 @@ class RolloutClient:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-
-
-def _of_torchrun() -> set[str]:
-    """Environment variables that torchrun set for this process alone: its rank, and one thread if nothing was said."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return set()
-    names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
-    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    return names | {name for name in os.environ if name.startswith(prefixes)}
