@@ -216,7 +216,7 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     model = GLM5ForCausalLM.from_pretrained(task["start"])
     fields = {"name": "rl", "optim": {"steps": 9, "lr": 1e-3}, "families": [{"name": "arithmetic"}], "row_length": 24}
     config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
-    algorithm = stage_algorithm(config)
+    algorithm = judged(config, ranks) if config.kind == "general" else stage_algorithm(config)
     io = StageIO("rl", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     algorithm.prepare(StageStart(model, Tokenizer.byte_level(), io, Path))
     learner = make_learner(model, config, algorithm, ranks)
@@ -226,6 +226,29 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     weights = {name: tensor.tolist() for name, tensor in plain.state_dict().items()} if ranks.main else {}
     found = {"numbers": numbers, "agreement": vars(learner.agreement), "weights": weights}
     return found | {"gradients": whole_gradients(learner.model, ranks)}
+
+
+def judged(stage: Any, ranks: Ranks) -> Any:
+    """General RL with a reward model that only rank 0 can use."""
+    from glm5.rl.algos.general import GeneralRL
+    from glm5.rl.reward_models import RewardModel
+
+    class OfMain(RewardModel):
+        domains = ("arithmetic",)
+
+        def prepare(self, start: Any, families: Any) -> dict[str, float]:
+            assert ranks.main
+            return {}
+
+        def score(self, pairs: Any) -> list[float]:
+            assert ranks.main
+            return [float(len(answer) % 3) for _, answer in pairs]
+
+    class Judged(GeneralRL):
+        def _pair(self, trajectory: Any) -> tuple[str, str]:
+            return trajectory.problem, "a" * len(trajectory.turns[-1].output_ids)
+
+    return Judged(stage, OfMain())
 
 
 class Recorded:

@@ -106,7 +106,7 @@ class LiveDriver:
                 stack.callback(quiet.ignore)  # while the processes are ended
             return self._run(numbers)
 
-    def _start(self, stack: ExitStack, done: int, policy: str, cores: int, model: GLM5ForCausalLM) -> None:
+    def _start(self, stack: ExitStack, model: GLM5ForCausalLM, done: int, policy: str, cores: int) -> None:
         """Start the rollout process with the weights of `model`, after `done` updates; `stack` ends it."""
         self._weights = stack.enter_context(_WeightFolders(self.io.folder, self.launch.transport))
         job = RolloutJob(
