@@ -52,7 +52,7 @@ class Free:
             piece = self.ids[at : at + 25]
             reason = "stop" if at + 25 >= len(self.ids) else None
             self.sampled += reason is not None
-            yield Delta(0, piece, [-0.5] * len(piece), [{} for _ in piece], reason, [1] * len(piece))
+            yield Delta(0, piece, [-0.5] * len(piece), [], reason, [1] * len(piece))
 
     async def version(self) -> int:
         return 1
@@ -74,7 +74,8 @@ def serve(path: Path, seconds: float, listener: socket.socket, told: Connection)
             server.should_exit = True
             await running
 
-        asyncio.run(until_told())
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(until_told())
 
 
 def cpu() -> float:

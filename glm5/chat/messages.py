@@ -22,7 +22,7 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
     """
     if isinstance(message, Message):
         return _checked(message, where)
-    if not isinstance(message, Mapping):
+    if not isinstance(message, (dict, Mapping)):  # a dict is known at once, an abstract type is not
         raise DataError(f"{where} is {type(message).__name__}, not an object with a role and a content.")
     role = _role(message.get("role"), where)
     content = _text(message.get("content"), where)
@@ -34,10 +34,11 @@ def normalise(message: Message | Mapping[str, Any], where: str = "message") -> M
     if reasoning is None and "</think>" in content:
         before, _, content = content.partition("</think>")
         reasoning = before.rpartition("<think>")[2]
-    calls = message.get("tool_calls") or ()
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise DataError(f"{where}: tool_calls must be a list.")
-    parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    parsed: tuple[ToolCall, ...] = ()
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise DataError(f"{where}: tool_calls must be a list.")
+        parsed = tuple(_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
     train = message.get("train", True)
     if not isinstance(train, bool):
         raise DataError(f"{where}: train must be true or false, not {train!r}.")

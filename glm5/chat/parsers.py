@@ -143,6 +143,11 @@ class ChatParser:
         self._doubtful: list[str] = []  # text from a marker that may have ended the value
         self._block: list[str] = []  # text of the current call
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends inside a think block."""
+        return self._state is _State.REASONING
+
     def feed(self, text: str) -> list[Event]:
         """Add text; returns the events that it completes."""
         rest = self._scan(self._tail + text)

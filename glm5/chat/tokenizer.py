@@ -74,11 +74,13 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     "<|image|>",
     "<|video|>",
 )
+VISIBLE_MARKERS = SPECIAL_TOKENS[21:31]
+"""The special tokens that are part of an answer's text. All others have no text and match no stop string."""
 STOP_TOKENS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _ENCODED_CHARACTERS = 1 << 20  # in one call of the library
 
 # A conversation cannot be rendered or ended without these; a foreign tokenizer may lack the others.
-_REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *SPECIAL_TOKENS[21:31])
+_REQUIRED = (*STOP_TOKENS, "[gMASK]", "<sop>", "<|system|>", "<|assistant|>", *VISIBLE_MARKERS)
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -185,6 +187,16 @@ class Tokenizer:
         from glm5.chat.formats import ChatFormat  # imports this module
 
         return ChatFormat(self._template)
+
+    @functools.cached_property
+    def silent_ids(self) -> frozenset[int]:
+        """The special tokens outside `VISIBLE_MARKERS`."""
+        return frozenset(i for name, i in self.special.items() if name not in VISIBLE_MARKERS)
+
+    @functools.cached_property
+    def closing_ids(self) -> frozenset[int]:
+        """The tokens with a ">". Only they can complete a marker, such as `</think>`."""
+        return frozenset(i for i, text in enumerate(self._bytes) if b">" in text)
 
     @property
     def template_version(self) -> str:

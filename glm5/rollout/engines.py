@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import httpx
 
 from glm5.engine.hash_ring import HashRing
+from glm5.engine.stops import StopStringDetector
 from glm5.errors import EngineError, Glm5Error, RequestFailed, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
@@ -176,7 +177,7 @@ class Reading:
         if not len(ids) == len(scores) == len(versions) == fresh:
             raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
         self._seen += fresh
-        return Delta(0, ids, scores, [{} for _ in ids], kind, versions)
+        return Delta(0, ids, scores, [], kind, versions)
 
 
 def native_params(params: SamplingParams) -> dict[str, Any]:
@@ -185,6 +186,10 @@ def native_params(params: SamplingParams) -> dict[str, Any]:
     if params.grammar is not None and params.grammar.kind != "any":  # "any" only limits thinking
         text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(params, name):
+            text = f"With engines over HTTP, {name} is not supported; remove it."
+            raise ApiError(400, text, param=name, code="unsupported")
     sent: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -241,65 +246,71 @@ class EnginePool:
         """Number of running generations."""
         return self._load.total()
 
-    async def generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample, from one or several engines; the last delta has a finish reason. Raises ApiError 503
-        after `ATTEMPTS` losses."""
+    async def generate(
+        self, ids: Sequence[int], params: SamplingParams, session: str, stops: StopStringDetector | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Tokens of one sample, from one or several engines; the last delta has a finish reason. `stops` finds the
+        stop strings of `params` also across the loss of an engine, which no engine can see. Raises ApiError 503 after
+        `ATTEMPTS` losses."""
         async with self._permits:
-            async with contextlib.aclosing(self._generate(ids, params, session)) as deltas:
-                async for delta in deltas:
-                    yield delta
-
-    async def _generate(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        sofar: list[int] = []
-        attempts, pause = 0, PAUSE_SECONDS
-        while attempts < ATTEMPTS:
-            await self._gate.wait()
-            rank, before = self._pick(session), len(sofar)
-            name = self.engines[rank].name
-            self._load[rank] += 1
-            try:
-                stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
-                async with contextlib.aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        self._check(name, delta, params.max_tokens - len(sofar))
-                        sofar += delta.token_ids
-                        reason = delta.finish_reason
-                        if reason in ("abort", "error"):
-                            if delta.token_ids:
-                                yield replace(delta, finish_reason=None)
-                            raise EngineLost(f"{name} aborted a generation.")
-                        yield delta
-                        if reason is not None:
-                            return
-                raise EngineLost(f"{name} ended an answer early.")
-            except EngineLost as error:
-                self.lost[name] += 1
-                if self._down.get(rank, 0.0) < time.monotonic():  # else the log knows
-                    log.warning("%s The generation goes on elsewhere after %d tokens.", error, len(sofar))
-                self._down[rank] = time.monotonic() + pause
-                if sofar and sofar[-1] in params.stop_token_ids:  # complete; only its end was lost
-                    yield Delta(0, [], [], [], "stop", [])
-                    return
-                if len(sofar) >= params.max_tokens:
-                    yield Delta(0, [], [], [], "length", [])
-                    return
-            finally:
-                self._load[rank] -= 1
-            if len(sofar) > before:
-                attempts, pause = 0, PAUSE_SECONDS
-            attempts += 1
-            if attempts < ATTEMPTS:
-                await asyncio.sleep(pause)
-                pause *= 2
-        raise ApiError(503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost")
+            sofar: list[int] = []
+            attempts, pause = 0, PAUSE_SECONDS
+            while attempts < ATTEMPTS:
+                await self._gate.wait()
+                rank, before = self._pick(session), len(sofar)
+                name = self.engines[rank].name
+                self._load[rank] += 1
+                try:
+                    stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
+                    async with contextlib.aclosing(stream) as deltas:
+                        async for delta in deltas:
+                            self._check(name, delta, params.max_tokens - len(sofar))
+                            if stops is not None:
+                                delta = _stopped(delta, stops)
+                            sofar += delta.token_ids
+                            reason = delta.finish_reason
+                            if reason in ("abort", "error"):
+                                if delta.token_ids:
+                                    yield replace(delta, finish_reason=None)
+                                raise EngineLost(f"{name} aborted a generation.")
+                            yield delta
+                            if reason is not None:
+                                return
+                    raise EngineLost(f"{name} ended an answer early.")
+                except EngineLost as error:
+                    self.lost[name] += 1
+                    if self._down.get(rank, 0.0) < time.monotonic():  # else the log knows
+                        log.warning("%s The generation goes on elsewhere after %d tokens.", error, len(sofar))
+                    self._down[rank] = time.monotonic() + pause
+                    # Complete; only its end was lost.
+                    if (sofar and sofar[-1] in params.stop_token_ids) or (stops is not None and stops.hit):
+                        yield Delta(0, [], [], [], "stop", [])
+                        return
+                    if len(sofar) >= params.max_tokens:
+                        yield Delta(0, [], [], [], "length", [])
+                        return
+                finally:
+                    self._load[rank] -= 1
+                if len(sofar) > before:
+                    attempts, pause = 0, PAUSE_SECONDS
+                attempts += 1
+                if attempts < ATTEMPTS:
+                    await asyncio.sleep(pause)
+                    pause *= 2
+            raise ApiError(
+                503, f"All {ATTEMPTS} attempts at this generation were lost; retry later.", code="engines_lost"
+            )
 
     def _check(self, name: str, delta: Delta, room: int) -> None:
         """Raise RequestFailed for a delta that cannot be trained on: the engine may be any server."""
-        if len(delta.token_ids) > room or not all(0 <= token < self.vocab for token in delta.token_ids):
+        ids, scores, versions = delta.token_ids, delta.logprobs, delta.weight_versions
+        if len(ids) > room or (ids and not (min(ids) >= 0 and max(ids) < self.vocab)):
             raise RequestFailed(f"{name} sent more tokens than were asked for, or ids outside the vocabulary.")
-        if not all(math.isfinite(score) and -MOST_SURPRISE < score <= ROUNDING for score in delta.logprobs):
+        if not all(map(math.isfinite, scores)) or (
+            scores and not -MOST_SURPRISE < min(scores) <= max(scores) <= ROUNDING
+        ):
             raise RequestFailed(f"{name} sent log-probabilities that are not finite numbers up to 0.")
-        if not all(0 <= version < 1 << 31 for version in delta.weight_versions):
+        if versions and not 0 <= min(versions) <= max(versions) < 1 << 31:
             raise RequestFailed(f"{name} sent weight versions that are no 31-bit numbers.")
 
     async def versions(self) -> Mapping[str, int | None]:
@@ -324,6 +335,16 @@ class EnginePool:
             return self._ring.pick(session, self._load, avoid=avoid)
         except LookupError:  # all have recently lost a generation: take the one whose pause ends first
             return min(self._down, key=self._down.__getitem__)
+
+
+def _stopped(delta: Delta, stops: StopStringDetector) -> Delta:
+    """A delta up to the token that completes a stop string."""
+    for i, token in enumerate(delta.token_ids, 1):
+        stops.feed(token)
+        if stops.hit:
+            versions = delta.weight_versions[:i]
+            return Delta(delta.index, delta.token_ids[:i], delta.logprobs[:i], [], "stop", versions)
+    return delta
 
 
 def _rest(params: SamplingParams, count: int) -> SamplingParams:

@@ -14,18 +14,22 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.history import Node
+from glm5.rollout.history import History, Node
 from glm5.rollout.samples import forks, summary
 from glm5.rollout.service import SessionService
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
@@ -47,6 +51,13 @@ log = get_logger("gateway")
 
 KEPT = 4096
 """Number of sessions kept in memory. Beyond it, idle ones are dropped; the store is read again when needed."""
+MOST_REQUESTS = 128
+"""Maximum number of concurrent requests of one session, and at most half of the server's: sub-agents may work in
+parallel, but one session must not shut out the others."""
+FORGET_EVERY = 256
+"""How many answers, and sessions read from the store, come between two counts of the tokens in memory."""
+KEPT_TOKENS = 1 << 25
+"""Number of stored tokens kept in memory, twelve bytes each; see `KEPT`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}")
 Handler = Callable[[Request], Awaitable[Any]]
 DIALECTS: dict[str, Handler] = {
@@ -56,6 +67,7 @@ DIALECTS: dict[str, Handler] = {
     "messages/count_tokens": count_tokens,
     "models": models,
 }
+_CHAT_PATH = re.compile(rf"(?:/sessions/(?P<name>[^/]+))?/v1/(?P<dialect>{'|'.join(map(re.escape, DIALECTS))})")
 
 
 class NewSession(Fields):
@@ -99,6 +111,7 @@ class Gateway:
     metrics: Metrics = field(default_factory=Metrics)
     _sessions: dict[str, Session] = field(default_factory=dict)
     _loading: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _used: int = 0
 
     async def create(self, body: NewSession) -> Session:
         """A new session, or the existing one with this id. Raises ApiError 400 for a malformed id, and for an existing
@@ -111,7 +124,9 @@ class Gateway:
         options = SessionOptions(body.turns, body.tokens, body.answer_tokens, body.temperature)
         group = None if body.group is None else str(body.group)
         row = SessionRow(name, body.task_id, group, body.mode, asdict(options), time.time())
-        await self.store.add_session(row)
+        if await self.store.add_session(row):
+            self._forget()
+            return self._sessions.setdefault(name, Session(row, options, History(self._sorts_results())))
         session = await self.session(name)
         if (session.row.task, session.row.group, session.row.mode) != (row.task, row.group, row.mode):
             text = f"The session {name} exists for another task, group or mode; choose another id."
@@ -127,9 +142,8 @@ class Gateway:
                 if (found := self._sessions.get(name)) is not None:
                     return found
                 found = await asyncio.to_thread(self._load, name)
-                self._sessions[name] = found
-                self._forget()
-                return found
+                self._forget()  # before, so that it cannot drop this one
+                return self._sessions.setdefault(name, found)  # `create` may have made it meanwhile
             finally:
                 self._loading.pop(name, None)
 
@@ -141,16 +155,27 @@ class Gateway:
         row = self.store.session(name)
         if row is None:
             raise ApiError(404, f"There is no session {name!r:.140}.", code="session_not_found")
-        history, stored = self.store.turns(name, self.tokenizer.chat_format.sorts_results())
+        history, stored = self.store.turns(name, self._sorts_results())
         return Session(row, SessionOptions(**row.options), history, stored, retries=row.retries)
 
+    def _sorts_results(self) -> bool:
+        return self.tokenizer.chat_format.sorts_results()
+
     def _forget(self) -> None:
-        """Beyond `KEPT` sessions in memory, drop idle ones: closed ones first, then by last use."""
-        if len(self._sessions) > KEPT:
-            idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
-            idle.sort(key=lambda one: (one.row.closed is None, one.used))
-            for one in idle[: len(self._sessions) - KEPT + KEPT // 8]:
-                del self._sessions[one.id]
+        """Beyond `KEPT` sessions or `KEPT_TOKENS` tokens in memory, drop idle ones down to seven eighths: closed ones
+        first, then by last use. Counts tokens at every `FORGET_EVERY`th call."""
+        self._used += 1
+        if len(self._sessions) <= KEPT and self._used % FORGET_EVERY:
+            return
+        count, tokens = len(self._sessions), sum(one.history.tokens for one in self._sessions.values())
+        if count <= KEPT and tokens <= KEPT_TOKENS:
+            return
+        idle = [one for one in self._sessions.values() if not one.calls and not one.requests]
+        for one in sorted(idle, key=lambda one: (one.row.closed is None, one.used)):
+            if count <= KEPT - KEPT // 8 and tokens <= KEPT_TOKENS - KEPT_TOKENS // 8:
+                break
+            del self._sessions[one.id]
+            count, tokens = count - 1, tokens - one.history.tokens
 
     async def reward(self, name: str, reward: float) -> Session:
         """Set the reward of a session."""
@@ -205,6 +230,9 @@ class Gateway:
         """Answer a request of an agent. `dialect` is a key of `DIALECTS`."""
         session = await self.session(name)
         session.check_open()
+        if session.requests >= min(MOST_REQUESTS, max(1, self.limits.requests // 2)):
+            text = f"The session has {session.requests} requests under way; retry later."
+            raise ApiError(429, text, code="session_busy")
         service = SessionService(
             tokenizer=self.tokenizer,
             model_name="glm5",
@@ -229,6 +257,7 @@ class Gateway:
         finally:
             session.requests -= 1
             service.release()
+            self._forget()
 
     def check_admin(self, request: Request) -> None:
         """Raise ApiError 401 without the admin key."""
@@ -256,7 +285,7 @@ class Gateway:
             "generations_lost": self.pool.lost.total(),
         }
         lines = [f"# TYPE glm5_gateway_{name} gauge\nglm5_gateway_{name} {value}\n" for name, value in numbers.items()]
-        return "".join(lines)
+        return "".join(lines) + "\n".join(self.metrics.answer_lines()) + "\n"
 
 
 def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = None) -> FastAPI:
@@ -270,8 +299,7 @@ def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = 
     app = FastAPI(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.include_router(_admin_routes(gateway))
-    for dialect in DIALECTS:
-        _add_dialect(app, gateway, dialect)
+    app.add_middleware(Chats, gateway=gateway)  # the guard, which comes before it, is added after it
     add_guard(app, None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered)
     for kind in HANDLED:
         app.add_exception_handler(kind, on_error)
@@ -336,16 +364,33 @@ def _admin_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-def _add_dialect(app: FastAPI, gateway: Gateway, dialect: str) -> None:
-    async def answer(request: Request) -> Response:
-        name = gateway.session_of(request, request.path_params.get("name"))
-        found = await gateway.answer(request, name, dialect)
-        return found if isinstance(found, Response) else JSONResponse(found)
+class Chats:
+    """ASGI middleware that answers the chat paths. FastAPI's layers and routes take longer than the rest of a short
+    request, and their features are not needed."""
 
-    methods = ["GET"] if dialect == "models" else ["POST"]
-    # Starlette routes: FastAPI's take longer than the rest of a short request, and their features are not needed.
-    for path in (f"/sessions/{{name}}/v1/{dialect}", f"/v1/{dialect}"):
-        app.add_route(path, answer, methods=methods)
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self.app = app
+        self.gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _CHAT_PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self.app(scope, receive, send)
+            return
+        request, dialect = Request(scope, receive, send), found["dialect"]
+        scope["route"] = SimpleNamespace(path=f"/v1/{dialect}")  # for the metrics
+        try:
+            allowed = "GET" if dialect == "models" else "POST"
+            if scope["method"] != allowed:
+                raise HTTPException(405, headers={"Allow": allowed})
+            name = self.gateway.session_of(request, found["name"])
+            answer = await self.gateway.answer(request, name, dialect)
+            response = answer if isinstance(answer, Response) else JSONResponse(answer)
+        except StoreError as error:
+            response = await _store_failed(request, error)
+        except (Glm5Error, HTTPException, ClientDisconnect) as error:
+            response = await on_error(request, error)
+        await response(scope, receive, send)
 
 
 async def _store_failed(request: Request, error: Exception) -> Response:

@@ -68,7 +68,11 @@ class Node:
 
     def ids(self) -> list[int]:
         """Prompt and output of this turn."""
-        return [token for node in self.path() for part in (node.given, node.output) for token in part]
+        found: list[int] = []
+        for node in self.path():
+            found += node.given
+            found += node.output
+        return found
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class History:
 
     def __init__(self, sort_results: bool = False) -> None:
         self.nodes: list[Node] = []
+        self.tokens = 0  # of all nodes
         self._sort = sort_results
         self._chains: dict[bytes, list[Node]] = {}
         self._bodies: set[bytes] = set()
@@ -114,14 +119,15 @@ class History:
         for message in (*node.tail, node.reply):
             node.chain, node.body = _step(node.chain, node.body, message)
         self.nodes.append(node)
+        self.tokens += len(node.given) + len(node.output)
         self._chains.setdefault(node.chain, []).append(node)
         self._bodies.add(node.body)
 
     def _deepest(self, turns: Sequence[Message], head: bytes) -> tuple[Node | None, int]:
         """The turn to continue and the number of messages that it covers."""
-        chain, body, found = head, b"", []
+        chain, found = head, []
         for i, turn in enumerate(turns):
-            chain, body = _step(chain, body, turn)
+            chain = _hash(chain, _digest(turn))
             if turn.role == "assistant" and chain in self._chains:
                 found.append((i + 1, self._chains[chain]))
         for count, nodes in reversed(found):
@@ -224,8 +230,8 @@ def _step(chain: bytes, body: bytes, message: Message) -> tuple[bytes, bytes]:
 def _digest(message: Message) -> bytes:
     content = message.content.strip() if message.role == "assistant" else message.content
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    text = json.dumps([message.role, content, calls], sort_keys=True, default=repr)
-    return _hash(b"", text.encode("utf-8", "surrogatepass"))
+    told = json.dumps(calls, sort_keys=True, default=repr) if calls else ""
+    return _hash(b"", f"{message.role} {len(content)} {content}{told}".encode("utf-8", "surrogatepass"))
 
 
 def _hash(before: bytes, added: bytes) -> bytes:

@@ -145,8 +145,8 @@ class SessionService(TextService):
             self.session.check_open()  # it may have been closed since the request came
             seconds, one = self.limits.request_seconds, _takes_one_call(body)
             whole = one or not getattr(body, "stream", False)
-            (reply,) = self.replies(jobs, CallStream(call), parallel_calls=not one)
-            running = self.session.run(call, reply, self.pool, self.store, seconds, whole)
+            (call.reply,) = self.replies(jobs, CallStream(call), parallel_calls=not one)
+            running = self.session.run(call, call.reply, self.pool, self.store, seconds, whole)
             call.start(asyncio.create_task(running), asyncio.get_running_loop().time() + seconds)
         while call.task is None and not call.ended:
             if not await unless_gone(request, call.change()):
@@ -163,8 +163,11 @@ class SessionService(TextService):
         return None if self.session.trained else super().grammar(body, prompt)
 
     def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:
-        """The reply of the call. Identical requests get the same tool-call ids."""
+        """The reply of the call. Identical requests get the same tool-call ids; those without events and
+        log-probabilities get the same object, which `Session.run` feeds."""
         assert self.call is not None
+        if self.call.reply is not None and not (options.get("logprobs") or getattr(jobs[0][0], "stream", False)):
+            return [self.call.reply]
         return super().replies(jobs, stream, name=self.call.digest.hex()[:24], **options)
 
     async def _work(self, function: Callable[..., Result], *arguments: Any) -> Result:

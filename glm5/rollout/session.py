@@ -36,6 +36,9 @@ SHAPING = """top_p top_k min_p min_tokens presence_penalty frequency_penalty rep
 would make the samples of a group equal."""
 
 
+PLAIN: Mapping[str, Any] = {name: getattr(SamplingParams(), name) for name in SHAPING}
+
+
 @dataclass(frozen=True)
 class SessionOptions:
     """Limits of a session, and the temperature of a session for training.
@@ -70,6 +73,7 @@ class Call:
         self.place: Place | None = None
         self.part: Part | None = None
         self.sampled: Sampled | None = None
+        self.reply: Reply | None = None
         self.deltas: list[Delta] = []
         self.ended = False
         self.storing = False
@@ -148,6 +152,8 @@ class Session:
     """Stored turns and their finish reasons, by the digest of the request."""
     calls: dict[bytes, Call] = field(default_factory=dict)
     """Running requests, by digest."""
+    late: dict[bytes, ApiError] = field(default_factory=dict)
+    """Refusals of requests whose answers took too long, by digest."""
     retries: int = 0
     requests: int = 0
     """Number of requests that use this object; a session in use stays in memory."""
@@ -170,11 +176,13 @@ class Session:
 
     def claim(self, digest: bytes) -> tuple[Call, bool]:
         """The call of a request, and whether the caller must run it (False for a repeated request). Raises ApiError 400
-        at the turn limit."""
+        at the turn limit, and for a request whose answer has taken too long before."""
         self.used = time.monotonic()
         if (call := self.calls.get(digest)) is not None:
             self.retries += 1
             return call, False
+        if digest in self.late:
+            raise self.late[digest]
         call = Call(digest)
         if (found := self.stored.get(digest)) is None:
             taken = len(self.history.nodes) + len(self.calls)
@@ -185,7 +193,7 @@ class Session:
             return call, True
         self.retries += 1
         node, finish = found
-        call.put(Delta(0, list(node.output), list(node.logprobs), [{} for _ in node.output], finish, node.versions))
+        call.put(Delta(0, list(node.output), list(node.logprobs), [], finish, node.versions))
         return call, False
 
     def params(self, asked: SamplingParams) -> SamplingParams:
@@ -193,25 +201,30 @@ class Session:
         most = min(asked.max_tokens, self.options.answer_tokens or asked.max_tokens)
         if not self.trained:
             return replace(asked, max_tokens=most)
-        plain: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in SHAPING}
-        return replace(asked, max_tokens=most, temperature=self.options.temperature, **plain)
+        return replace(asked, max_tokens=most, temperature=self.options.temperature, **PLAIN)
 
     async def run(self, call: Call, reply: Reply, pool: EnginePool, store: Store, seconds: float, whole: bool) -> None:
         """Sample the answer of a call and store its turn. The last delta is put only after that; with `whole`, all
         tokens are then put as one delta. Errors end the call; they are not raised."""
         assert call.part is not None and call.place is not None
+        stops = reply.new_detector()
         deltas: list[Delta] = []
         try:
             try:
                 async with asyncio.timeout(seconds):
-                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id):
+                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id, stops):
                         deltas.append(delta)
                         if delta.finish_reason is None and not whole:
                             call.put(delta)
             except TimeoutError:
-                raise TooLate(f"The answer was not complete within {seconds:g} seconds.") from None
+                text = f"The answer was not complete within {seconds:g} seconds."
+                if not deltas:
+                    raise TooLate(text) from None
+                # Clients repeat 504. The repetition would sample as long, for nothing.
+                self.late[call.digest] = ApiError(400, text, code="answer_timeout")
+                raise self.late[call.digest] from None
             answer = _joined(deltas)
-            reply.read(answer.token_ids)
+            reply.feed(answer)
             node = self._node(call, answer, reply)
             finish = str(answer.finish_reason)
             call.storing = True
@@ -270,7 +283,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     ids = [token for delta in deltas for token in delta.token_ids]
     scores = [score for delta in deltas for score in delta.logprobs]
     versions = [version for delta in deltas for version in delta.weight_versions]
-    return Delta(0, ids, scores, [{} for _ in ids], deltas[-1].finish_reason, versions)
+    return Delta(0, ids, scores, [], deltas[-1].finish_reason, versions)
 
 
 def _told(params: SamplingParams) -> Mapping[str, Any]:

@@ -23,8 +23,10 @@ from glm5.rollout.history import Node, told
 from glm5.rollout.store_reader import ResultRow, SessionRow, StoreError, StoreReader
 
 Result = TypeVar("Result")
-Waiting = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+Waiting = tuple[Callable[[sqlite3.Connection], Any], "Future[Any] | asyncio.Future[Any]"]
 """A change, and the future of its caller."""
+Settled = tuple["Future[Any] | asyncio.Future[Any]", Any, Exception | None]
+"""A future, its result, and its error or None."""
 FORMAT = 2
 MOST_TOGETHER = 1024
 """Maximum number of writes in one transaction."""
@@ -60,9 +62,7 @@ class Store(StoreReader):
     def __init__(self, path: Path, *, full: bool = False) -> None:
         super().__init__(path)
         self._full = full
-        self._queue: queue.SimpleQueue[tuple[Callable[[sqlite3.Connection], Any], Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="glm5-store", daemon=True)
         self._thread.start()
@@ -82,7 +82,9 @@ class Store(StoreReader):
     async def write(self, change: Callable[[sqlite3.Connection], Result]) -> Result:
         """Run `change` in the writer's next transaction and wait for its commit. Raises StoreError if the disk is full
         or cannot be written; nothing of `change` is then stored."""
-        return await asyncio.wrap_future(self.write_soon(change))
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._queue.put((change, future))
+        return await future
 
     def write_soon(self, change: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
         """Like `write`, for callers without an event loop."""
@@ -90,11 +92,11 @@ class Store(StoreReader):
         self._queue.put((change, future))
         return future
 
-    async def add_session(self, row: SessionRow) -> None:
-        """Store a new session; no effect if its id exists."""
+    async def add_session(self, row: SessionRow) -> bool:
+        """Store a new session. Returns False, without effect, if its id exists."""
         values = (row.id, row.task, row.group, row.mode, json.dumps(dict(row.options)), row.created)
         text = "INSERT OR IGNORE INTO sessions (id, task, grp, mode, options, created) VALUES (?, ?, ?, ?, ?, ?)"
-        await self.write(lambda db: db.execute(text, values))
+        return await self.write(lambda db: db.execute(text, values).rowcount == 1)
 
     async def add_group(self, number: int, family: int, place: int) -> None:
         """Store a group of rollouts (see `orchestrator`); no effect if it exists."""
@@ -233,27 +235,19 @@ class Store(StoreReader):
             return None
 
     def _fail(self, waiting: Sequence[Waiting], error: Exception) -> None:
-        for _, future in waiting:
-            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-                future.set_exception(self._error(error))
+        _settle([(future, None, self._error(error)) for _, future in waiting])
 
     def _commit(self, db: sqlite3.Connection, waiting: Sequence[Waiting]) -> bool:
         """Run changes in one transaction. A change that fails is rolled back alone; after a commit that fails, all of
         them are. Returns False if the connection cannot be used any more."""
-        results: list[tuple[Future[Any], Any]] = []
+        wanted = [(change, future) for change, future in waiting if not future.cancelled()]
         try:
-            db.execute("BEGIN IMMEDIATE")
-            for change, future in waiting:
-                if not future.set_running_or_notify_cancel():  # cancelled by its caller
-                    continue
-                db.execute("SAVEPOINT one")
-                try:
-                    results.append((future, change(db)))
-                except Exception as error:
-                    db.execute("ROLLBACK TO one")
-                    future.set_exception(self._error(error))
-                db.execute("RELEASE one")
-            db.execute("COMMIT")
+            try:
+                settled = self._changed(db, wanted)
+            except Exception:  # then each is run again, on its own savepoint
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                settled = self._changed(db, wanted, apart=True)
         except sqlite3.Error as error:
             usable = True
             try:
@@ -261,13 +255,53 @@ class Store(StoreReader):
                     db.execute("ROLLBACK")
             except sqlite3.Error:
                 usable = False
-            self._fail(waiting, error)
+            self._fail(wanted, error)
             return usable
-        for future, result in results:
-            future.set_result(result)
+        _settle(settled)
         return True
+
+    def _changed(self, db: sqlite3.Connection, waiting: Sequence[Waiting], apart: bool = False) -> list[Settled]:
+        """Run and commit changes. With `apart`, one that fails is rolled back alone."""
+        settled: list[Settled] = []
+        db.execute("BEGIN IMMEDIATE")
+        for change, future in waiting:
+            if not apart:
+                settled.append((future, change(db), None))
+                continue
+            db.execute("SAVEPOINT one")
+            try:
+                settled.append((future, change(db), None))
+            except Exception as error:
+                db.execute("ROLLBACK TO one")
+                settled.append((future, None, self._error(error)))
+            db.execute("RELEASE one")
+        db.execute("COMMIT")
+        return settled
 
     def _error(self, error: Exception) -> Exception:
         if isinstance(error, sqlite3.Error):
             return StoreError(f"Cannot write the session store {self.path}: {error}. Nothing stored before is lost.")
         return error
+
+
+def _settle(settled: Sequence[Settled]) -> None:
+    """Tell callers how their changes ended; each event loop is woken once."""
+    loops: dict[asyncio.AbstractEventLoop, list[Settled]] = {}
+    for one in settled:
+        if isinstance(one[0], Future):
+            _tell([one])
+        else:
+            loops.setdefault(one[0].get_loop(), []).append(one)
+    for loop, told_there in loops.items():
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(_tell, told_there)
+
+
+def _tell(settled: Sequence[Settled]) -> None:
+    for future, result, error in settled:
+        if future.done():  # cancelled meanwhile
+            continue
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,7 +44,7 @@ UNCOUNTED = (*OPEN_PATHS, "/metrics")
 """Not counted as concurrent requests: these, and ADMIN_PATHS, must work while a server is full."""
 MAX_KEY_BYTES = 4096
 """Maximum bytes of a key, and of its file."""
-FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+FORWARDED = frozenset(("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"))
 """Headers of a proxy, or of a client that poses as one. They are believed only from a trusted proxy."""
 
 
@@ -125,16 +125,19 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path, request_id = scope["path"], f"req_{uuid.uuid4().hex[:24]}"
+        path, request_id = scope["path"], b"req_" + uuid.uuid4().hex[:24].encode()
         counted = path not in UNCOUNTED and not _is_admin(path)
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # The route's path pattern, so clients cannot invent label values.
                 self.observe(getattr(scope.get("route"), "path", "other"), message["status"])
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = request_id
-                headers["x-content-type-options"] = "nosniff"
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id),
+                    (b"request-id", request_id),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
             await send(message)
 
         error = None if self.trusted else self._refusal(scope)
@@ -211,7 +214,7 @@ def asker_of(scope: Scope, headers: Headers, networks: Collection[Network] = ())
     peer = scope.get("client")
     client, host = (None if peer is None else str(peer[0])), headers.get("host", "")
     if not _is_among(client, networks):
-        return Asker(None if any(name in headers for name in FORWARDED) else client, host)
+        return Asker(client if FORWARDED.isdisjoint(headers.keys()) else None, host)
     # Repeated headers of one name form one list.
     hops = [hop.strip() for value in headers.getlist("x-forwarded-for") for hop in value.split(",")]
     while hops and _is_among(client, networks):
@@ -224,6 +227,8 @@ def asker_of(scope: Scope, headers: Headers, networks: Collection[Network] = ())
 
 
 def _is_among(client: str | None, networks: Collection[Network]) -> bool:
+    if not networks:
+        return False
     address = _address(client)
     return address is not None and any(address in network for network in networks)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import os
 import socket
@@ -19,9 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from glm5.errors import UsageError
 from glm5.obs.logs import get_logger
@@ -43,6 +42,11 @@ SLOWEST = 1024
 """Bytes per second; a client that reads an answer more slowly is disconnected."""
 SENT_AHEAD = 1 << 18
 """Socket send buffer per connection, in bytes; the system default is megabytes per client that does not read."""
+GARBAGE = 20_000
+"""New objects between two collections of garbage. Python's 700 are fewer than a few requests in progress hold, which
+each collection would look at again."""
+MOST_HEAD = 1 << 16
+"""Maximum bytes of the head of a request."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -147,7 +151,7 @@ class ServerConfig(uvicorn.Config):
         self.limits = limits
         super().__init__(
             app,
-            http=Connection,
+            http=connection_class(),
             ws="none",
             backlog=BURST,
             log_level="error",  # else clients could fill the log with malformed requests
@@ -168,23 +172,34 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process need not be looked at again
+        gc.set_threshold(GARBAGE, 10, 10)
         for listener in sockets or ():
             listener.listen(BACKLOG)
         self._ready(sockets or ())
 
 
-class Connection(H11Protocol):
-    """One connection. It ends when the client takes too long to send a request or to read an answer. Beyond the maximum
-    number of connections, one without a complete request is dropped for a new one."""
+class Connection(asyncio.Protocol):
+    """One connection; a mix-in of uvicorn's protocols, which parse the requests. It ends when the client takes too long
+    to send a request or to read an answer. Beyond the maximum number of connections, one without a complete request is
+    dropped for a new one."""
 
     config: ServerConfig
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    connections: set[Any]
+    client: tuple[str, int] | None
+    cycle: Any
+    flow: Any
+    timeout_keep_alive_task: asyncio.TimerHandle | None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AHEAD)
         limits = self.config.limits
-        self._every = min(1.0, limits.header_seconds / 4, limits.send_seconds / 4)
-        self._phase: tuple[Any, Any] = (h11.IDLE, None)
+        self._every = min(20.0, limits.header_seconds, limits.body_seconds, limits.send_seconds) / 4
+        self._phase: tuple[Any, Any] = ("head", None)
         self.since = self.loop.time()  # start of `_phase`
         self._stalled: tuple[float, int] | None = None  # (time, unsent bytes) at the start of the measurement
         self._ticking = self.loop.call_later(self._every, self._tick)
@@ -201,10 +216,21 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     @property
+    def receiving(self) -> str | None:
+        """The part of a request that the server waits for, "head" or "body"; None while a complete one needs an
+        answer."""
+        raise NotImplementedError
+
+    @property
+    def head_began(self) -> bool:
+        """Whether a part of a head has arrived."""
+        raise NotImplementedError
+
+    @property
     def unfinished(self) -> bool:
         """True unless a complete request still needs an answer: the connection is idle, receiving, broken or
         closing."""
-        return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
+        return self.transport.is_closing() or self.receiving is not None
 
     def drop(self) -> None:
         """Close the connection now."""
@@ -235,20 +261,20 @@ class Connection(H11Protocol):
             self.drop()
             return
         if not self.transport.is_closing() and self._asks_too_slowly(now):
-            if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            if self.head_began:
                 self.transport.write(TOO_SLOW)
             self.transport.close()
         self._ticking = self.loop.call_later(self._every, self._tick)
 
     def _asks_too_slowly(self, now: float) -> bool:
-        state, limits = self.conn.their_state, self.config.limits
+        state, limits = self.receiving, self.config.limits
         # uvicorn's own timer covers idle keep-alive connections. The request cycle distinguishes successive requests.
         phase = (None if self.timeout_keep_alive_task is not None else state, self.cycle)
         if phase != self._phase:
             self._phase, self.since = phase, now
-        if phase[0] is h11.IDLE:
+        if phase[0] == "head":
             return now - self.since > limits.header_seconds
-        return phase[0] is h11.SEND_BODY and now - self.since > limits.body_seconds + GRACE_SECONDS
+        return phase[0] == "body" and now - self.since > limits.body_seconds + GRACE_SECONDS
 
     def _reads_too_slowly(self, now: float) -> bool:
         size, seconds = self.transport.get_write_buffer_size(), self.config.limits.send_seconds
@@ -262,3 +288,14 @@ class Connection(H11Protocol):
                 return True
             self._stalled = now, size
         return False
+
+
+def connection_class() -> type[Connection]:
+    """The fastest protocol that is installed: httptools', or h11's."""
+    try:
+        from glm5.serve.fast_connection import FastConnection
+    except ImportError:
+        from glm5.serve.plain_connection import PlainConnection
+
+        return PlainConnection
+    return FastConnection

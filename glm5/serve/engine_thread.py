@@ -345,9 +345,10 @@ class EngineThread:
                 continue  # send scores only when complete: after new weights, scoring starts again
             stream.sent[index] += len(ids)
             self._measure(stream, index, len(ids))
-            tops = done.top_logprobs[start:] or [{} for _ in ids]
             reason = done.finish_reason if request.done else None
-            delta = Delta(index, ids, done.logprobs[start:], tops, reason, done.weight_versions[start:])
+            delta = Delta(
+                index, ids, done.logprobs[start:], done.top_logprobs[start:], reason, done.weight_versions[start:]
+            )
             self._tell(stream.loop, partial(stream.put, delta))
             if request.done:
                 stream.open.discard(index)

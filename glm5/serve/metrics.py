@@ -70,24 +70,11 @@ class Metrics:
 
     def text(self, engine: Mapping[str, Any]) -> str:
         """The metrics as text. `engine` are the numbers of `Engine.stats`, empty for a failed engine."""
-        lines: list[str] = []
+        lines = list(self.answer_lines())
 
         def family(name: str, kind: str, help_text: str, samples: Iterable[str]) -> None:
-            lines.extend((f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *samples))
+            lines.extend(_family(name, kind, help_text, samples))
 
-        answered = sorted(dict(self.requests).items())
-        family(
-            "glm5_requests_total", "counter", "Answers by path and status.",
-            (f'glm5_requests_total{{path="{path}",status="{status}"}} {count}' for (path, status), count in answered),
-        )  # fmt: skip
-        errors: Counter[str] = Counter()
-        for (_, status), count in answered:
-            if status >= 400:
-                errors[_kind(status)] += count
-        family(
-            "glm5_errors_total", "counter", "Answers that were errors, by class.",
-            (f'glm5_errors_total{{kind="{kind}"}} {count}' for kind, count in sorted(errors.items())),
-        )  # fmt: skip
         for name, text in _COUNTED.items():
             family(f"glm5_{name}_total", "counter", text, (f"glm5_{name}_total {getattr(self, name)}",))
         for name, text in _TIMED.items():
@@ -99,6 +86,26 @@ class Metrics:
                 kind = "counter" if name.endswith("_total") else "gauge"
                 family(f"glm5_{name}", kind, help_text, _samples(f"glm5_{name}", engine[key]))
         return "\n".join(lines) + "\n"
+
+    def answer_lines(self) -> Iterator[str]:
+        """The answers by path and status, and the errors among them by class."""
+        answered = sorted(dict(self.requests).items())
+        yield from _family(
+            "glm5_requests_total", "counter", "Answers by path and status.",
+            (f'glm5_requests_total{{path="{path}",status="{status}"}} {count}' for (path, status), count in answered),
+        )  # fmt: skip
+        errors: Counter[str] = Counter()
+        for (_, status), count in answered:
+            if status >= 400:
+                errors[_kind(status)] += count
+        yield from _family(
+            "glm5_errors_total", "counter", "Answers that were errors, by class.",
+            (f'glm5_errors_total{{kind="{kind}"}} {count}' for kind, count in sorted(errors.items())),
+        )  # fmt: skip
+
+
+def _family(name: str, kind: str, help_text: str, samples: Iterable[str]) -> Iterator[str]:
+    yield from (f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *samples)
 
 
 _COUNTED = {

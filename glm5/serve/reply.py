@@ -27,7 +27,7 @@ from glm5.chat.parsers import (
     merge_events,
 )
 from glm5.chat.tokenizer import StreamDecoder, Tokenizer
-from glm5.engine.stops import VISIBLE_MARKERS, StopStringDetector
+from glm5.engine.stops import StopStringDetector
 from glm5.records import ToolCall
 from glm5.serve.prompts import Prompt
 from glm5.serve.samples import Delta
@@ -75,19 +75,25 @@ class Reply:
         self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
-        self._watch = StopStringDetector(tokenizer, stops, silent=self._stop_ids, min_tokens=min_tokens)
-        hidden = {i for name, i in tokenizer.special.items() if name not in VISIBLE_MARKERS}
-        self._silent = self._stop_ids | hidden
-        self._ends_thought = {tokenizer.special["</think>"], tokenizer.special["<tool_call>"]}
+        self._stops, self._min_tokens = stops, min_tokens
+        self._watch = self._detector()
         self._thinking = prompt.thinking
         self._parser = ChatParser(prompt.schemas, prompt.thinking, calls=bool(prompt.tools), begun=prompt.begun)
         self._most_calls = math.inf if parallel_calls else 1
+        self._by_token = bool(stops) or logprobs or not parallel_calls
         self._name = name
         self._call_ids: dict[int, str] = {}
         self._drafts = drafts
         self._told = 0
         self._offsets = StreamDecoder(tokenizer)
         self._offset = 0
+
+    def new_detector(self) -> StopStringDetector | None:
+        """A detector of the sample's stop strings, or None if it has none."""
+        return self._detector() if self._stops else None
+
+    def _detector(self) -> StopStringDetector:
+        return StopStringDetector(self._tokenizer, self._stops, silent=self._stop_ids, min_tokens=self._min_tokens)
 
     @property
     def tokens(self) -> int:
@@ -100,20 +106,10 @@ class Reply:
         if self.ids and delta.token_ids:  # an engine step; the first token comes from the prefill, without drafts
             self.draft_tokens += self._drafts
             self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
-        events: list[Event] = []
-        for token, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
-            self._count(token, logprob, top)
-            fresh = self._parse(self._watch.feed(token))
-            events += fresh
-            if self._watch.hit:
-                self.finish_reason, self.matched = "stop", self._watch.matched
-                break
-            if any(isinstance(event, ToolCallEnd) and event.index + 1 >= self._most_calls for event in fresh):
-                self.finish_reason = "stop"
-                break
+        events = self._read_each(delta) if self._by_token else self._read(delta.token_ids)
         if self.finish_reason is None and delta.finish_reason is not None:
             self._end(delta.finish_reason)
-            events += self._parse(self._watch.finish())
+            events += self._parser.feed(self._watch.finish())
             self.matched = self._watch.matched or self.matched
         if self.finish_reason is not None:
             events += self._parser.finish()
@@ -122,17 +118,46 @@ class Reply:
             self.finish_reason = "tool_calls"
         return deltas
 
-    def read(self, ids: Sequence[int]) -> None:
-        """Take a whole answer at once: `message` is then as after `feed`. Much faster, but counts nothing."""
-        text = ""
-        for token in ids:
-            text += self._watch.feed(token)
+    def _read(self, ids: Sequence[int]) -> list[Event]:
+        """The events of new tokens. Reads many tokens at once: only a token that may end the thinking ends a run."""
+        self.ids += ids
+        events: list[Event] = []
+        start = 0
+        if self._thinking:
+            closing = self._tokenizer.closing_ids
+            for end in (*(i + 1 for i, token in enumerate(ids) if token in closing), len(ids)):
+                events += self._parse(ids[start:end])
+                start = end
+                if not self._thinking:
+                    break
+        return events + self._parse(ids[start:])
+
+    def _read_each(self, delta: Delta) -> list[Event]:
+        """`_read`, token by token. Sets `finish_reason` after a stop string, or after the last call allowed."""
+        events: list[Event] = []
+        tops = delta.top_logprobs or [{}] * len(delta.token_ids)
+        for token, logprob, top in zip(delta.token_ids, delta.logprobs, tops, strict=True):
+            self.ids.append(token)
+            if self.scored is not None:
+                self.scored.append(Scored(token, logprob, top, self._offset))
+                self._offset += 0 if token in self._watch.silent else len(self._offsets.feed((token,)))
+            fresh = self._parse((token,))
+            events += fresh
             if self._watch.hit:
+                self.finish_reason, self.matched = "stop", self._watch.matched
                 break
-        for event in (*self._parser.feed(text + self._watch.finish()), *self._parser.finish()):
-            self._delta(event)
-            if isinstance(event, ToolCallEnd) and event.index + 1 >= self._most_calls:
-                return
+            if any(isinstance(event, ToolCallEnd) and event.index + 1 >= self._most_calls for event in fresh):
+                self.finish_reason = "stop"
+                break
+        return events
+
+    def _parse(self, ids: Sequence[int]) -> list[Event]:
+        text = self._watch.feed_all(ids)
+        events = self._parser.feed(text) if text else []
+        if self._thinking:
+            self._thinking = self._parser.thinking
+            self.reasoning_tokens += len(ids) if self._thinking else len(ids) - 1  # the last one ended it
+        return events
 
     def _call_id(self, index: int) -> str:
         return f"call_{f'{self._name}{index:04x}' if self._name else uuid.uuid4().hex[:24]}"
@@ -156,20 +181,6 @@ class Reply:
         self.finish_reason = reason
         if reason == "stop" and self.ids and self.ids[-1] in self._stop_ids:
             self.matched = self.ids[-1]
-
-    def _count(self, token: int, logprob: float, top: dict[int, float]) -> None:
-        self.ids.append(token)
-        self._thinking = self._thinking and token not in self._ends_thought
-        self.reasoning_tokens += self._thinking
-        if self.scored is not None:
-            self.scored.append(Scored(token, logprob, top, self._offset))
-            self._offset += 0 if token in self._silent else len(self._offsets.feed((token,)))
-
-    def _parse(self, text: str) -> list[Event]:
-        events = self._parser.feed(text) if text else []
-        if any(not isinstance(event, ReasoningDelta) for event in events):
-            self._thinking = False  # ordinary tokens spelled out the marker
-        return events
 
     def _delta(self, event: Event) -> OpenAIDelta | None:
         """Add an event to the message and return its delta, or None if there is nothing to send."""

@@ -34,7 +34,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of sample `index`; `finish_reason` (see `Completion`) is set on the sample's last delta."""
+    """New tokens of sample `index`; `finish_reason` (see `Completion`) is set on the sample's last delta.
+    `top_logprobs` are the likeliest tokens at each position, or empty if nobody asked for them."""
 
     index: int
     token_ids: list[int]

@@ -231,7 +231,7 @@ class TerminalChat:
                     ids, logprobs = done.token_ids[sent:], done.logprobs[sent:]
                     sent += len(ids)
                     reason = done.finish_reason if request.done else None
-                    deltas = reply.feed(Delta(0, ids, logprobs, [{}] * len(ids), reason))
+                    deltas = reply.feed(Delta(0, ids, logprobs, [], reason))
                     content = "".join(delta.get("content", "") for delta in deltas)
                     if reply.reasoning and not folded:
                         folded = bool(content or reply.calls or reply.finish_reason)

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.errors import RequestFailed
 from glm5.rollout import check
 from glm5.rollout import engines as engines_module
+from glm5.rollout.engines import EngineLost, Reading
 from glm5.rollout.samples import summary
 from glm5.rollout.session import Call, key_of, session_of_key
 from glm5.serve.options import Limits
@@ -37,6 +39,13 @@ TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "prope
 
 def play(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
+
+
+def test_an_event_that_is_cut_off_means_a_lost_engine() -> None:
+    with pytest.raises(EngineLost, match="broken event"):
+        Reading("one").feed('{"output_ids": [1], "meta_in')
+    with pytest.raises(RequestFailed, match="format"):
+        Reading("one").feed('{"output_ids": [1]}')
 
 
 def test_openai_client(opened: Open) -> None:
@@ -307,7 +316,7 @@ def test_a_store_that_cannot_be_written_holds_the_reply_back(opened: Open, tmp_p
 def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
     text: str, thinking: bool, one: bool, stops: tuple[str, ...]
 ) -> None:
-    """What the tree of turns knows of an answer is what its client got, also the ids of its calls."""
+    """What the tree of turns knows of an answer is what its client got, also the ids of its calls, and the counts."""
     tokenizer, tools = Tokenizer.byte_level(), [{"type": "function", "function": TOOL}]
     ids = tokenizer.encode(("hm</think>" if thinking else "") + text, allow_special=True)
     pair = [
@@ -318,8 +327,9 @@ def test_an_answer_read_at_once_is_the_answer_read_token_by_token(
     ]
     for at, token in enumerate(ids):
         pair[0].feed(Delta(0, [token], [0.0], [{}], "stop" if at + 1 == len(ids) else None, [0]))
-    pair[1].read(ids)
-    assert pair[0].message() == pair[1].message()
+    pair[1].feed(Delta(0, ids, [0.0] * len(ids), [], "stop", [0] * len(ids)))
+    first, second = ((r.message(), r.ids, r.reasoning_tokens, r.finish_reason, r.matched) for r in pair)
+    assert first == second
 
 
 def test_the_conformance_kit(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +425,115 @@ def test_what_cannot_be_trained_on_is_not_stored(opened: Open, case: str, monkey
             body = {"model": "m", "messages": [HI], "max_tokens": 20}
             assert (await agent.post("chat/completions", json=body)).status_code == 500
             assert (await setting.samples(name))["turns"] == 0
+
+    play(run())
+
+
+def test_a_stop_string_that_spans_a_loss_ends_the_answer(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine sees all of it; what comes after it is neither told nor trained on."""
+    monkeypatch.setattr(engines_module, "PAUSE_SECONDS", 0.0001)
+
+    async def run() -> None:
+        async with opened() as setting:
+            tokenizer, pieces = setting.gateway.tokenizer, ["one, ST", "OP two<|user|>"]
+
+            async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+                found = tokenizer.encode(pieces.pop(0), allow_special=True)
+                yield Delta(0, found, [-1.0] * len(found), [], None if pieces else "stop", [0] * len(found))
+                if pieces:
+                    raise engines_module.EngineLost("it died.")
+
+            monkeypatch.setattr(setting.engine, "stream", stream)
+            name, agent = await setting.session()
+            body = {"model": "m", "messages": [HI], "enable_thinking": False, "stop": "STOP"}
+            (choice,) = (await agent.post("chat/completions", json=body)).json()["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("one, ", "stop")
+            (row,) = (await setting.samples(name))["samples"]
+            trained = [token for token, on in zip(row["ids"], row["loss_mask"], strict=True) if on]
+            assert tokenizer.decode(trained) == "one, STOP"
+
+    play(run())
+
+
+def test_parameters_that_http_engines_do_not_take_are_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+        engines_module.native_params(params)
+        yield Delta(0, [70], [-1.0], [], "stop", [0])
+
+    async def run() -> None:
+        async with opened() as setting:
+            monkeypatch.setattr(setting.engine, "stream", stream)
+            wishes: dict[str, Any] = {"logit_bias": {"5": 9}, "allowed_token_ids": [70], "bad_words": ["x"]}
+            for mode, status in (("eval", 400), ("train", 200)):
+                _, agent = await setting.session(mode=mode)
+                for name, wish in wishes.items():
+                    answer = await agent.post("chat/completions", json={"model": "m", "messages": [HI], name: wish})
+                    assert answer.status_code == status and (status == 200 or answer.json()["error"]["param"] == name)
+
+    play(run())
+
+
+def test_a_client_does_not_repeat_an_answer_that_took_too_long(opened: Open) -> None:
+    """Nor does the gateway sample for a repetition; an answer of which nothing was sampled may be repeated."""
+
+    async def run() -> None:
+        async with opened(lambda prompt: "x" * 50, limits=Limits(request_seconds=0.2), pause=0.15) as setting:
+            _, http = await setting.session()
+            client = openai.AsyncOpenAI(base_url=str(http.base_url), api_key=http.headers["authorization"][7:],
+                                        http_client=httpx.AsyncClient(transport=http._transport),
+                                        max_retries=2)  # fmt: skip
+            for _ in range(2):
+                with pytest.raises(openai.BadRequestError, match=r"0\.2 seconds"):
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+            assert len(setting.engine.asked) == 1
+            setting.engine.pause = 60
+            answer = await http.post("chat/completions", json={"model": "m", "messages": [HI], "user": "2"})
+            assert answer.status_code == 504
+
+    play(run())
+
+
+def test_one_session_does_not_shut_out_the_others(opened: Open) -> None:
+    """64 sub-agents work at once; beyond its share a session is told to come again."""
+
+    async def run() -> None:
+        async with opened(limits=Limits(requests=160), pause=0.3) as setting:
+            _, agent = await setting.session()
+            _, other = await setting.session()
+
+            async def ask(client: httpx.AsyncClient, i: int) -> httpx.Response:
+                return await client.post("chat/completions", json={"model": "m", "messages": [HI], "user": str(i)})
+
+            many = [asyncio.create_task(ask(agent, i)) for i in range(100)]
+            await asyncio.sleep(0.2)
+            assert (await ask(other, 0)).status_code == 200
+            answers = await asyncio.gather(*many)
+            assert sorted(answer.status_code for answer in answers) == [200] * 80 + [429] * 20
+            assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+            again = await asyncio.gather(*(ask(agent, i) for i in range(64)))
+            assert {answer.status_code for answer in again} == {200}
+            told = (await setting.admin.get("/metrics")).text
+            assert 'glm5_requests_total{path="/v1/chat/completions",status="429"} 20' in told
+            assert 'glm5_errors_total{kind="overload"} 20' in told
+
+    play(run())
+
+
+def test_sessions_in_memory_are_bounded_by_their_tokens(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.rollout.gateway.KEPT_TOKENS", 1000)
+    monkeypatch.setattr("glm5.rollout.gateway.FORGET_EVERY", 1)
+
+    async def run() -> None:
+        async with opened() as setting:
+            names = []
+            for _ in range(20):
+                name, agent = await setting.session()
+                body = {"model": "m", "messages": [{"role": "user", "content": "x" * 200}]}
+                assert (await agent.post("chat/completions", json=body)).status_code == 200
+                names.append(name)
+            kept = setting.gateway._sessions
+            assert sum(one.history.tokens for one in kept.values()) <= 1000 and names[-1] in kept
+            assert [(await setting.samples(name))["turns"] for name in names] == [1] * 20
 
     play(run())
 

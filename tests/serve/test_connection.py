@@ -136,6 +136,17 @@ def test_a_head_that_trickles_ends(server: Server) -> None:
         assert time.monotonic() - began < 15
 
 
+def test_a_head_without_end_is_refused(server: Server) -> None:
+    with server.connect(HALF) as client:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                client.sendall(b"a: " + b"b" * 10_000 + b"\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(100).startswith(b"HTTP/1.1 4")
+        wait_until(lambda: closed(client))
+    assert server.healthy()
+
+
 def test_a_body_that_nobody_asked_for_ends_too(server: Server) -> None:
     """The answer does not wait for the body; the connection must not wait for it either."""
     with server.connect(HALF + b"Content-Length: 1000000\r\n\r\n") as client:
@@ -216,7 +227,7 @@ def test_addresses_of_one_subscriber_count_together(engine_of: Any) -> None:
     from glm5.serve.connection import Connection
 
     def neighbourhood(host: str) -> str:
-        connection = object.__new__(Connection)
+        connection: Any = Connection.__new__(Connection)
         connection.client = (host, 1)
         return connection.neighbourhood
 

@@ -50,6 +50,8 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
+    __hash__ = object.__hash__  # pydantic copies defaults without a hash, deeply, for every request
+
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     REFUSED: ClassVar[Mapping[str, Refused]] = {}
     INSIDE: ClassVar[Mapping[str, type[Fields]]] = {}
@@ -90,19 +92,23 @@ def check(body: Fields, where: str = "") -> None:
             _look(part, getattr(body, attribute), where + name)
 
 
+_PLAIN = (str, int, bool, type(None))
+
+
 def finite(value: Any) -> bool:
-    """Whether all numbers in a request are valid JSON. Unchecked parts may contain NaN, or overflow to infinity."""
+    """Whether all numbers in an object, a list or a `Fields` are valid JSON. Parts without a class may contain NaN, or
+    overflow to infinity."""
     left = [value]
     while left:
         one = left.pop()
-        if isinstance(one, float) and not math.isfinite(one):
-            return False
-        if isinstance(one, Fields):
-            left += [one.__dict__, one.model_extra]
-        elif isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
+        kind = type(one)
+        for part in one.values() if kind is dict else one if kind is list else (one.__dict__, one.model_extra):
+            kind = type(part)
+            if kind is float:
+                if not math.isfinite(part):
+                    return False
+            elif kind is dict or kind is list or (kind not in _PLAIN and isinstance(part, Fields)):
+                left.append(part)
     return True
 
 
@@ -114,13 +120,14 @@ def _look(kind: type[Fields], value: Any, where: str) -> None:
         for i, one in enumerate(value):
             _look(kind, one, f"{where}[{i}]")
     elif isinstance(value, dict):
+        known, inside = implemented(kind), parts(kind)
         for name, one in value.items():
             if one is None:
                 continue
-            if name not in implemented(kind):
+            if name not in known:
                 _judge(kind, name, one, where + ".")
-            elif name in parts(kind):
-                _look(parts(kind)[name], one, f"{where}.{name}")
+            elif name in inside and not isinstance(one, str):
+                _look(inside[name], one, f"{where}.{name}")
 
 
 def _judge(kind: type[Fields], name: str, value: Any, where: str) -> None:

@@ -93,7 +93,7 @@ class Penalties(Fields):
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
         BeforeValidator(_not_too_many_biases),
-    ] = {}
+    ] = Field(default_factory=dict)
 
     def biases(self, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as pairs. Raises ApiError for a key that is not an id of the vocabulary."""
@@ -122,8 +122,8 @@ class Sampling(Penalties):
     min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     allowed_token_ids: Ids | None = Field(default=None, min_length=1)
-    bad_words: list[Stop] = Field(default=[], fail_fast=True, max_length=MAX_BAD_WORDS)
-    stop_token_ids: list[TokenId] = Field(default=[], fail_fast=True, max_length=64)
+    bad_words: list[Stop] = Field(default_factory=list, fail_fast=True, max_length=MAX_BAD_WORDS)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, fail_fast=True, max_length=64)
     ignore_eos: bool = False
     cache_salt: Annotated[str, StringConstraints(max_length=256)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

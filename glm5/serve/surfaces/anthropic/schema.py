@@ -146,7 +146,7 @@ class Prompting(Fields):
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, fail_fast=True)
     system: str | Items = ""
-    tools: Tools = []
+    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig = OutputConfig()
@@ -179,7 +179,7 @@ class MessagesRequest(Prompting, Sampling):
     IGNORED = HOSTED
 
     max_tokens: Count
-    stop_sequences: Stops = []
+    stop_sequences: Stops = Field(default_factory=list)
     stream: bool = False
 
     def stops(self) -> tuple[str, ...]:

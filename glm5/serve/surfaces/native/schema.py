@@ -22,7 +22,7 @@ class NativeSampling(Sampling):
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 128
     n: int = Field(default=1, ge=1, le=128)
-    stop: Stop | Stops = []
+    stop: Stop | Stops = Field(default_factory=list)
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

@@ -133,7 +133,7 @@ class ResponsesRequest(Sampling):
     model: str | None = None
     input: str | Annotated[Items, Field(min_length=1)]
     instructions: str | None = None
-    tools: Tools = []
+    tools: Tools = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Count | None = None

@@ -18,6 +18,7 @@ from glm5.obs.logs import get_logger
 from glm5.records import Completion
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
 from glm5.serve.http_io import DONE, EventResponse, event, json_answer, unless_gone
+from glm5.serve.http_io import encode as encode_json
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
 from glm5.serve.samples import SampleStream
@@ -26,6 +27,8 @@ from glm5.serve.surfaces.openai.sampling import OpenAISampling
 from glm5.serve.surfaces.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 log = get_logger("serve")
+SHORT = 1 << 12
+"""An answer with at most this many tokens is written in the event loop: a thread would cost more than the work."""
 routes = APIRouter()
 
 
@@ -217,10 +220,14 @@ async def _answer(
         return EventResponse(_events(form, body, stream, replies), stream)
     if not await unless_gone(request, collect(stream, replies)):
         return Response(status_code=CLIENT_GONE)
-    return await asyncio.to_thread(_whole, body, stream, replies, form)
+    if isinstance(form, ChatForm) and form.top is None and sum(reply.tokens for reply in replies) <= SHORT:
+        return Response(encode_json(_whole(body, stream, replies, form)), media_type="application/json")
+    return await asyncio.to_thread(lambda: json_answer(_whole(body, stream, replies, form)))
 
 
-def _whole(body: OpenAISampling, stream: SampleStream, replies: list[Reply], form: ChatForm | TextForm) -> Response:
+def _whole(
+    body: OpenAISampling, stream: SampleStream, replies: list[Reply], form: ChatForm | TextForm
+) -> dict[str, Any]:
     choices = [
         {
             "index": reply.index,
@@ -232,7 +239,7 @@ def _whole(body: OpenAISampling, stream: SampleStream, replies: list[Reply], for
         for reply in replies
     ]
     whole = {**form.head, "object": form.whole_name, "choices": choices, "usage": openai_usage(stream, replies)}
-    return json_answer(whole | _prompt_ids(form, body))
+    return whole | _prompt_ids(form, body)
 
 
 def _prompt_ids(form: ChatForm | TextForm, body: OpenAISampling) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class OpenAISampling(Sampling):
 
     max_tokens: Count | None = None
     n: int = Field(default=1, ge=1, le=128)
-    stop: Stop | Stops = []
+    stop: Stop | Stops = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False

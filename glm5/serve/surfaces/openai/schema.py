@@ -130,7 +130,7 @@ class Conversation(Fields):
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
-    tools: Tools = []
+    tools: Tools = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     chat_template_kwargs: TemplateKwargs = TemplateKwargs()
     reasoning_effort: Effort | None = None
