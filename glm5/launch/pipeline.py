@@ -112,7 +112,12 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         check_layout(recipe.parallel, world, model.n_routed_experts)
     for stage in recipe.stages:
         runner_of(stage)
-        if world > 1 and not isinstance(stage, GradientStage | TokenizerStage):
+        if world > 1 and isinstance(stage, PolicyStage) and recipe.launch is None:
+            raise ConfigError(
+                f"{stage.name}: without a section [launch], stages of kind {stage.kind} run in one process, and this "
+                f"job has {world}; add the section for live RL, or run this stage without torchrun."
+            )
+        if world > 1 and not isinstance(stage, GradientStage | TokenizerStage | PolicyStage):
             raise ConfigError(
                 f"{stage.name}: stages of kind {stage.kind} run in one process, and this job has {world}; run the "
                 "stages before it with torchrun, and this one without."

@@ -103,8 +103,11 @@ def local_slice(tensor: Tensor) -> ShardSlice:
 
 
 @torch.no_grad()
-def unshard_model(model: GLM5ForCausalLM, experts: torch.distributed.ProcessGroup | None) -> GLM5ForCausalLM:
-    """A plain model with the weights of a sharded one, gathered parameter by parameter; all ranks must call."""
+def unshard_model(
+    model: GLM5ForCausalLM, experts: torch.distributed.ProcessGroup | None, keep: bool = True
+) -> GLM5ForCausalLM:
+    """A plain model with the weights of a sharded one, gathered parameter by parameter; all ranks must call. Without
+    `keep`, the model stays on the meta device."""
     for module in fsdp_modules(model):
         module.reshard()
     with torch.device("meta"):
@@ -116,6 +119,9 @@ def unshard_model(model: GLM5ForCausalLM, experts: torch.distributed.ProcessGrou
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
         if hasattr(tensor, "expert_part") and experts is not None:
             whole = whole_stack(whole, experts)
+        if not keep:
+            continue
+        whole = whole.cpu()
         if isinstance(tensor, nn.Parameter):
             whole = nn.Parameter(whole)
             whole.__dict__.update(getattr(module, key).__dict__)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from glm5.config.parallel import Layout
+from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.expert import divide_experts
 from glm5.parallel.fsdp import RUN, local_slice, shard_model, unshard_model
@@ -58,6 +60,9 @@ class TorchRanks(Ranks):
     def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
         return unshard_model(model, self._experts) if hasattr(model, RUN) else model
 
+    def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+        return unshard_model(model, self._experts, keep=self.main)
+
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         result: T = getattr(model, RUN)(lambda sharded: function(sharded, *args))
         if not torch.is_grad_enabled():  # without a backward, FSDP does not free the gathered parameters
@@ -69,7 +74,8 @@ class TorchRanks(Ranks):
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._objects)
+        with _lost_ranks():
+            dist.all_gather_object(found, value, group=self._objects)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -77,8 +83,20 @@ class TorchRanks(Ranks):
         return tensor
 
     def wait(self) -> None:
-        dist.barrier(group=self._patient)
+        with _lost_ranks():
+            dist.barrier(group=self._patient)
 
     def close(self) -> None:
         if self._joined:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Say in a sentence that another rank has ended, or did not come in time."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Glm5Error(
+            f"Another rank of this job has ended, or takes too long; its own message says more. ({error!s:.120})"
+        ) from error

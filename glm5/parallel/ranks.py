@@ -58,6 +58,11 @@ class Ranks:
         """A plain model on the CPU with the weights of a sharded one, on every rank."""
         return model.cpu()
 
+    def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+        """The same on rank 0 only, to write the weights of a model that goes on training; all ranks must call. Other
+        ranks get a model without values. A single process gets the model itself, not a copy."""
+        return model
+
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. Whatever is
         differentiated later must be part of the result."""

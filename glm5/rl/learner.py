@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,6 +19,7 @@ from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.optim.schedules import begin_step
+from glm5.parallel.ranks import Ranks
 from glm5.records import TrainSample
 from glm5.rl.losses import Counts, Statistics, Tokens
 from glm5.train.loop import build_optimizer, clip_gradients
@@ -55,6 +57,12 @@ class Agreement:
             self.mismatches += int((learner != engine).sum())
             self.max_abs_diff = max(self.max_abs_diff, float((learner - engine).abs().max()))
 
+    def merge(self, other: Agreement) -> None:
+        """Add the tokens of another rank."""
+        self.tokens += other.tokens
+        self.mismatches += other.mismatches
+        self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
+
 
 class Learner:
     """Owns the trained model and its optimizer. The indexers are frozen, as in all of the paper's RL (§3.2).
@@ -62,6 +70,9 @@ class Learner:
     With a `reference` model, batches also have its log-probabilities, for a KL penalty. With `exact`, log-probabilities
     equal those of an exact engine bit for bit; without it, torch may use faster kernels. One update takes `minibatches`
     optimizer steps.
+
+    With several `ranks`, policy and reference are sharded in place. All ranks make the same calls with the same
+    samples; each computes its share of them. Numbers and `agreement` are those of all ranks.
     """
 
     def __init__(
@@ -74,12 +85,20 @@ class Learner:
         reference: GLM5ForCausalLM | None = None,
         exact: bool = True,
         minibatches: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.config, self.reference, self.exact = model, config, reference, exact
+        self.ranks = ranks or Ranks()
+        self.config, self.exact = config, exact
+        self.model = model
+        self.reference = reference
+        if self.ranks.world > 1:
+            self.model = self.ranks.shard(model, model.dtype, _trained)
+            if reference is not None:
+                self.reference = self.ranks.shard(reference, reference.dtype, _trained)
         self.row_length, self.temperature, self.minibatches = row_length, temperature, minibatches
         self.version = 0
         self.agreement = Agreement()
-        self.optimizer = build_optimizer(model, config, lambda name: INDEXER not in name and "mtp." not in name)
+        self.optimizer = build_optimizer(self.model, config, _trained)
 
     def reset_optimizer(self) -> None:
         """Clear the optimizer's state (after a weight push in agentic RL, §4.1)."""
@@ -91,35 +110,50 @@ class Learner:
         With several minibatches, the log-probabilities of all samples are computed once before the first step; they are
         the old policy of every step. Within a step, losses, gradients and statistics of micro-batches add up to those
         of the minibatch. Returns the statistics over all steps, `loss` and `grad_norm` as means over the steps, and
-        `lr`. Raises DataError for a gradient that is not finite.
+        `lr`. Raises DataError for a gradient that is not finite, and for ranks with other samples than rank 0.
         """
-        batches = split_groups(samples, self.minibatches)
-        old = None if len(batches) == 1 else self._old_logprobs(samples)
-        total, norms, at = Statistics(), [], 0
+        self._check_equal(samples)
+        rank, world = self.ranks.rank, self.ranks.world
+        batches = [divide(batch, world) for batch in split_groups(samples, self.minibatches)]
+        old = None
+        if len(batches) > 1:
+            old = self._old_logprobs([[s for batch in batches for s in batch[r]] for r in range(world)])
+        total, agreement, norms, at = Statistics(), Agreement(), [], 0
         for batch in batches:
-            own = None if old is None else old[at : at + len(batch)]
+            own = None if old is None else old[at : at + len(batch[rank])]
             begin_step(self.optimizer, rate)
-            norms.append(self._optimizer_step(batch, loss_of, own, total))
-            at += len(batch)
+            norms.append(self._optimizer_step(batch, loss_of, own, total, agreement))
+            at += len(batch[rank])
         self.version += 1
-        numbers = total.numbers()
+        found = self.ranks.gather((total.plain(), agreement))
+        for _, part in found:
+            self.agreement.merge(part)
+        numbers = Statistics().merge([part for part, _ in found]).numbers()
         if "loss" in numbers:  # `merge` added up the means of the steps
             numbers["loss"] /= len(batches)
         return numbers | {"grad_norm": sum(norms) / len(norms), "lr": rate}
 
     def _optimizer_step(
-        self, samples: Sequence[TrainSample], loss_of: PolicyLoss, old: Sequence[Tensor] | None, total: Statistics
+        self,
+        shares: Sequence[Sequence[TrainSample]],
+        loss_of: PolicyLoss,
+        old: Sequence[Tensor] | None,
+        total: Statistics,
+        agreement: Agreement,
     ) -> float:
-        """Take one step; return its gradient norm and merge its statistics into `total`."""
-        whole = Counts.of(sample.loss_mask for sample in samples)
+        """Take one step on the samples of all ranks, of which `old` has this rank's; return its gradient norm. Adds
+        what this rank computed to `total` and `agreement`."""
+        whole = Counts.of(sample.loss_mask for share in shares for sample in share)
         at = 0
-        for part in self._parts(samples):
-            batch = self.forward(part, whole, None if old is None else old[at : at + len(part)])
+        for part, counted in self._parts(shares):
+            known = None if old is None or not counted else old[at : at + len(part)]
+            batch = self.forward(part, whole, known, counted)
             at += len(part)
-            loss, statistics = loss_of(batch)
+            loss, statistics = self.ranks.together(partial(loss_of, batch))
             loss.backward()
             total.merge([statistics])
-            self._compare(batch)
+            assert batch.fresh is not None
+            agreement.add(batch.old[batch.fresh], batch.rollout_logprobs[batch.fresh])
         norm = float(clip_gradients(self.model, self.config.clip))
         if not math.isfinite(norm):
             raise DataError(f"The policy gradient of update {self.version + 1} is not finite; lower optim.lr.")
@@ -127,39 +161,71 @@ class Learner:
         return norm
 
     @torch.no_grad()
-    def _old_logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """Log-probabilities of every sample's sampled tokens under the current weights."""
+    def _old_logprobs(self, shares: Sequence[Sequence[TrainSample]]) -> list[Tensor]:
+        """Log-probabilities of the sampled tokens of this rank's samples under the current weights."""
         found: list[Tensor] = []
-        for part in self._parts(samples):
+        for part, counted in self._parts(shares):
             batch = self.forward(part)
-            found += [line[mask] for line, mask in zip(batch.logprobs, batch.mask, strict=True)]
+            if counted:
+                found += [line[mask] for line, mask in zip(batch.logprobs, batch.mask, strict=True)]
         return found
 
-    def _parts(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+    def _parts(self, shares: Sequence[Sequence[TrainSample]]) -> list[tuple[list[TrainSample], bool]]:
+        """The micro-batches of this rank, and whether they count. A sharded model computes on all ranks or on none, so
+        a rank with fewer than others repeats the shortest sample, which then does not count."""
+        parts = [self._split(share) for share in shares]
+        own = [(part, True) for part in parts[self.ranks.rank]]
+        missing = max(map(len, parts)) - len(own)
+        if missing:
+            everything = (sample for share in shares for sample in share)
+            shortest = min(everything, key=lambda sample: (not any(sample.loss_mask), len(sample.ids)))
+            own += [([shortest], False)] * missing
+        return own
+
+    def _split(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
         budget = ROWS_PER_STEP * self.row_length
-        parts: list[list[TrainSample]] = [[]]
+        parts: list[list[TrainSample]] = []
         used = 0
         for sample in samples:
-            if parts[-1] and used + len(sample.ids) > budget:
+            if not parts or used + len(sample.ids) > budget:
                 parts.append([])
                 used = 0
             parts[-1].append(sample)
             used += len(sample.ids)
         return parts
 
+    def _check_equal(self, samples: Sequence[TrainSample]) -> None:
+        """Raises DataError on all ranks if one has samples of other sizes: the ranks would wait for each other."""
+        if self.ranks.world == 1:
+            return
+        sizes = self.ranks.gather([(len(sample.ids), sum(sample.loss_mask)) for sample in samples])
+        for rank, found in enumerate(sizes):
+            if found != sizes[0]:
+                raise DataError(
+                    f"Rank {rank} has other train samples than rank 0; the algorithm's `samples` must return the same "
+                    "on every rank."
+                )
+
     def forward(
-        self, samples: Sequence[TrainSample], whole: Counts | None = None, old: Sequence[Tensor] | None = None
+        self,
+        samples: Sequence[TrainSample],
+        whole: Counts | None = None,
+        old: Sequence[Tensor] | None = None,
+        counted: bool = True,
     ) -> PolicyBatch:
         """Log-probabilities of all sampled tokens, computed on packed rows, returned as one row per sample. `whole` has
         the numbers of sequences and sampled tokens in the optimizer step; None: these samples are the complete step.
-        `old` has the log-probabilities before the update; None: the update has taken no step yet."""
+        `old` has the log-probabilities before the update; None: the update has taken no step yet. If the samples are
+        not `counted`, the mask is empty. With several ranks all must call."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
-        logprobs, entropy = packed_logprobs(self.model, batch, self.temperature, self.exact)
+        device = next(self.model.parameters()).device
+        batch = batch.to(device)
+        logprobs, entropy = self._logprobs(self.model, batch)
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = packed_logprobs(self.reference, batch, self.temperature, self.exact)[0]
+                reference = self._logprobs(self.reference, batch)[0]
         order = sorted(range(len(samples)), key=lambda i: (places[i].row, places[i].start))
         counts = [sum(s.loss_mask) for s in samples]
         width = max(counts)
@@ -168,15 +234,16 @@ class Learner:
         at = 0
         for i in order:
             position[i, : counts[i]] = torch.arange(at, at + counts[i])
-            mask[i, : counts[i]] = True
+            mask[i, : counts[i]] = counted
             at += counts[i]
+        position, mask = position.to(device), mask.to(device)
 
         def lines(values: Callable[[TrainSample], Sequence[float]]) -> Tensor:
             out = torch.zeros(len(samples), width)
             for i, sample in enumerate(samples):
                 picked = [v for v, m in zip(values(sample), sample.loss_mask, strict=True) if m]
                 out[i, : counts[i]] = torch.tensor(picked)
-            return out
+            return out.to(device)
 
         versions = lines(lambda s: [float(v) for v in s.weight_versions]).long()
         return PolicyBatch(
@@ -194,9 +261,19 @@ class Learner:
             samples=samples,
         )
 
-    def _compare(self, batch: PolicyBatch) -> None:
-        assert batch.fresh is not None
-        self.agreement.add(batch.old[batch.fresh], batch.rollout_logprobs[batch.fresh])
+    def _logprobs(self, model: GLM5ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`packed_logprobs` of a model that may be sharded."""
+
+        def compute(model: GLM5ForCausalLM) -> tuple[Tensor, Tensor]:
+            logprobs, entropy = packed_logprobs(model, batch, self.temperature, self.exact)
+            return logprobs.clone(), entropy  # FSDP hooks the gradient of the output; with a view that is unreliable
+
+        return self.ranks.run(compute, model)
+
+
+def _trained(name: str) -> bool:
+    """Whether a parameter is trained: all but the indexers, which are frozen, and MTP, which no RL loss uses."""
+    return INDEXER not in name and "mtp." not in name
 
 
 def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
@@ -210,6 +287,17 @@ def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainS
     count = min(count, len(groups))
     edges = [len(groups) * i // count for i in range(count + 1)]
     return [[row for group in groups[a:b] for row in group] for a, b in pairwise(edges)]
+
+
+def divide(samples: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]]:
+    """Split over ranks with about equal numbers of tokens. A share keeps the order of the samples, and may be empty."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for i in sorted(range(len(samples)), key=lambda i: (-len(samples[i].ids), i)):
+        least = tokens.index(min(tokens))
+        shares[least].append(i)
+        tokens[least] += len(samples[i].ids)
+    return [[samples[i] for i in sorted(share)] for share in shares]
 
 
 def packed_logprobs(

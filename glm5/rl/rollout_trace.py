@@ -76,7 +76,10 @@ class RolloutTrace:
     def write(
         self, folder: Path, learner: Learner, groups: Sequence[Sequence[Trajectory]], tokenizer: Tokenizer
     ) -> bool:
-        """Write the row's file; call it after the step. With all advantages 0, writes no file and returns False."""
+        """Write the row's file; call it after the step, on all ranks. With all advantages 0, writes no file and returns
+        False."""
+        ranks = learner.ranks
+        self._rank, self._seen = max(ranks.gather((self._rank, self._seen)), key=lambda found: found[0])
         if self._seen is None:
             return False
         sample = self._seen.sample
@@ -86,7 +89,8 @@ class RolloutTrace:
         found = {"step": learner.version, "loss": self.loss}
         found |= _origin(sample, groups)
         found["tokens"] = _tokens(self._seen, after, tokenizer)
-        atomic_write(folder / FILE, json.dumps(found, allow_nan=False) + "\n")
+        text = json.dumps(found, allow_nan=False) + "\n"
+        ranks.on_main(lambda: atomic_write(folder / FILE, text))
         return True
 
 

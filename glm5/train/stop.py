@@ -14,6 +14,27 @@ ECHO_SECONDS = 1.0
 """A second Ctrl-C within this time is the same one: a launcher repeats what its workers got from the terminal."""
 
 
+class TerminationAsInterrupt:
+    """Context manager: SIGTERM raises KeyboardInterrupt, so that what is open is closed in order. torchrun sends it to
+    the remaining ranks if one fails. It does nothing outside the main thread."""
+
+    def __enter__(self) -> TerminationAsInterrupt:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def ignore(self) -> None:
+        """From now on neither SIGTERM nor Ctrl-C interrupts."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class StopSignals:
     """Context manager; `asked` is set once the process should stop. A second Ctrl-C ends it at once.
 

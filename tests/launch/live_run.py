@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from glm5.process import python_path
 from glm5.rl import replay
 from glm5.rl.buffer import staleness
 from glm5.rl.drivers.live import weights_prefix
@@ -61,6 +62,7 @@ class LiveRun:
         save_every: int = 1,
         engines: int = 1,
         port: int = 0,
+        ranks: int = 1,
         families: str = '[{ name = "arithmetic", weight = 3.0 }, { name = "toolcall" }]',
     ) -> None:
         self.folder, self.steps, self.prompts = folder, steps, prompts
@@ -68,6 +70,7 @@ class LiveRun:
         fields = {"start": start, "runs": folder / "runs", "steps": steps, "prompts": prompts}
         fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families}
         self.recipe.write_text(RECIPE.format(**fields))
+        self.ranks = ranks
         self.stage = folder / "runs" / "live" / "00-rl"
         self.mark = f"glm5-test-{uuid.uuid4().hex}"
         self.output = folder / "output.txt"
@@ -75,9 +78,13 @@ class LiveRun:
 
     def start(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "GLM5_TEST_MARK": self.mark}
+        command = [sys.executable, "-P", "-m"]
+        if self.ranks > 1:
+            command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
+            environment |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "glm5", "rl", str(self.recipe)],
+                [*command, "glm5", "rl", str(self.recipe)],
                 stdout=output, stderr=output, env=environment, start_new_session=True,
             )  # fmt: skip
         return self.process
@@ -91,12 +98,14 @@ class LiveRun:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def processes(self, kind: str | None = None) -> list[int]:
-        """Ids of running processes, of one kind or of all, sandboxes excepted."""
+    def processes(self, kind: str | None = None, rank: int | None = None) -> list[int]:
+        """Ids of running processes, of one kind, of one rank or of all, sandboxes excepted."""
         found = []
+        wanted = [self.mark.encode()] + ([] if rank is None else [b"\0RANK=%d\0" % rank])
         for entry in Path("/proc").iterdir():
             try:
-                mine = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
+                variables = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+                mine = all(text in variables for text in wanted)
                 line = (entry / "cmdline").read_bytes() if mine else b""
             except OSError:
                 continue

@@ -92,6 +92,34 @@ def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: py
 
 
 @pytest.mark.slow
+def test_ranks_share_the_updates(live: Make) -> None:
+    """Under torchrun a rank is killed, then Ctrl-C ends all; both times nothing is left, and the command goes on."""
+    run = live(steps=8, ranks=2)
+    process = run.start()
+    run.wait_for_results(24)
+    (pid,) = run.processes(rank=1)
+    assert len(run.processes(rank=0)) == 1 < len(run.processes())  # engines are no ranks
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(60) != 0
+    run.check_nothing_left()
+    process = run.start()
+    run.wait_for_results(64)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    run.check_nothing_left()
+    said = run.output.read_text()
+    assert said.count("rl: interrupted") >= 1 and "RuntimeError" not in said
+    run.start()
+    run.finish(120)
+    run.check()
+    rows = read_metrics(run.stage.parent / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row["mismatch_max"] == 0 for row in rows)
+    states = {p.name for p in (run.stage / "state" / "step-00000007").glob("rank-*")}
+    assert states == {"rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+@pytest.mark.slow
 def test_chaos(live: Make) -> None:
     """Thirty kills of every kind of process during at least 2,000 rollouts."""
     run = live(steps=500, engines=2)

@@ -105,8 +105,15 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = batch_at(0)
     losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
+    whole = whole_gradients(trainer.model, ranks)
+    return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}
+
+
+def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
+    """The gradients of a sharded model as nested lists of whole tensors."""
     held: dict[str, Any] = {}
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in model.named_parameters():
         region = ranks.shard_slice(parameter)
         assert tuple(local(parameter).shape) == region.sizes
         held[name] = None if parameter.grad is None else (region, local(parameter.grad).tolist())
@@ -122,8 +129,7 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
             full[where] = torch.tensor(values, dtype=torch.float64).view(region.sizes)
         whole[name] = full.tolist()
-    loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
-    return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}
+    return whole
 
 
 def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -196,7 +202,150 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
 
 
-TASKS = {"follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse}
+def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Updates of reinforcement learning on recorded rollouts: numbers of each, the gradients of the last optimizer step
+    and the weights at the end."""
+    from glm5.chat import Tokenizer
+    from glm5.config.recipe import STAGES
+    from glm5.rl import replay
+    from glm5.rl.algos import stage_algorithm
+    from glm5.rl.drivers.common import make_learner
+    from glm5.rl.start import StageStart
+    from glm5.rl.update import update
+
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    fields = {"name": "rl", "optim": {"steps": 9, "lr": 1e-3}, "families": [{"name": "arithmetic"}], "row_length": 24}
+    config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
+    algorithm = judged(config, ranks) if config.kind == "general" else stage_algorithm(config)
+    io = StageIO("rl", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
+    algorithm.prepare(StageStart(model, Tokenizer.byte_level(), io, Path))
+    learner = make_learner(model, config, algorithm, ranks)
+    groups = replay.read(task["rollouts"])[: task.get("groups")]
+    numbers = [update(learner, algorithm, config, groups) for _ in range(task.get("updates", 2))]
+    plain = ranks.main_copy(learner.model)
+    weights = {name: tensor.tolist() for name, tensor in plain.state_dict().items()} if ranks.main else {}
+    found = {"numbers": numbers, "agreement": vars(learner.agreement), "weights": weights}
+    return found | {"gradients": whole_gradients(learner.model, ranks)}
+
+
+def judged(stage: Any, ranks: Ranks) -> Any:
+    """General RL with a reward model that only rank 0 can use."""
+    from glm5.rl.algos.general import GeneralRL
+    from glm5.rl.reward_models import RewardModel
+
+    class OfMain(RewardModel):
+        domains = ("arithmetic",)
+
+        def prepare(self, start: Any, families: Any) -> dict[str, float]:
+            assert ranks.main
+            return {}
+
+        def score(self, pairs: Any) -> list[float]:
+            assert ranks.main
+            return [float(len(answer) % 3) for _, answer in pairs]
+
+    class Judged(GeneralRL):
+        def _pair(self, trajectory: Any) -> tuple[str, str]:
+            return trajectory.problem, "a" * len(trajectory.turns[-1].output_ids)
+
+    return Judged(stage, OfMain())
+
+
+class Recorded:
+    """In place of a rollout process: gives recorded trajectories, and keeps what it is told."""
+
+    restarts, restart_seconds = 0, 0.0
+    rows: list[dict[str, Any]] = []
+    told: list[Any] = []
+
+    def __init__(self, job: Any, threads: int) -> None:
+        self.version = job.version
+
+    def __enter__(self) -> Recorded:
+        self.told.append("begins")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.told.append("ends")
+
+    def allow(self, groups: int) -> None:
+        pass
+
+    def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
+        unused = {"id": after + 1}  # as for results of an earlier run that are used up
+        return [unused if row["update"] < self.version else row for row in self.rows[after : after + 5]]
+
+    def clock(self) -> dict[str, dict[str, float]]:
+        return {"rollouts": {}, "engines": {}}
+
+    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
+        self.told.append([version, trained])
+
+    def weights(self, version: int, folder: Path, mode: str) -> float:
+        self.told.append([version, digest(GLM5ForCausalLM.from_pretrained(folder))])
+        return 0.0
+
+
+def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A live stage on recorded rollouts; stops after `stop` updates, or goes on from the state that is there. With
+    `breaks`, the last rank fails in the update after that many."""
+    from glm5.chat import Tokenizer
+    from glm5.config.launch import Launch
+    from glm5.config.recipe import AgenticStage
+    from glm5.rl import replay
+    from glm5.rl.algos.agentic import AgenticRL
+    from glm5.rl.drivers import live as module
+    from glm5.tasks.trajectory_json import encode
+
+    batches = list(replay.batches(task["rollouts"]))
+    Recorded.told, Recorded.rows = [], [
+        encode(t) | {"id": 0, "family": 0, "update": step - 1}
+        for (_, step), groups in batches for group in groups for t in group
+    ]  # fmt: skip
+    for number, row in enumerate(Recorded.rows):
+        row["id"] = number + 1
+    module.RolloutClient = Recorded  # type: ignore[misc, assignment]
+    group = len(batches[0][1][0])
+    config = AgenticStage(
+        kind="agentic", name="rl", families=[{"name": "arithmetic"}], prompts=len(batches[0][1]), group=group,
+        optim={"steps": len(batches), "lr": 1e-3, "save_every": 2}, max_staleness=len(batches), row_length=24,
+        max_context=64, record=True,
+    )  # fmt: skip
+    seen: list[dict[str, float]] = []
+
+    def advance(n: int, numbers: dict[str, float]) -> None:
+        seen.extend([numbers] if numbers else [])
+        if len(seen) == task.get("stop"):
+            raise KeyboardInterrupt
+
+    folder = Path(task["out"]) / "00-rl"
+    folder.mkdir(parents=True, exist_ok=True)
+    io = StageIO("rl", folder, NullMetrics(), advance, ranks)
+    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    launch, algorithm = Launch(transport="disk"), AgenticRL(config)
+
+    def loss(batch: Any, observe: Any = None) -> Any:
+        if len(seen) == task.get("breaks") and ranks.rank == ranks.world - 1:
+            raise ValueError("this rank breaks")
+        return AgenticRL.loss(algorithm, batch, observe)
+
+    algorithm.loss = loss  # type: ignore[method-assign]
+    driver = module.LiveDriver(model, Tokenizer.byte_level(), config, algorithm, io, 0, launch)
+    said = ""
+    try:
+        driver.run()
+    except KeyboardInterrupt:
+        ranks.wait()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    left = sorted(p.name for p in folder.iterdir())
+    return {"told": Recorded.told, "numbers": seen, "said": said, "left": left}
+
+
+TASKS = {
+    "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
+    "live": live,
+}  # fmt: skip
 
 
 def work(task: dict[str, Any], ranks: Ranks) -> str:

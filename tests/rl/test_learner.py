@@ -190,7 +190,7 @@ def test_micro_batches_add_up_to_one_batch(
         learner = Learner(
             small(), OPTIM.model_copy(update={"clip": 1e9}), row_length=40, temperature=1.0, reference=small(seed=3)
         )
-        parts = learner._parts(samples)
+        parts = learner._split(samples)
         assert [s for part in parts for s in part] == samples
         assert (len(parts) == 1) == (rows == 100) and all(parts)
         numbers = learner.step(samples, loss_of, 0.0)

@@ -13,6 +13,7 @@ import torch
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import AgenticStage, DistillStage, FamilyConfig, ReasoningStage
 from glm5.obs.metrics import read_metrics
+from glm5.parallel.ranks import Ranks
 from glm5.records import Outcome, TrainSample, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation, ModelTeacher
@@ -67,6 +68,7 @@ class Fixed:
     """A learner that knows what it will say after the step."""
 
     version = 7
+    ranks = Ranks()
 
     def __init__(self, after: list[float]) -> None:
         self.after, self.asked = after, [0]

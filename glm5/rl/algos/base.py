@@ -35,12 +35,13 @@ class Algorithm(ABC):
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Build everything that needs the model. Called before the first update, and again when the stage resumes.
-        Returns metrics for the stage's results."""
+        Returns metrics for the stage's results. With several ranks (`start.io.ranks`) each calls it."""
         return {}
 
     @abstractmethod
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
-        """The train samples, with their advantages, and metrics of the update."""
+        """The train samples, with their advantages, and metrics of the update. With several ranks, each calls it with
+        the same trajectories and must get the same samples."""
 
     @abstractmethod
     def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:

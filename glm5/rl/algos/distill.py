@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -21,6 +22,7 @@ from glm5.data.packing import Batch, pack_batch
 from glm5.engine.engine import Engine
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.parallel.ranks import Ranks
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.advantages import distillation
 from glm5.rl.algos.base import Algorithm
@@ -88,12 +90,13 @@ class EngineTeacher:
 
 class Distillation(Algorithm):
     """Eq. 1 with the advantage of Eq. 2. `teachers` maps the tags of prompts to teachers. The teachers score one
-    after the other. The metrics are `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
+    after the other; with several ranks, each has whole teachers and lets them score a part of the rows. The metrics are
+    `reverse_kl` over all tokens and `reverse_kl/NAME` per teacher."""
 
     takes = DistillStage
 
     def __init__(self, stage: DistillStage, teachers: Mapping[str, Teacher]) -> None:
-        self.stage, self.teachers = stage, teachers
+        self.stage, self.teachers, self.ranks = stage, teachers, Ranks()
         self.objective: Objective = IcePop(stage.beta, stage.clip_low, stage.clip_high)
         self.penalty: KLPenalty | None = None
 
@@ -103,7 +106,7 @@ class Distillation(Algorithm):
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Find the teachers' checkpoints; a teacher is loaded when it first scores."""
-        stage = self.stage
+        stage, self.ranks = self.stage, start.io.ranks
         names = {name: None for family in stage.families if (name := stage.teacher_of(family)) is not None}
         exact, keep = stage.rollouts == "exact", stage.keep_teachers
         folders = {name: start.checkpoint(name) for name in names}
@@ -121,10 +124,18 @@ class Distillation(Algorithm):
                     f'{self.stage.name}: a prompt of the domain "{own[0].domain}" has the teacher "{name}", which this '
                     f"stage does not have; its teachers are: {', '.join(self.teachers) or 'none'}."
                 )
-            for row, scores in zip(own, self.teachers[name].score(own, self.stage.temperature), strict=True):
+            for row, scores in zip(own, self._scores(self.teachers[name], own), strict=True):
                 values = iter(scores)
                 row.teacher_logprobs = [next(values) if wanted else 0.0 for wanted in row.loss_mask]
         return rows, {}
+
+    def _scores(self, teacher: Teacher, rows: Sequence[TrainSample]) -> list[list[float]]:
+        """The teacher's scores of all rows, of which every rank computes a part."""
+        ranks = self.ranks
+        mine = rows[ranks.rank :: ranks.world]
+        score = partial(teacher.score, mine, self.stage.temperature)
+        parts = [iter(part) for part in ranks.gather(ranks.together(lambda: score() if mine else [], patient=True))]
+        return [next(parts[i % ranks.world]) for i in range(len(rows))]
 
     def loss(self, batch: PolicyBatch, observe: Observer | None = None) -> tuple[Tensor, Statistics]:
         """The loss of a micro-batch that has `teacher_logprobs`."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from glm5.chat import Tokenizer, parse_message
 from glm5.config.recipe import GeneralStage
+from glm5.parallel.ranks import Ranks
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.reward_models import RewardModel, checked_scores, stage_reward_model
@@ -20,7 +21,7 @@ class GeneralRL(ReasoningRL):
     """reward = rules (0 or 1) * sigmoid(score of the reward model): style cannot make up for a violated rule.
 
     The reward model scores only the families that it knows (`RewardModel.domains`). Episodes of other families keep the
-    reward of their own graders.
+    reward of their own graders. With several ranks, rank 0 alone trains the reward model and has it score.
     """
 
     takes = GeneralStage
@@ -28,7 +29,7 @@ class GeneralRL(ReasoningRL):
 
     def __init__(self, stage: GeneralStage, reward_model: RewardModel) -> None:
         super().__init__(stage)
-        self.reward_model = reward_model
+        self.reward_model, self.ranks = reward_model, Ranks()
 
     @classmethod
     def of(cls, stage: Any) -> Self:
@@ -36,13 +37,15 @@ class GeneralRL(ReasoningRL):
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Train or load the reward model. Returns its metrics, with names prefixed by `reward_model_`."""
-        self.tokenizer = start.tokenizer
+        self.tokenizer, self.ranks = start.tokenizer, start.io.ranks
         families = [make_family(family.name, **family.options) for family in self.stage.families]
-        return {f"reward_model_{name}": n for name, n in self.reward_model.prepare(start, families).items()}
+        numbers = self.ranks.on_main(lambda: self.reward_model.prepare(start, families))
+        return {f"reward_model_{name}": n for name, n in numbers.items()}
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
         passed = [t for group in groups for t in group if self._judged(t)]
-        scores = checked_scores(self.reward_model, [self._pair(t) for t in passed]) if passed else []
+        pairs = [self._pair(t) for t in passed]
+        scores = self.ranks.on_main(lambda: checked_scores(self.reward_model, pairs)) if passed else []
         learned = (1.0 / (1.0 + math.exp(min(-score, 700.0))) for score in scores)
         rewarded = [
             [dataclasses.replace(t, reward=next(learned)) if self._judged(t) else t for t in group] for group in groups

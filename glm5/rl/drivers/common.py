@@ -7,6 +7,7 @@ import hashlib
 from glm5.config.recipe import PolicyStage
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
+from glm5.parallel.ranks import Ranks
 from glm5.rl.algos import Algorithm
 from glm5.rl.learner import Learner
 from glm5.rl.weight_sync import tensor_hashes
@@ -23,7 +24,9 @@ def fitted_stage(stage: PolicyStage, model: GLM5ForCausalLM) -> PolicyStage:
     return stage.model_copy(update={"max_context": positions})
 
 
-def make_learner(model: GLM5ForCausalLM, stage: PolicyStage, algorithm: Algorithm) -> Learner:
+def make_learner(
+    model: GLM5ForCausalLM, stage: PolicyStage, algorithm: Algorithm, ranks: Ranks | None = None
+) -> Learner:
     """The learner of a stage. No state of the stage may be loaded yet: the model's present weights are the reference of
     a KL penalty."""
     return Learner(
@@ -34,6 +37,7 @@ def make_learner(model: GLM5ForCausalLM, stage: PolicyStage, algorithm: Algorith
         reference=model.clone() if algorithm.penalty else None,
         exact=stage.rollouts == "exact",
         minibatches=stage.minibatches,
+        ranks=ranks,
     )
 
 

@@ -7,12 +7,14 @@ saved every `save_every` updates; what a later run needs besides is in the store
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,10 @@ from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import rollout_numbers, update
 from glm5.rollout.trace import FILE as TRACE
 from glm5.rollout.trace import Trace
-from glm5.tasks.trajectory_json import decode
+from glm5.tasks.trajectory_json import decode, encode
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
+from glm5.train.stop import TerminationAsInterrupt
 
 STORE = "sessions.db"
 """File in a stage's folder with all sessions of a live stage."""
@@ -54,7 +57,11 @@ OWN_PROCESS = 1 << 40
 
 
 class LiveDriver:
-    """Runs one stage live. The arguments are those of `LogicalDriver`, and the recipe's `launch`."""
+    """Runs one stage live. The arguments are those of `LogicalDriver`, and the recipe's `launch`.
+
+    With several ranks (`io.ranks`) all run the same loop. Rank 0 alone talks to the rollout process, decides what comes
+    next and writes files; the others get its batches and compute their share of every update.
+    """
 
     def __init__(
         self,
@@ -70,7 +77,8 @@ class LiveDriver:
         self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
         self.launch, self.seed = launch, seed
         self.controller = Controller(stage)
-        self.learner = make_learner(model, stage, algorithm)
+        self.ranks = io.ranks
+        self.learner = make_learner(model, stage, algorithm, io.ranks)
         self.record = io.folder.parent / replay.FILE if stage.record else None
         self.env_errors = EnvErrors(stage.name, stage.env_error_share, stage.env_error_window)
         self._labels = family_labels(stage.families)
@@ -78,6 +86,7 @@ class LiveDriver:
         self._allowed = -1
         self._time = TimeSpent(WORK)
         self._seconds: dict[str, float] = {}
+        self._trace: Trace | None = None
 
     def run(self) -> dict[str, float]:
         """Run all updates of the stage, from its last state if there is one. Returns the last update's metrics. All
@@ -86,39 +95,46 @@ class LiveDriver:
         cores = max(1, threads // (1 + self.launch.engines))
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, threads)
+            quiet = stack.enter_context(TerminationAsInterrupt()) if self.ranks.world > 1 else None
             policy = self._measure()
             torch.set_num_threads(self.launch.learner_threads or cores)
             done, numbers = self._load()
-            weights = stack.enter_context(_WeightFolders(self.io.folder, self.launch.transport))
-            job = RolloutJob(
-                stage=self.stage.model_dump(mode="json"),
-                launch=self.launch.model_dump(mode="json"),
-                seed=self.seed,
-                folder=str(weights.write(self.learner.model, self.tokenizer, done)),
-                weights=done,
-                version=done,
-                store=str(self.io.folder / STORE),
-                port=0,
-                pass_rates=str(self.io.folder / PASS_RATES),
-                policy=policy,
+            self.ranks.on_main(
+                partial(self._start, stack, self.ranks.main_copy(self.learner.model), done, policy, cores)
             )
-            self._trace = Trace(self.io.folder / TRACE, "learner", 1)
-            stack.callback(self._trace.close)
-            with self._time.on("start"):
-                client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
-            return self._run(client, weights, numbers)
+            if quiet is not None:
+                stack.callback(quiet.ignore)  # while the processes are ended
+            return self._run(numbers)
 
-    def _run(self, client: RolloutClient, weights: _WeightFolders, numbers: dict[str, float]) -> dict[str, float]:
+    def _start(self, stack: ExitStack, model: GLM5ForCausalLM, done: int, policy: str, cores: int) -> None:
+        """Start the rollout process with the weights of `model`, after `done` updates; `stack` ends it."""
+        self._weights = stack.enter_context(_WeightFolders(self.io.folder, self.launch.transport))
+        job = RolloutJob(
+            stage=self.stage.model_dump(mode="json"),
+            launch=self.launch.model_dump(mode="json"),
+            seed=self.seed,
+            folder=str(self._weights.write(model, self.tokenizer, done)),
+            weights=done,
+            version=done,
+            store=str(self.io.folder / STORE),
+            port=0,
+            pass_rates=str(self.io.folder / PASS_RATES),
+            policy=policy,
+        )
+        self._trace = Trace(self.io.folder / TRACE, "learner", 1)
+        stack.callback(self._trace.close)
+        with self._time.on("start"):
+            self._client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
+
+    def _run(self, numbers: dict[str, float]) -> dict[str, float]:
         controller = self.controller
         while not controller.finished:
             with self._spent("wait"):
-                groups = self._batch(client)
-            numbers = self._update(client, groups)
+                groups = self._next()
+            numbers = self._update(groups)
             if controller.pushing:
                 with self._spent("publish"):
-                    folder = weights.write(self.learner.model, self.tokenizer, controller.version)
-                    client.weights(controller.version, folder, self.launch.push_mode)
-                    weights.keep(folder)
+                    self.ranks.on_main(partial(self._push, self.ranks.main_copy(self.learner.model)))
                 controller.weights_arrived()
                 if self.stage.reset_optimizer:
                     self.learner.reset_optimizer()
@@ -130,22 +146,42 @@ class LiveDriver:
             self.io.advance(1, numbers)
         return numbers
 
-    def _batch(self, client: RolloutClient) -> list[list[Trajectory]]:
-        """The groups of the next update; waits for them."""
-        seconds = 0.0
+    def _push(self, model: GLM5ForCausalLM) -> None:
+        folder = self._weights.write(model, self.tokenizer, self.controller.version)
+        self._client.weights(self.controller.version, folder, self.launch.push_mode)
+        self._weights.keep(folder)
+
+    def _next(self) -> list[list[Trajectory]]:
+        """The groups of the next update, on every rank; waits for them."""
+        if self.ranks.world == 1:
+            return self._batch()
+        found: list[list[list[Trajectory]]] = []
+
+        def batch() -> str:
+            found.append(self._batch())
+            return json.dumps([[encode(trajectory) for trajectory in group] for group in found[0]])
+
+        text = self.ranks.on_main(batch)
+        if self.ranks.main:
+            return found[0]
+        return [[decode(row, "the batch of rank 0", OWN_PROCESS) for row in group] for group in json.loads(text)]
+
+    def _batch(self) -> list[list[Trajectory]]:
+        client, seconds = self._client, 0.0
         while True:
             if (budget := self.controller.budget) != self._allowed:
                 client.allow(budget)
                 self._allowed = budget
-            found = self._results(client, seconds)
+            found = self._results(seconds)
             for row in found:
                 self._arrive(row)
             if not found and (groups := self.controller.batch()) is not None:
                 return groups
             seconds = 0.0 if found else POLL_SECONDS  # there may be more
 
-    def _results(self, client: RolloutClient, seconds: float) -> list[dict[str, Any]]:
+    def _results(self, seconds: float) -> list[dict[str, Any]]:
         """New results; waits up to `seconds` for one, and notes what the rollouts in flight waited for meanwhile."""
+        client = self._client
         if not seconds:
             return client.results(self._cursor, 0.0)
         before, lost = client.clock()["rollouts"], client.restart_seconds
@@ -166,7 +202,8 @@ class LiveDriver:
         began = time.time()
         with self._time.on(work):
             yield
-        self._trace.span(work, began, time.time(), version=self.controller.version)
+        if self._trace is not None:
+            self._trace.span(work, began, time.time(), version=self.controller.version)
 
     def _arrive(self, row: Mapping[str, Any]) -> None:
         self._cursor = int(row["id"])
@@ -179,12 +216,10 @@ class LiveDriver:
         self.env_errors.add(self._labels[row["family"]], trajectory)
         self.controller.arrived(trajectory)
 
-    def _update(self, client: RolloutClient, groups: list[list[Trajectory]]) -> dict[str, float]:
+    def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         step = self.controller.version + 1
-        if self.record is not None:
-            replay.write(groups, self.record, self.io.name, step)
+        before = self.ranks.on_main(partial(self._before, groups, step))
         trace = RolloutTrace(type(self.algorithm.objective).__name__) if is_due(step, self.stage.optim) else None
-        before = client.clock()["engines"]
         with self._spent("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
@@ -194,13 +229,24 @@ class LiveDriver:
                 numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
                 if trace is not None:
                     trace.write(self.io.folder, self.learner, groups, self.tokenizer)
-        self._note("engines_during_update", before, client.clock()["engines"])
         self.controller.updated()
+        return numbers | self.ranks.on_main(partial(self._report, groups, before))
+
+    def _before(self, groups: list[list[Trajectory]], step: int) -> dict[str, float]:
+        """Record a batch; the seconds of the engines so far."""
+        if self.record is not None:
+            replay.write(groups, self.record, self.io.name, step)
+        return self._client.clock()["engines"]
+
+    def _report(self, groups: list[list[Trajectory]], before: Mapping[str, float]) -> dict[str, float]:
+        """Report an update to the rollout process. Returns the metrics of the rollouts."""
+        client = self._client
+        self._note("engines_during_update", before, client.clock()["engines"])
         gone, self.controller.buffer.gone = self.controller.buffer.gone, []
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
         with self._spent("publish"):
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
-        numbers |= {"dropped_groups": float(self.controller.buffer.dropped)}
+        numbers = {"dropped_groups": float(self.controller.buffer.dropped)}
         numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
         return numbers | self.env_errors.numbers | {"restarts": float(client.restarts)}
 
@@ -214,9 +260,12 @@ class LiveDriver:
         the policy's id."""
         if not any(family.difficulty for family in self.stage.families):
             return ""
-        policy = policy_id(self.stage, self.learner.model)
+        return self.ranks.on_main(partial(self._measure_on_main, self.ranks.main_copy(self.learner.model)))
+
+    def _measure_on_main(self, model: GLM5ForCausalLM) -> str:
+        policy = policy_id(self.stage, model)
         engine = Engine(
-            self.learner.model.clone().cast(getattr(torch, self.stage.rollout_dtype)),
+            model.clone().cast(getattr(torch, self.stage.rollout_dtype)),
             self.tokenizer,
             max_batch=self.controller.concurrency,
             max_length=self.stage.max_context + 1,
@@ -228,7 +277,9 @@ class LiveDriver:
 
     def _load(self) -> tuple[int, dict[str, float]]:
         """Load the stage's last state: its number of updates and its last metrics."""
-        done, extra = load_state(self.io.folder / "state", self.learner.model, self.learner.optimizer) or (0, {})
+        state = self.io.folder / "state"
+        found = load_state(state, self.learner.model, self.learner.optimizer, ranks=self.ranks)
+        done, extra = found or (0, {})
         if done:
             self.learner.version = done
             self.learner.agreement = Agreement(**extra["agreement"])
@@ -236,7 +287,7 @@ class LiveDriver:
             self.env_errors.restore(extra["env_errors"])
         self.io.metrics.rewind(self.io.name, done)
         if self.record is not None:
-            replay.rewind(self.record, self.io.name, done)
+            self.ranks.on_main(partial(replay.rewind, self.record, self.io.name, done))
         self.io.advance(done, {})
         return done, dict(extra.get("numbers", {}))
 
@@ -244,7 +295,8 @@ class LiveDriver:
         extra = self.controller.state() | {"numbers": numbers}
         extra |= {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
         state = self.io.folder / "state"
-        save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)
+        version, ranks = self.controller.version, self.ranks
+        save_state(state, self.learner.model, self.learner.optimizer, version, extra, ranks=ranks)
 
 
 def weights_prefix(folder: Path) -> str:

@@ -32,6 +32,16 @@ MOST_STARTS = 5
 """The run ends when the process has ended this often without a new result."""
 
 
+_RANK = {f"{kind}{what}" for kind in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")}
+
+
+def _of_torchrun(name: str) -> bool:
+    """Whether torchrun set this environment variable for a rank: its place in the job, and one thread unless the user
+    said otherwise. The rollout process and its engines are no ranks."""
+    own = name in _RANK or name in ("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "OMP_NUM_THREADS")
+    return "TORCHELASTIC_RUN_ID" in os.environ and (own or name.startswith("TORCHELASTIC_"))
+
+
 class _Ended(Exception):
     """The process ended before it was ready, without a reason."""
 
@@ -142,8 +152,9 @@ class RolloutClient:
         self.restart_seconds += time.monotonic() - began
 
     def _start(self) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not _of_torchrun(name)}
         environment = {
-            "OMP_NUM_THREADS": str(self.threads), **os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": str(self.threads), **inherited, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1",
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "glm5.rl.rollout_process"],
