@@ -154,6 +154,7 @@ def _work(text: str) -> dict[str, Any] | None:
         recipe = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
         return None
+    recipe["launch"] = "launch" in recipe  # which processes there are may change, but not whether there are any
     for key in ("parallel", "sinks", "wandb_mode"):
         recipe.pop(key, None)
     return recipe

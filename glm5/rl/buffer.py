@@ -53,10 +53,16 @@ class Buffer:
         group.append(trajectory)
         if len(group) == self.group_size:
             del self._open[trajectory.group]
-            valid = [t for t in group if t.outcome is not Outcome.ENV_ERROR]
-            if repair_group(valid, self.group_size):
-                self._ready[trajectory.group] = valid
+            played = [t for t in group if t.outcome is not Outcome.ENV_ERROR]
+            if repair_group(played, self.group_size):
                 self.lost_in_a_row = 0
+                valid = [t for t in played if t.detail.get("cut") != "stale"]  # stopped, maybe before any token
+                self.stale_responses += len(played) - len(valid)
+                if repair_group(valid, self.group_size):
+                    self._ready[trajectory.group] = valid
+                else:
+                    self.dropped_stale += 1
+                    self.gone.append(trajectory.group)
             else:
                 self.dropped_env += 1
                 self.gone.append(trajectory.group)

@@ -35,7 +35,7 @@ from glm5.rollout.services import FamilyService, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
-from glm5.rollout.trace import FILE, Trace
+from glm5.rollout.timeline import FILE, Trace
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
@@ -51,7 +51,8 @@ ENV_THREADS = 64
 @dataclass(frozen=True)
 class RolloutJob:
     """Input of the process. `folder` is a checkpoint with tokenizer; its weights have the version `weights`. `version`
-    is the learner's own, which may be later. `allowed` is the maximum number of groups. `pass_rates` and
+    is the learner's own, which may be later. `allowed` is the maximum number of groups,
+    `taken` the id of the last result that the learner has. `pass_rates` and
     `policy` are for `PromptStream.measure`."""
 
     stage: dict[str, Any]
@@ -65,6 +66,7 @@ class RolloutJob:
     pass_rates: str
     policy: str
     allowed: int = 0
+    taken: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -96,7 +98,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
     fleet = _fleet(stage, launch, folder, most)
     with (
         bind(launch.host, job.port or launch.port) as listener,
-        Store(Path(job.store)) as store,
+        Store(Path(job.store), full=True) as store,
         EnvThreadPool(ENV_THREADS, stage.env_seconds) as threads,
     ):
         try:
@@ -119,7 +121,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
                 stage.max_staleness,
                 trace=Trace(Path(job.store).with_name(FILE), "rollouts", 2),
             )
-            live.restore(job.version)
+            live.restore(job.version, job.taken)
             live.allow(job.allowed)
             app = create_gateway(gateway, allowed_hosts=hosts_answered(launch.host, key, KEY_ALONE))
             app.include_router(trainer_routes(gateway, live))

@@ -60,7 +60,7 @@ class Fleet(ABC):
     @abstractmethod
     async def load(self, folder: Path, version: int) -> None:
         """Have every engine read the checkpoint `folder` as weights of `version`, and check that it did. Raises
-        EngineError if no engine has them afterwards."""
+        EngineError if no process of ours, or not every given server, has them afterwards."""
 
     @abstractmethod
     async def abort(self) -> None:
@@ -191,12 +191,16 @@ class RemoteFleet(Fleet):
     async def load(self, folder: Path, version: int) -> None:
         body = {"model_path": str(folder), "weight_version": str(version), "abort_all_requests": False}
         answers = await asyncio.gather(*(self._post(client, UPDATE, body) for client in self._clients))
-        versions = [await self._version(source) for source in self.sources]
-        if version not in versions:
-            raise EngineError(f"No engine took the weights of version {version}: {answers[0]:.500}")
-        for source, found, answer in zip(self.sources, versions, answers, strict=True):
-            if found != version:
-                log.error("%s has weights of version %s instead of %d: %.300s", source.name, found, version, answer)
+        for source, answer in zip(self.sources, answers, strict=True):
+            try:
+                taken = json.loads(answer)["success"] is True
+            except (ValueError, KeyError, TypeError):
+                taken = False
+            if not taken or await self._version(source) != version:
+                raise EngineError(
+                    f"The engine {source.name} did not take the weights of version {version}; restart it, then run the "
+                    f"same command again: {answer:.300}"
+                )
 
     async def abort(self) -> None:
         await asyncio.gather(*(self._post(client, ABORT, {"abort_all": True}) for client in self._clients))

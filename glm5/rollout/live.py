@@ -26,8 +26,8 @@ from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
 from glm5.rollout.store import Store
-from glm5.rollout.store_reader import ResultRow, SessionRow
-from glm5.rollout.trace import Trace
+from glm5.rollout.store_reader import ResultRow, SessionRow, StoreError
+from glm5.rollout.timeline import Trace
 from glm5.rollout.waits import Waits
 from glm5.tasks.trajectory_json import encode, jsonable
 
@@ -39,8 +39,10 @@ ACCOUNT_SECONDS = 0.02
 DRAIN_SECONDS = 0.01
 PAUSE_SECONDS = 0.5
 """Pause before a lost rollout starts again; doubles with each attempt."""
-MOST_ATTEMPTS = 5
+MOST_LOSSES = 5
 """A rollout that its task service has lost this often is a failure of the environment."""
+STALE = "stale"
+"""Begins the reason of a rollout that is stopped because its tokens became too old."""
 PUSH_ROW = 1 << 20
 """Row of the weight pushes in the trace, below those of the rollouts."""
 STANDSTILL, STANDSTILL_SECONDS = 10.0, 30.0
@@ -71,6 +73,7 @@ class LiveRollouts:
     trace: Trace | None = None
     waits: Waits = field(default_factory=Waits)
     _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    _losses: Counter[tuple[int, int]] = field(default_factory=Counter)
     _stops: dict[tuple[int, int], str] = field(default_factory=dict)  # why a task is cancelled
     _rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of the trace
     _last_end: float = field(default_factory=time.monotonic)
@@ -79,11 +82,17 @@ class LiveRollouts:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _pushing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def restore(self, version: int) -> None:
-        """Continue from the store at `version` of the learner. Call it once, before `run`."""
+    def restore(self, version: int, taken: int = 0) -> None:
+        """Continue from the store at `version` of the learner, which has the results up to id `taken`. Call it once,
+        before `run`. Raises StoreError if the store does not know the learner's last update."""
         self.version = version
         self.store.rewind(version)
-        self._forget_lost(version)
+        if version and not self.store.has_update(version):
+            raise StoreError(
+                f"The learner has made {version} updates, but {self.store.path} does not know the last of them: it was "
+                "deleted or replaced. Delete the stage's folder to start the stage again."
+            )
+        self._forget(version, taken)
         done: defaultdict[int, set[int]] = defaultdict(set)
         for result in self.store.results():
             done[result.group].add(result.member)
@@ -96,14 +105,17 @@ class LiveRollouts:
         for number, family, place, spent in self.store.groups():
             self.orchestrator.restore(number, family, place, done[number], tried[number], spent)
 
-    def _forget_lost(self, version: int) -> None:
-        """Let rollouts start again whose tokens are of weights that were lost: those after `version`."""
+    def _forget(self, version: int, taken: int) -> None:
+        """Let rollouts start again whose results the learner does not have, if their environment failed (it may work
+        now), or if weights after `version`, which are lost, sampled their tokens or made them too old."""
         used = {number for number, _, _, spent in self.store.groups() if spent is not None}
-        for result in self.store.results():
+        for result in self.store.results(taken):
             if result.group not in used:
-                nodes = self.store.turns(result.session)[0].nodes
-                if any(max(node.versions, default=0) > version for node in nodes):
-                    self.store.forget(result.session)
+                newest = [max(node.versions, default=0) for node in self.store.turns(result.session)[0].nodes]
+                if max([*newest, int(result.detail.get("stale_at", 0))]) > version:
+                    self.store.forget(result.session, "lost_weights")
+                elif result.outcome == Outcome.ENV_ERROR:
+                    self.store.forget(result.session, str(result.excluded))
 
     async def run(self) -> None:
         """Start rollouts until cancelled; then end the running ones."""
@@ -147,7 +159,7 @@ class LiveRollouts:
             for key, job in list(self.jobs.items()):
                 oldest = self.services[job.rollout.family].oldest(job)
                 if oldest is not None and version - oldest > self.max_staleness:
-                    self._stop(key, "stale")
+                    self._stop(key, f"{STALE} {version}")
             if mode == "keep":
                 await self.fleet.load(folder, version)
             else:
@@ -211,15 +223,17 @@ class LiveRollouts:
                 why = self._stops.pop(key, None)
                 if why is None:  # the process ends
                     raise
-                if why != "stale":
+                if not why.startswith(STALE):
                     await self._again(key, job, why)
                     return
-                result = Result(label, label, Outcome.TRUNCATED, detail={"cut": "stale"})
+                at = int(why.removeprefix(STALE))
+                result = Result(label, label, Outcome.TRUNCATED, detail={"cut": STALE, "stale_at": at})
             except LostRollout as error:
                 log.warning("The rollout %s of %s is lost: %s.", job.session, label, error)
-                if rollout.attempt + 1 < MOST_ATTEMPTS:
-                    job.enter("agent")
-                    await asyncio.sleep(PAUSE_SECONDS * 2**rollout.attempt)
+                self._losses[key] += 1
+                if self._losses[key] < MOST_LOSSES:
+                    job.enter("end")
+                    await asyncio.sleep(PAUSE_SECONDS * 2 ** self._losses[key])
                     await self._again(key, job, "lost")
                     return
                 result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "service", "error": str(error)})
@@ -228,7 +242,12 @@ class LiveRollouts:
                 detail = {"cause": "service", "error": f"{type(error).__name__}: {error}"[:500]}
                 result = Result(label, label, Outcome.ENV_ERROR, detail=detail)
             job.enter("end")  # from here on it cannot be stopped
-            await self._end(job, replace(result, detail=jsonable(dict(result.detail))))
+            try:
+                await self._end(job, replace(result, detail=jsonable(dict(result.detail))))
+            except Exception as error:  # without a result, its group would never end
+                log.exception("The result of %s cannot be stored.", job.session)
+                result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "store", "error": repr(error)[:500]})
+                await self._end(job, result)
             self.orchestrator.ended(*key)
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:

@@ -1,7 +1,7 @@
 """Task services over HTTP: they register, play rollouts with their own agents, and report how those ended (§4.1).
 
-A service registers by `POST /services` with the admin key, and repeats that before its lease ends. The gateway then
-calls the service, with the key that the service named:
+A service registers by `POST /services` with the admin key, and repeats that before its lease ends, with the
+`registration` of the first answer. The gateway then calls the service, with the key that the service named:
 
     POST /run {run_id, family, task, group, base_url, api_key, seconds}   start a rollout; the same run_id starts once
     POST /cancel {run_id}                                        end a rollout; it needs no event
@@ -15,6 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
+import secrets
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,6 +47,9 @@ log = get_logger("rollout")
 LEASE_SECONDS = 30.0
 """A registration is valid for this long; services repeat it at least twice as often."""
 POLL_SECONDS = 20.0
+EMPTY_SECONDS = 0.05
+MOST_BYTES = 8 << 20
+"""Longest answer with events."""
 ANSWER_SECONDS = 10.0
 """Longest time in which a service must answer, beside the waiting time of `GET /events`."""
 
@@ -57,6 +64,7 @@ class Registered:
     families: frozenset[str]
     capacity: int
     until: float
+    registration: str
     answers: bool = True
     running: dict[str, asyncio.Future[Mapping[str, Any]]] = field(default_factory=dict)
     polling: asyncio.Task[None] | None = None
@@ -67,22 +75,32 @@ class ServiceRegister:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.services: dict[str, Registered] = {}
+        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
         self._changed = changed
 
-    def register(self, name: str, url: str, key: str, families: Sequence[str], capacity: int) -> None:
-        """Add a service, or renew its lease."""
+    def register(
+        self, name: str, url: str, key: str, families: Sequence[str], capacity: int, registration: str = ""
+    ) -> str:
+        """Add a service, or renew its lease with the `registration` that adding it returned. One without a registration
+        is a new process, which knows nothing of the rollouts of an older one of its name. Raises ApiError 409 for a
+        registration that another service of the name has ended."""
         until = time.monotonic() + LEASE_SECONDS
         old = self.services.get(name)
-        if old is not None and (old.url, old.key) == (url, key):
+        if old is not None and old.registration == registration:
             old.families, old.capacity, old.until = frozenset(families), capacity, until
         else:
-            if old is not None:
-                self.leave(name)
-            service = Registered(name, url, key, frozenset(families), capacity, until)
+            if old is not None and registration:
+                raise ApiError(
+                    409, f"Another service has registered as {name}; choose another name.", code="name_taken"
+                )
+            self.leave(name)
+            registration = secrets.token_urlsafe(16)
+            service = Registered(name, url, key, frozenset(families), capacity, until, registration)
             self.services[name] = service
             service.polling = asyncio.create_task(self._poll(service))
             log.info("The task service %s offers %s.", name, ", ".join(sorted(families)))
         self._changed()
+        return registration
 
     def leave(self, name: str) -> None:
         """Remove a service; its rollouts are lost."""
@@ -116,7 +134,11 @@ class ServiceRegister:
         return min(found, key=lambda one: (len(one.running) / one.capacity, one.name))
 
     def _offering(self, family: str) -> list[Registered]:
-        return [one for one in self.services.values() if family in one.families and one.answers]
+        return [
+            one
+            for one in self.services.values()
+            if family in one.families and one.answers and time.monotonic() < one.until
+        ]
 
     def _answers(self, service: Registered, answers: bool) -> None:
         if service.answers != answers:
@@ -134,9 +156,10 @@ class ServiceRegister:
             async with self._client(service) as client:
                 answer = await client.post("/run", json=dict(body))
                 if answer.status_code >= 300:
+                    self._answers(service, answer.status_code < 500 and answer.status_code != 429)
                     raise LostRollout(f"the task service {service.name} refused a rollout: {answer.text:.300}")
             return await future
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             self._answers(service, False)
             raise LostRollout(f"the task service {service.name} is lost: {type(error).__name__} {error}") from error
         except asyncio.CancelledError:
@@ -155,13 +178,14 @@ class ServiceRegister:
             try:
                 async with self._client(service, POLL_SECONDS) as client:
                     while time.monotonic() < service.until:
-                        answer = await client.get("/events", params={"after": after, "seconds": POLL_SECONDS})
-                        events = answer.raise_for_status().json()["events"]
+                        events = await _events(client, after)
                         self._answers(service, True)
                         for event in events:
                             after = max(after, int(event["id"]))
                             self._take(service, event)
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                        if not events:
+                            await asyncio.sleep(EMPTY_SECONDS)  # it may answer at once instead of waiting
+            except Exception as error:  # whatever it sends harms only its own rollouts
                 log.warning("The task service %s does not answer: %r", service.name, error)
                 self._answers(service, False)
                 await asyncio.sleep(1.0)
@@ -177,7 +201,25 @@ class ServiceRegister:
     def _client(self, service: Registered, more: float = 0.0) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {service.key}"} if service.key else {}
         timeout = httpx.Timeout(ANSWER_SECONDS + more, connect=5.0)
-        return httpx.AsyncClient(base_url=service.url, headers=headers, timeout=timeout, trust_env=False)
+        return httpx.AsyncClient(
+            base_url=service.url, headers=headers, timeout=timeout, trust_env=False, verify=self._verify
+        )
+
+
+async def _events(client: httpx.AsyncClient, after: int) -> list[Any]:
+    """The events of a service with ids above `after`. Raises ValueError for an answer that is too long or of another
+    form."""
+    whole = bytearray()
+    async with client.stream("GET", "/events", params={"after": after, "seconds": POLL_SECONDS}) as answer:
+        answer.raise_for_status()
+        async for piece in answer.aiter_bytes():
+            whole += piece
+            if len(whole) > MOST_BYTES:
+                raise ValueError(f"the events are longer than {MOST_BYTES:,} bytes")
+    found = json.loads(whole)["events"]
+    if not isinstance(found, list):
+        raise ValueError("the events are not a list")
+    return found
 
 
 class RemoteService(TaskService):
@@ -235,6 +277,9 @@ def step_of(event: Mapping[str, Any]) -> StepResult:
     detail = event.get("detail")
     detail = {str(k): v for k, v in detail.items()} if isinstance(detail, Mapping) else {}
     reward, outcome = event.get("reward"), event.get("outcome")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        reward, outcome = None, Outcome.ENV_ERROR
+        detail = {"cause": "service", "error": "the task service gave a reward that is not a number", **detail}
     if outcome is None and reward is not None:
         outcome = Outcome.SOLVED if reward == 1 else Outcome.FAILED
     try:
@@ -249,13 +294,14 @@ def step_of(event: Mapping[str, Any]) -> StepResult:
 
 class NewService(Fields):
     """POST /services. `families` are the names under which recipes ask for it; `capacity` is the maximum number of its
-    rollouts at a time; `key` is sent to it as `Authorization: Bearer`."""
+    rollouts at a time; `key` is sent to it as `Authorization: Bearer`; `registration` is that of an earlier answer."""
 
-    name: str = Field(min_length=1, max_length=128)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:~-]{0,127}$")
     url: str = Field(pattern=r"^https?://", max_length=1024)
     families: list[str] = Field(min_length=1, max_length=256)
     capacity: int = Field(default=16, ge=1, le=1 << 16)
     key: str = Field(default="", max_length=1024)
+    registration: str = Field(default="", max_length=128)
 
 
 def service_routes(gateway: Gateway, register: ServiceRegister) -> APIRouter:
@@ -266,10 +312,19 @@ def service_routes(gateway: Gateway, register: ServiceRegister) -> APIRouter:
     async def add(request: Request) -> dict[str, Any]:
         gateway.check_admin(request)
         body = parse(NewService, await read_body(request, gateway.limits))
-        if bad := [family for family in body.families if not family or " " in family]:
-            raise ApiError(400, f"families: {bad[0]!r:.60} is empty or has a space.", param="families")
-        register.register(body.name, body.url, body.key, body.families, body.capacity)
-        return {"lease_seconds": LEASE_SECONDS}
+        if bad := [family for family in body.families if not re.fullmatch(r"[^\s/]{1,128}", family)]:
+            raise ApiError(
+                400, f"families: {bad[0]!r:.60} is empty, too long, or has a space or slash.", param="families"
+            )
+        try:
+            url = httpx.URL(body.url)
+            known = bool(url.host) and (url.port is None or url.port < 1 << 16)
+        except httpx.InvalidURL:
+            known = False
+        if not known:
+            raise ApiError(400, f"url: {body.url!r:.60} is not a URL.", param="url")
+        found = register.register(body.name, body.url, body.key, body.families, body.capacity, body.registration)
+        return {"lease_seconds": LEASE_SECONDS, "registration": found}
 
     @routes.get("")
     async def listed(request: Request) -> dict[str, Any]:

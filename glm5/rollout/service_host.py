@@ -33,6 +33,7 @@ from glm5.serve.surfaces.schema import parse
 from glm5.tasks.contract import AgentProblem, Family
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import MOST_ERROR_TEXT, checked
+from glm5.tasks.trajectory_json import jsonable
 
 log = get_logger("service")
 
@@ -103,9 +104,8 @@ class Host:
             text = f"{type(error).__name__}: {error}"[:MOST_ERROR_TEXT]
             reward, outcome, detail = 0.0, str(Outcome.ENV_ERROR), {"cause": "crash", "error": text}
         self._last += 1
-        self.events.append(
-            {"id": self._last, "run_id": run.run_id, "reward": reward, "outcome": outcome, "detail": detail}
-        )
+        ended = {"id": self._last, "run_id": run.run_id, "reward": reward, "outcome": outcome}
+        self.events.append({**ended, "detail": jsonable(detail)})
         self._tasks.pop(run.run_id, None)
         self._arrived.set()
         self._arrived = asyncio.Event()
@@ -177,8 +177,12 @@ def serve(
     with bind(host, port) as listener, EnvThreadPool(capacity, seconds) as threads:
         url = "http://{}:{}".format(*listener.getsockname()[:2])
         key = secrets.token_urlsafe(24)
-        body = {"name": name or f"{socket.gethostname()}-{secrets.token_hex(4)}", "url": url, "key": key}
-        body |= {"families": sorted(families), "capacity": capacity}  # type: ignore[dict-item]
+        body: dict[str, Any] = {
+            "name": name or f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            "url": url,
+            "key": key,
+        }
+        body |= {"families": sorted(families), "capacity": capacity}
         app = create_service(Host(families, threads), key)
 
         @contextlib.asynccontextmanager
@@ -195,15 +199,16 @@ def serve(
             Server(ServerConfig(app, Limits(), 1.0), lambda _: None).run(sockets=[listener])
 
 
-async def _renew(gateway: str, admin_key: str, body: Mapping[str, Any]) -> None:
+async def _renew(gateway: str, admin_key: str, body: dict[str, Any]) -> None:
     """Register, and renew the lease for ever."""
     known = False
     async with _admin(gateway, admin_key) as client:
         while True:
             pause = RETRY_SECONDS
             try:
-                answer = await client.post("/services", json=dict(body))
+                answer = await client.post("/services", json=body)
                 if answer.status_code == 200:
+                    body |= {"registration": answer.json()["registration"]}
                     pause = float(answer.json()["lease_seconds"]) / 3
                     if not known:
                         log.info("Registered at %s.", gateway)

@@ -145,12 +145,12 @@ class Store(StoreReader):
 
         self.write_soon(change).result()
 
-    def forget(self, session: str) -> None:
-        """Remove the result of a session, whose tokens were sampled by weights that are lost."""
+    def forget(self, session: str, why: str) -> None:
+        """Remove the result of a session; it is excluded because of `why`."""
 
         def change(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM results WHERE session = ?", (session,))
-            db.execute("UPDATE sessions SET excluded = 'lost_weights' WHERE id = ?", (session,))
+            db.execute("UPDATE sessions SET excluded = ? WHERE id = ?", (why, session))
 
         self.write_soon(change).result()
 

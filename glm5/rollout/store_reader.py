@@ -71,6 +71,11 @@ class StoreReader:
         with self._reading() as db:
             return list(db.execute("SELECT number, family, place, spent FROM groups ORDER BY number"))
 
+    def has_update(self, version: int) -> bool:
+        """Whether groups were trained on in the update that made `version`."""
+        with self._reading() as db:
+            return db.execute("SELECT 1 FROM groups WHERE version = ? LIMIT 1", (version,)).fetchone() is not None
+
     def results(self, after: int = 0, most: int = 1 << 30) -> list[ResultRow]:
         """At most `most` results with ids above `after`, in the order of their ids."""
         names = "session, r.grp, member, problem, domain, outcome, reward, detail, excluded, r.id"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import random
 import time
@@ -22,7 +23,7 @@ from glm5 import cli
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import GradingError
 from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
-from glm5.rollout import services
+from glm5.rollout import remote, services
 from glm5.rollout.admission import Admission
 from glm5.rollout.agent_service import AgentService
 from glm5.rollout.engines import EnginePool
@@ -30,13 +31,14 @@ from glm5.rollout.fleet import Fleet
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
-from glm5.rollout.remote import step_of
+from glm5.rollout.remote import ServiceRegister, step_of
 from glm5.rollout.samples import rows_of
-from glm5.rollout.services import FamilyService, TaskService
+from glm5.rollout.services import FamilyService, LostRollout, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
 from glm5.rollout.waits import Waits
+from glm5.serve.errors import ApiError
 from glm5.tasks import AgentProblem, make_family, to_samples
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.trajectory_json import decode
@@ -199,13 +201,16 @@ def test_a_restart_hands_out_what_was_not_used_and_plays_the_rest(live: Open) ->
 def test_rollouts_of_weights_that_are_lost_are_played_again(live: Open) -> None:
     async def test() -> None:
         async with live() as one:
-            one.rollouts.allow(2)
-            found = await one.take(4)
+            one.rollouts.allow(3)
+            found = await one.take(6)
+            await one.rollouts.updated(1, [t.detail["session"] for t in found if t.group == 0], [0], [])
+        found = [t for t in found if t.group]
         newest = {t.detail["session"] for t in found if max(t.weight_versions) > 1}
         assert newest  # the scripted engine draws its versions
         async with live(version=1) as two:
             rows = await two.rollouts.finished(0, 0)
-            assert {row["detail"]["session"] for row in rows} == {t.detail["session"] for t in found} - newest
+            kept = {row["detail"]["session"] for row in rows if "turns" in row}
+            assert kept == {t.detail["session"] for t in found} - newest
             for session in newest:
                 assert two.store.session(session).excluded == "lost_weights"  # type: ignore[union-attr]
 
@@ -311,6 +316,19 @@ class Script(AgentProblem):
         return self.act(ask)
 
 
+def agents(act: Any, threads: EnvThreadPool, answer_tokens: int = 16) -> Callable[..., AgentService]:
+    """Make the service of the agent `act`, on a gateway that it reaches without sockets."""
+
+    def make(problem_of: Any, tokenizer: Tokenizer, params: Any, pool: Any, store: Store, _: Any) -> AgentService:
+        gateway = Gateway(pool, store, tokenizer, ADMIN, 1 << 12)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(create_gateway(gateway)))
+        problem = Script(act, asyncio.get_running_loop(), client)
+        limits = SessionOptions(turns=4, answer_tokens=answer_tokens)
+        return AgentService(lambda *_: (problem, {}), gateway, limits, threads, lambda: "http://gateway")
+
+    return make
+
+
 def crash(ask: Any) -> None:
     raise GradingError("no sandbox")
 
@@ -340,17 +358,8 @@ def test_agents(
     live: Open, tokenizer: Tokenizer, act: Any, outcome: str, reward: float, detail: dict[str, str], rows: int
 ) -> None:
     async def test() -> None:
-        threads = EnvThreadPool(4, 0.5)
-        with threads:
-
-            def service(problem_of: Any, tokenizer: Tokenizer, params: Any, pool: Any, store: Store, _: Any) -> Any:
-                gateway = Gateway(pool, store, tokenizer, ADMIN, 1 << 12)
-                client = httpx.AsyncClient(transport=httpx.ASGITransport(create_gateway(gateway)))
-                problem = Script(act, asyncio.get_running_loop(), client)
-                limits = SessionOptions(turns=4, answer_tokens=16)
-                return AgentService(lambda *_: (problem, {}), gateway, limits, threads, lambda: "http://gateway")
-
-            async with live(service=service, size=1) as one:
+        with EnvThreadPool(4, 0.5) as threads:
+            async with live(service=agents(act, threads), size=1) as one:
                 one.rollouts.allow(1)
                 (found,) = await one.take(1)
                 assert (found.outcome, found.reward, len(found.turns)) == (outcome, reward, rows)
@@ -358,6 +367,197 @@ def test_agents(
                 session = one.store.session("g0.0.0")
                 assert session is not None and session.closed
                 assert (session.excluded is None) == (outcome != "env_error")
+
+    run(test())
+
+
+circular: dict[str, Any] = {}
+circular["again"] = circular
+deep: Any = "bottom"
+for _ in range(5000):
+    deep = [deep]
+
+
+def ask_and_raise(error: BaseException) -> Callable[[Any], None]:
+    def act(ask: Any) -> None:
+        ask("a")
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(
+            ask_and_raise(error)
+            for error in (
+                StopIteration(1), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(),
+                concurrent.futures.CancelledError(), RecursionError(), ValueError("unknown tool \ud800"),
+                ValueError("x" * 10_000_000),
+            )
+        ),
+        *(
+            lambda ask, detail=detail: (ask("a"), StepResult(done=True, reward=1.0, detail=detail))[1]
+            for detail in (
+                {("a", 1): 2}, circular, {"n": 10**10_000}, {"deep": deep}, {"text": "\ud800"},
+                {"\ud800": float("nan")},
+                {"many": list(range(10**6))}, {"odd": object()},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_no_agent_ends_or_hangs_the_run(live: Open, tokenizer: Tokenizer, act: Any) -> None:
+    """Whatever an agent raises or returns, its rollout has a result that JSON can hold."""
+
+    async def test() -> None:
+        with EnvThreadPool(4, 5.0) as threads:
+            async with live(service=agents(act, threads), size=2) as one:
+                one.rollouts.allow(2)
+                found = await one.take(4)
+                assert {t.outcome for t in found} <= {Outcome.ENV_ERROR, Outcome.SOLVED, Outcome.FAILED}
+                assert all(len(json.dumps(t.detail, ensure_ascii=False).encode()) < 1_000_000 for t in found)
+                assert not one.rollouts.jobs
+
+    run(test())
+
+
+def test_an_answer_that_was_cut_is_a_limit(live: Open, tokenizer: Tokenizer) -> None:
+    async def test() -> None:
+        with EnvThreadPool(4, 5.0) as threads:
+            service = agents(lambda ask: json.loads(ask("a")), threads, answer_tokens=1)
+            async with live(service=service, size=1) as one:
+                one.rollouts.allow(1)
+                (found,) = await one.take(1)
+                assert (found.outcome, found.reward) == (Outcome.TRUNCATED, 0.0)
+
+    run(test())
+
+
+def test_failures_of_the_environment_are_played_again_after_a_restart(live: Open) -> None:
+    async def test() -> None:
+        with EnvThreadPool(4, 5.0) as threads:
+            async with live(service=agents(crash, threads), size=2) as one:
+                one.rollouts.allow(1)
+                assert {t.outcome for t in await one.take(2)} == {Outcome.ENV_ERROR}
+            async with live() as two:
+                two.rollouts.allow(1)
+                assert {t.outcome for t in await two.take(2)} == {Outcome.MALFORMED}  # "no" is no answer to a sum
+
+    run(test())
+
+
+def test_a_store_without_the_learners_last_update_is_refused(live: Open) -> None:
+    async def test() -> None:
+        with pytest.raises(StoreError, match="does not know the last"):
+            async with live(version=3):
+                pass
+
+    run(test())
+
+
+# -------------------------------------------------------------------------------------------------------- services
+
+
+class FakeService:
+    """A task service: takes runs, and sends what `say` makes of each as events."""
+
+    def __init__(self, say: Callable[[dict[str, Any]], Any], status: int = 202) -> None:
+        self.say, self.status = say, status
+        self.runs: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/run":
+            if self.status < 300:
+                self.runs.append(json.loads(request.content))
+            return httpx.Response(self.status, json={})
+        if request.url.path == "/events":
+            after = int(request.url.params["after"])
+            events = [self.say(run | {"id": i}) for i, run in enumerate(self.runs, 1) if i > after]
+            return httpx.Response(200, content=json.dumps({"events": events}))
+        return httpx.Response(200, json={})
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeService]:
+    """Services by host name; requests to them do not leave this process."""
+    found: dict[str, FakeService] = {}
+
+    def client(self: Any, service: Any, more: float = 0.0) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=service.url, transport=httpx.MockTransport(found[service.url.removeprefix("http://")])
+        )
+
+    monkeypatch.setattr(ServiceRegister, "_client", client)
+    monkeypatch.setattr(remote, "POLL_SECONDS", 0.01)
+    return found
+
+
+def solved(run: dict[str, Any]) -> dict[str, Any]:
+    return {"id": run["id"], "run_id": run["run_id"], "reward": 1}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda run: {"id": float("inf"), "run_id": run["run_id"]},
+        lambda run: "event",
+        lambda run: {"run_id": run["run_id"]},
+        lambda run: {"id": "x" * (9 << 20)},
+    ],
+)
+def test_a_service_that_sends_nonsense_harms_only_its_own_rollouts(served: dict[str, FakeService], odd: Any) -> None:
+    async def test() -> None:
+        register = ServiceRegister(lambda: None)
+        served["bad"], served["good"] = FakeService(odd), FakeService(solved)
+        register.register("bad", "http://bad", "", ["sums"], 1)
+        bad = asyncio.create_task(register.run("sums", {"run_id": "first"}))
+        await asyncio.sleep(0.2)
+        register.register("good", "http://good", "", ["sums"], 4)
+        async with asyncio.timeout(5):
+            assert (await register.run("sums", {"run_id": "second"}))["reward"] == 1
+        register.close()
+        with pytest.raises(LostRollout, match="bad is gone"):
+            await bad
+
+    run(test())
+
+
+def test_a_new_process_of_a_service_loses_the_rollouts_of_the_old_one(served: dict[str, FakeService]) -> None:
+    async def test() -> None:
+        register = ServiceRegister(lambda: None)
+        served["a"] = FakeService(lambda run: {"id": 0})
+        first = register.register("a", "http://a", "", ["sums"], 2)
+        assert register.register("a", "http://a", "", ["sums"], 2, first) == first
+        waiting = asyncio.create_task(register.run("sums", {"run_id": "r"}))
+        await asyncio.sleep(0.05)
+        served["a"] = FakeService(solved)
+        second = register.register("a", "http://a", "", ["sums"], 2)
+        with pytest.raises(LostRollout):
+            await waiting
+        assert (await asyncio.wait_for(register.run("sums", {"run_id": "r"}), 5))["reward"] == 1
+        with pytest.raises(ApiError, match="Another service"):
+            register.register("a", "http://a", "", ["sums"], 2, first)
+        assert register.services["a"].registration == second
+        register.close()
+
+    run(test())
+
+
+def test_a_service_that_refuses_gets_nothing_until_it_answers_again(served: dict[str, FakeService]) -> None:
+    async def test() -> None:
+        changes: list[int] = []
+        register = ServiceRegister(lambda: changes.append(1))
+        served["a"] = FakeService(solved, status=503)
+        register.register("a", "http://a", "", ["sums"], 2)
+        register.services["a"].polling.cancel()  # type: ignore[union-attr]
+        with pytest.raises(LostRollout, match="refused"):
+            await register.run("sums", {"run_id": "r"})
+        assert register.capacity("sums") == 0
+        with pytest.raises(LostRollout, match="no task service"):
+            await register.run("sums", {"run_id": "r"})
+        register.services["a"].until = 0
+        register.close()
 
     run(test())
 
@@ -372,6 +572,9 @@ def test_agents(
         ({}, "env_error", 0.0),
         ({"reward": None}, "env_error", 0.0),
         ({"reward": "much"}, "env_error", 0.0),
+        ({"reward": ""}, "env_error", 0.0),
+        ({"reward": []}, "env_error", 0.0),
+        ({"reward": True}, "env_error", 0.0),
         ({"reward": 1e300}, "env_error", 0.0),
         ({"reward": 1.0, "outcome": "great"}, "env_error", 0.0),
         ({"reward": 1.0, "outcome": ["solved"]}, "env_error", 0.0),

@@ -6,6 +6,7 @@ saved every `save_every` updates; what a later run needs besides is in the store
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from glm5.config.families import family_labels
 from glm5.config.launch import Launch
 from glm5.config.recipe import DistillStage, PolicyStage
 from glm5.engine.engine import Engine
+from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Trajectory
 from glm5.rl import replay
@@ -39,8 +41,8 @@ from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import rollout_numbers, update
-from glm5.rollout.trace import FILE as TRACE
-from glm5.rollout.trace import Trace
+from glm5.rollout.timeline import FILE as TRACE
+from glm5.rollout.timeline import Trace
 from glm5.tasks.trajectory_json import decode, encode
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.loop import StageIO
@@ -49,7 +51,7 @@ from glm5.train.stop import TerminationAsInterrupt
 STORE = "sessions.db"
 """File in a stage's folder with all sessions of a live stage."""
 POLL_SECONDS = 1.0
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY, LOCK = Path("/dev/shm"), "lock"
 WORK = ("start", "wait", "update", "publish", "save")
 """What the learner does; "wait" is for rollouts, "start" for the processes at the beginning."""
 OWN_PROCESS = 1 << 40
@@ -86,6 +88,7 @@ class LiveDriver:
         self._allowed = -1
         self._time = TimeSpent(WORK)
         self._seconds: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._trace: Trace | None = None
 
     def run(self) -> dict[str, float]:
@@ -95,15 +98,14 @@ class LiveDriver:
         cores = max(1, threads // (1 + self.launch.engines))
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, threads)
-            quiet = stack.enter_context(TerminationAsInterrupt()) if self.ranks.world > 1 else None
+            quiet = stack.enter_context(TerminationAsInterrupt())
             policy = self._measure()
             torch.set_num_threads(self.launch.learner_threads or cores)
             done, numbers = self._load()
             self.ranks.on_main(
                 partial(self._start, stack, self.ranks.main_copy(self.learner.model), done, policy, cores)
             )
-            if quiet is not None:
-                stack.callback(quiet.ignore)  # while the processes are ended
+            stack.callback(quiet.ignore)  # while the processes are ended
             return self._run(numbers)
 
     def _start(self, stack: ExitStack, model: GLM5ForCausalLM, done: int, policy: str, cores: int) -> None:
@@ -138,11 +140,12 @@ class LiveDriver:
                 controller.weights_arrived()
                 if self.stage.reset_optimizer:
                     self.learner.reset_optimizer()
+            # Before the state: a run that goes on from there removes later rows, and writes them again.
+            self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._noted())
             every = self.stage.optim.save_every
             if every and controller.version % every == 0 and not controller.finished:
                 with self._spent("save"):
                     self._save(numbers)
-            self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._noted())
             self.io.advance(1, numbers)
         return numbers
 
@@ -178,12 +181,20 @@ class LiveDriver:
             if not found and (groups := self.controller.batch()) is not None:
                 return groups
             seconds = 0.0 if found else POLL_SECONDS  # there may be more
+            if not self._weights.latest.is_dir():
+                raise RolloutError(
+                    f"{self.io.name}: the weights in {self._weights.latest} have been deleted, so no engine could be "
+                    'replaced. Run the same command again; launch.transport = "disk" keeps them in the stage\'s folder.'
+                )
 
     def _results(self, seconds: float) -> list[dict[str, Any]]:
         """New results; waits up to `seconds` for one, and notes what the rollouts in flight waited for meanwhile."""
         client = self._client
         if not seconds:
-            return client.results(self._cursor, 0.0)
+            began = time.perf_counter()
+            found = client.results(self._cursor, 0.0)
+            self._note("waits", {}, {"transfer": time.perf_counter() - began})
+            return found
         before, lost = client.clock()["rollouts"], client.restart_seconds
         found = client.results(self._cursor, seconds)
         self._note("waits", before, client.clock()["rollouts"])
@@ -248,7 +259,7 @@ class LiveDriver:
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
         numbers = {"dropped_groups": float(self.controller.buffer.dropped)}
         numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
-        return numbers | self.env_errors.numbers | {"restarts": float(client.restarts)}
+        return numbers | self.env_errors.numbers | self._measured | {"restarts": float(client.restarts)}
 
     def _noted(self) -> dict[str, float]:
         """The metrics of `_note` since the last call."""
@@ -273,6 +284,7 @@ class LiveDriver:
         )
         prompts = PromptStream(self.stage, self.seed)
         prompts.measure(engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
+        self._measured = prompts.numbers
         return policy
 
     def _load(self) -> tuple[int, dict[str, float]]:
@@ -313,12 +325,17 @@ class _WeightFolders:
 
     def __enter__(self) -> _WeightFolders:
         for left in self._parent.glob(self._prefix + "*"):  # by a run of this stage that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError), (left / LOCK).open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a living one, in another container
+                shutil.rmtree(left, ignore_errors=True)
         self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))  # mode 0700
+        self._lock = (self._folder / LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
 
     def write(self, model: GLM5ForCausalLM, tokenizer: Tokenizer, version: int) -> Path:
         """A new checkpoint directory with the model's weights."""
@@ -326,10 +343,11 @@ class _WeightFolders:
         shutil.rmtree(path, ignore_errors=True)
         model.save_pretrained(path)
         tokenizer.save(path)
+        self.latest = path
         return path
 
     def keep(self, latest: Path) -> None:
         """Delete all directories but this one."""
         for path in self._folder.iterdir():
-            if path != latest:
+            if path.is_dir() and path != latest:
                 shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ class RolloutClient:
     def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Finished rollouts with ids above `after`; waits up to `seconds` for the first one."""
         found: list[dict[str, Any]] = self._call("GET", f"/trainer/results?after={after}&seconds={seconds}")["results"]
+        self.job = replace(self.job, taken=after)
         if found:
             self._ends = 0
         return found
@@ -116,6 +118,9 @@ class RolloutClient:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             assert self._http is not None and self.process is not None
+            if self.process.poll() is not None:  # another process may listen at its address now
+                self._restart(f"it ended with code {self.process.returncode}")
+                continue
             try:
                 answer = self._http.request(method, path, json=body)
             except httpx.TransportError as error:
@@ -168,6 +173,8 @@ class RolloutClient:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.write(self.job.to_json().encode() + b"\n")
                 self.process.stdin.flush()
+            if not select.select([self.process.stdout], [], [], START_SECONDS)[0]:
+                raise _Ended(f"it was not ready within {START_SECONDS:g} seconds")
             line = self.process.stdout.readline()
             if not line:
                 raise _Ended(f"it ended with code {self.process.wait()} before it was ready")
