@@ -16,7 +16,9 @@ import pytest
 
 from glm5 import GLM5Config, GLM5ForCausalLM
 from glm5.chat import Tokenizer
+from glm5.launch import pipeline
 from glm5.obs.metrics import read_metrics
+from glm5.rl.drivers.live import _WeightFolders
 from tests.launch.live_run import KINDS, LiveRun
 
 Make = Callable[..., LiveRun]
@@ -117,6 +119,24 @@ def test_ranks_share_the_updates(live: Make) -> None:
     assert all(row["mismatch_max"] == 0 for row in rows)
     states = {p.name for p in (run.stage / "state" / "step-00000007").glob("rank-*")}
     assert states == {"rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_weights_of_a_living_run_are_not_deleted(tmp_path: Path) -> None:
+    """Two containers may share /dev/shm, and in both a stage may have the same folder."""
+    with _WeightFolders(tmp_path, "memory") as first:
+        path = first._folder
+        with _WeightFolders(tmp_path, "memory") as second:
+            assert path.is_dir() and second._folder != path
+        first._lock.close()  # as if its process had been killed
+        with _WeightFolders(tmp_path, "memory"):
+            assert not path.exists()
+
+
+def test_processes_of_an_unfinished_run_may_change() -> None:
+    work = pipeline._work
+    base = 'name = "a"\n'
+    assert work(base + "[launch]\nengines = 1\n") == work(base + '[launch]\nengines = 2\ntransport = "disk"\n')
+    assert work(base) != work(base + "[launch]\n")
 
 
 @pytest.mark.slow

@@ -144,3 +144,19 @@ def test_lost_groups_are_counted_until_one_survives() -> None:
             buffer.add(trajectory(number, outcome=Outcome.ENV_ERROR if failed else Outcome.FAILED))
         assert buffer.lost_in_a_row == (1, 2, 0, 1)[number]
     assert (buffer.dropped_env, buffer.ready) == (3, 1)
+
+
+@pytest.mark.parametrize(("stopped", "kept"), [(3, True), (4, False), (7, False)])
+def test_a_response_that_was_stopped_as_stale_is_never_trained_on(stopped: int, kept: bool) -> None:
+    """It may have no token yet, and then it has no age."""
+    buffer = Buffer(7, 1)
+    for number in range(7):
+        versions = () if number < stopped else (5,)
+        response = trajectory(versions=versions, outcome=Outcome.TRUNCATED if number < stopped else Outcome.SOLVED)
+        response.detail |= {"cut": "stale", "stale_at": 5} if number < stopped else {}
+        buffer.add(response)
+    buffer.drop_stale(5)
+    (group,) = buffer.take(1) or [[]]
+    assert [bool(t.turns) for t in group] == [True] * (7 if kept else 0)
+    assert (buffer.dropped_stale, buffer.dropped_env, buffer.gone) == ((0, 0, []) if kept else (1, 0, [0]))
+    assert buffer.stale_responses == stopped and buffer.lost_in_a_row == 0
