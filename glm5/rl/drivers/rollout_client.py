@@ -24,8 +24,8 @@ from glm5.rl.rollout_process import RolloutJob
 _log = get_logger(__name__)
 
 START_SECONDS = 900.0
-ANSWER_SECONDS = 600.0
-"""Longest time for one answer, weight pushes included."""
+ANSWER_SECONDS, PUSH_SECONDS = 120.0, 1800.0
+"""Longest time for one answer, and for a push of weights."""
 STOP_SECONDS = 10.0
 BUSY_SECONDS = 0.5
 """Pause after an answer that the process has too many requests."""
@@ -101,9 +101,8 @@ class RolloutClient:
     def weights(self, version: int, folder: Path, mode: str) -> float:
         """Have all engines load weights; returns the seconds."""
         self.job = replace(self.job, folder=str(folder), weights=version)
-        seconds: float = self._call(
-            "POST", "/trainer/weights", {"version": version, "folder": str(folder), "mode": mode}
-        )["seconds"]
+        body = {"version": version, "folder": str(folder), "mode": mode}
+        seconds: float = self._call("POST", "/trainer/weights", body, PUSH_SECONDS)["seconds"]
         return seconds
 
     def clock(self) -> dict[str, dict[str, float]]:
@@ -114,7 +113,10 @@ class RolloutClient:
         """What happens now."""
         return self._call("GET", "/trainer/status")
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
+        """The answer to a request. A process that takes longer than `seconds` hangs, and is replaced."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             assert self._http is not None and self.process is not None
@@ -122,7 +124,7 @@ class RolloutClient:
                 self._restart(f"it ended with code {self.process.returncode}")
                 continue
             try:
-                answer = self._http.request(method, path, json=body)
+                answer = self._http.request(method, path, json=body, timeout=httpx.Timeout(seconds, connect=5.0))
             except httpx.TransportError as error:
                 self._restart(f"{type(error).__name__} {error}")
                 continue
@@ -191,7 +193,6 @@ class RolloutClient:
         self._http = httpx.Client(
             base_url=news["url"],
             headers={"authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=5.0),
             trust_env=False,
         )
 
