@@ -75,6 +75,8 @@ class ServiceRegister:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.services: dict[str, Registered] = {}
+        self.instance = secrets.token_hex(8)
+        """Makes run ids unique: a service may outlive a run, and the next one has sessions of the same names."""
         self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
         self._changed = changed
 
@@ -252,7 +254,7 @@ class RemoteService(TaskService):
     async def _play(self, job: Job, problem: RemoteProblem) -> StepResult:
         job.enter("agent")
         body = {
-            "run_id": job.session,
+            "run_id": f"{self._register.instance}.{job.session}",
             "family": self._family,
             "task": problem.index,
             "group": job.rollout.group,

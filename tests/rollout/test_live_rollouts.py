@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,10 +31,10 @@ from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.live import LiveRollouts
-from glm5.rollout.orchestrator import Orchestrator
-from glm5.rollout.remote import ServiceRegister, step_of
+from glm5.rollout.orchestrator import Orchestrator, Rollout
+from glm5.rollout.remote import RemoteService, ServiceRegister, step_of
 from glm5.rollout.samples import rows_of
-from glm5.rollout.services import FamilyService, LostRollout, TaskService
+from glm5.rollout.services import FamilyService, Job, LostRollout, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
@@ -41,6 +42,7 @@ from glm5.rollout.waits import Waits
 from glm5.serve.errors import ApiError
 from glm5.tasks import AgentProblem, make_family, to_samples
 from glm5.tasks.env_threads import EnvThreadPool
+from glm5.tasks.remote import RemoteProblem
 from glm5.tasks.trajectory_json import decode
 from tests.rollout.conftest import ADMIN, ScriptedEngine
 
@@ -540,6 +542,27 @@ def test_a_new_process_of_a_service_loses_the_rollouts_of_the_old_one(served: di
             register.register("a", "http://a", "", ["sums"], 2, first)
         assert register.services["a"].registration == second
         register.close()
+
+    run(test())
+
+
+def test_a_service_may_outlive_a_run(served: dict[str, FakeService]) -> None:
+    """Two runs have sessions of the same names, and a service starts no run id twice."""
+
+    async def test() -> None:
+        served["a"] = FakeService(solved)
+        job = Job(Rollout(0, 0, 0, 0, 0), "g0.0.0")
+        for _ in range(2):
+            register = ServiceRegister(lambda: None)
+            register.register("a", "http://a", "", ["sums"], 2)
+            gateway: Any = SimpleNamespace(admin_key="key")
+            service = RemoteService(
+                "sums", lambda *_: (None, {}), register, gateway, SessionOptions(), 5.0, lambda: "u"
+            )
+            found = await service._play(job, RemoteProblem("p", "p", "sums", 3))
+            assert found.reward == 1
+            register.close()
+        assert len({run["run_id"] for run in served["a"].runs}) == 2
 
     run(test())
 
