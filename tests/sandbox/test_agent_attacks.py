@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -395,3 +396,47 @@ def test_a_rollout_sends_nothing_to_the_next_of_its_worker(host: Host, tmp_path:
                     assert (run.stdout, run.stderr) == ("", ""), run
             assert run.result is not None and "False" not in run.result and run.stdout == ""
         assert [played for _, played in workers._free] == [8]
+
+
+FLOOD = """
+import resource, sys, threading
+from glm5 import process
+from glm5.sandbox.agent_room import run_agent
+from glm5.sandbox.room import Limits
+
+process._WANTED_FILES = 256
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+hostile = '''
+import socket, time
+held, end = [], time.time() + 2
+while time.time() < end:
+    try: held.append(socket.create_connection(("127.0.0.1", 8100), 0.2))
+    except OSError: time.sleep(0.1)
+'''
+honest = '''
+import socket, time
+time.sleep(1)
+socket.create_connection(("127.0.0.1", 8100)).sendall(b"x")
+'''
+ends = []
+
+def one(source):
+    limits = Limits(cpu_s=20, wall_s=20, memory_mb=128, processes=8, file_mb=4, output_kb=16)
+    session = {"gateway_socket": sys.argv[1], "base_path": "/sessions/a/v1", "api_key": "k"}
+    ends.append(run_agent(["python3", "-c", source], {}, limits=limits, **session).exit_code)
+
+threads = [threading.Thread(target=one, args=(source,)) for source in [hostile] * 4 + [honest]]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(ends)
+"""
+
+
+def test_agents_that_hold_connections_take_none_from_other_rooms(tmp_path: Path) -> None:
+    """With few file descriptors for all rooms of a process."""
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.bind(str(tmp_path / "gateway"))
+        gateway.listen(512)
+        command = [sys.executable, "-c", FLOOD, str(tmp_path / "gateway")]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(REPOSITORY)})
+    assert (ran.stdout, ran.stderr) == (f"{[0] * 5}\n", "")
