@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -23,7 +22,6 @@ import pytest
 from glm5.errors import GradingError
 from glm5.sandbox import agent_room
 from glm5.sandbox.agent_room import AgentRun, mechanism, run_agent
-from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.room import Limits
 
 
@@ -328,115 +326,3 @@ def test_every_limit_is_the_agents_failure(host: Host, name: str) -> None:
     assert time.monotonic() - started < 15 and len(run.stdout) <= 16 << 10
     assert run.killed_reason == "disk" or "main.py" in run.files
     assert sum(map(len, run.files.values())) <= 4 << 20
-
-
-SENDER = """
-import fcntl, os, re, secrets, socket, tempfile
-log, pair, (read, write) = tempfile.TemporaryFile(), socket.socketpair(), os.pipe()
-source, null = open(__file__), open(os.devnull, "w")
-print("imported")
-
-def send(task):
-    if task == "output":
-        for stream in (1, 2):
-            fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, 1 << 20)
-            os.set_blocking(stream, False)
-            os.write(stream, b"MESSAGE" * 140_000)
-        os._exit(0)
-    if task == "flags":
-        for stream in (1, 2):
-            fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, 4096)
-            os.set_blocking(stream, False)
-    if task == "descriptors":
-        for send in (log.write, pair[0].send, lambda data: os.write(write, data)):
-            try: send(b"MESSAGE")
-            except OSError: pass
-        log.flush()
-        source.read()
-        null.write("x" * 10000)
-    if task == "result":
-        return "MESSAGE-" + secrets.token_hex(16)
-
-def receive():
-    for stream in (1, 2):
-        yield os.get_blocking(stream) and fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ) == 65536
-    pair[1].setblocking(False)
-    os.set_blocking(read, False)
-    for receive in (log.read, lambda: pair[1].recv(9), lambda: os.read(read, 9)):
-        log.seek(0)
-        try: yield not receive()
-        except OSError: yield True
-    yield source.read().endswith("# the end\\n")
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for line in maps:
-            if " rw" in line:
-                start, end = (int(word, 16) for word in line.split()[0].split("-"))
-                memory.seek(start)
-                yield not re.search(rb"MESSAG[E]-[0-9a-f]{32}", memory.read(end - start))
-
-def play(base_url, api_key, task):
-    return send(task) if task else str(list(receive()))
-# the end
-"""
-
-
-@pytest.mark.parametrize("way", ["output", "flags", "descriptors", "result"])
-def test_a_rollout_sends_nothing_to_the_next_of_its_worker(host: Host, tmp_path: Path, way: str) -> None:
-    tmp_path.chmod(0o755)
-    (tmp_path / "sender.py").write_text(SENDER)
-    ends, limits = (-9, "output") if way == "output" else (0, None), replace(LIMITS, memory_mb=256)
-    with AgentWorkers(
-        "sender:play", gateway_socket=str(host.folder / "gateway"), path=[tmp_path], limits=limits
-    ) as workers:
-        for _ in range(4):
-            for task in (way, None):
-                run = workers.run({}, task=task, base_path="/sessions/a/v1", api_key="k")
-                assert (run.exit_code, run.killed_reason) == (ends if task else (0, None)), run
-                if way != "output":
-                    assert (run.stdout, run.stderr) == ("", ""), run
-            assert run.result is not None and "False" not in run.result and run.stdout == ""
-        assert [played for _, played in workers._free] == [8]
-
-
-FLOOD = """
-import resource, sys, threading
-from glm5 import process
-from glm5.sandbox.agent_room import run_agent
-from glm5.sandbox.room import Limits
-
-process._WANTED_FILES = 256
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-hostile = '''
-import socket, time
-held, end = [], time.time() + 2
-while time.time() < end:
-    try: held.append(socket.create_connection(("127.0.0.1", 8100), 0.2))
-    except OSError: time.sleep(0.1)
-'''
-honest = '''
-import socket, time
-time.sleep(1)
-socket.create_connection(("127.0.0.1", 8100)).sendall(b"x")
-'''
-ends = []
-
-def one(source):
-    limits = Limits(cpu_s=20, wall_s=20, memory_mb=128, processes=8, file_mb=4, output_kb=16)
-    session = {"gateway_socket": sys.argv[1], "base_path": "/sessions/a/v1", "api_key": "k"}
-    ends.append(run_agent(["python3", "-c", source], {}, limits=limits, **session).exit_code)
-
-threads = [threading.Thread(target=one, args=(source,)) for source in [hostile] * 4 + [honest]]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print(ends)
-"""
-
-
-def test_agents_that_hold_connections_take_none_from_other_rooms(tmp_path: Path) -> None:
-    """With few file descriptors for all rooms of a process."""
-    with socket.socket(socket.AF_UNIX) as gateway:
-        gateway.bind(str(tmp_path / "gateway"))
-        gateway.listen(512)
-        command = [sys.executable, "-c", FLOOD, str(tmp_path / "gateway")]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(REPOSITORY)})
-    assert (ran.stdout, ran.stderr) == (f"{[0] * 5}\n", "")
