@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import TextIO
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
+_WANTED_FILES = 1 << 16
 
 
 def safe_path() -> None:
@@ -52,6 +54,25 @@ def read_job() -> bytes:
             return b""
         line += piece
     return line
+
+
+def free_files() -> int:
+    """File descriptors that this process may still open. Raises its soft limit first."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return 512
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = 32
+    return _WANTED_FILES if soft == resource.RLIM_INFINITY else soft - used
 
 
 def end_with_parent(clean: Callable[[], None] = lambda: None) -> None:

@@ -19,6 +19,7 @@ else:
 
 FOLDERS = (b"/tmp", BOX.encode())
 MOST_LEFT = 1000  # names of files that are too large
+MOST_WIPED = 20_000  # files and folders; with more, a new room takes less time
 
 
 def write_files(files: list[list[bytes]]) -> None:
@@ -89,9 +90,11 @@ def _identity(path: bytes) -> tuple[int, int]:
 
 
 def wipe(kept: dict[bytes, tuple[int, int]], shown: list[bytes]) -> bool:
-    """Empty the writable folders but for `kept`, their `landmarks`. False if something else stays, or one is not as it
-    was."""
+    """Empty the writable folders but for `kept`, their `landmarks`. False if there is too much in them, if something
+    else stays, or if one of `kept` is not as it was."""
     try:
+        if sum(space.f_files - space.f_ffree for space in map(os.statvfs, FOLDERS)) > MOST_WIPED:
+            return False
         for top in FOLDERS:
             for path, found in walk(top, shown):
                 if path not in kept:

@@ -4,13 +4,14 @@
 nothing else of `glm5`. It builds the room as the launcher does, with these differences: the loopback interface is up,
 `/tmp` is writable, `/proc` shows the room's processes, and the tables below allow more system calls.
 
-Messages on the channel (a SEQPACKET socket), each with at most one descriptor:
+Messages on the channel (a SEQPACKET socket):
 
-- out: `error WHY`; `ready` with the socket that listens on 127.0.0.1 of the room; `done KIND CODE PEAK FULL SPENT`
-  with a memory file of the results. KIND is exit, signal, stopped, or stale if the worker had died before. PEAK: MB of
-  the largest process that ended. FULL: 1 if a folder has no space left. SPENT: 1 if the room cannot run another agent.
-- in: `job` with a memory file of the agent's files, environment and task; `stop` ends the agent. At the end of the
-  file, the room ends.
+- out: `error WHY`; `ready UID` with the socket that listens on 127.0.0.1 of the room; `done KIND CODE PEAK FULL SPENT`
+  with a memory file of the results. UID owns the agents' pipes; -1 if they need no other owner. KIND is exit, signal,
+  stopped, or stale if the worker had died before. PEAK: MB of the largest process that ended. FULL: 1 if a folder has
+  no space left. SPENT: 1 if the room cannot run another agent.
+- in: `job` with a memory file of the agent's files, environment and task, and its stdout and stderr, pipes that no
+  other agent has; `stop` ends the agent. At the end of the file, the room ends.
 
 Only the caller, outside the room, connects to the gateway: it accepts the connections of the listening socket.
 """
@@ -32,7 +33,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from glm5.sandbox import agent_files, launcher
@@ -65,6 +66,7 @@ INODES = 65536  # files and folders in each writable folder
 KILL_S = 2.0  # time to end an agent's processes while the worker stays
 WORKER_CPU_S = 3600
 MOST_LINE = 1 << 17  # bytes of a worker's answer
+MOST_RESULT = 32768  # bytes of what a Python function returned
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 
@@ -133,8 +135,11 @@ def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
 
 
-def start(command: list[str], environment: dict[str, str], limits: list[int], machine: str) -> int:
-    """Execute `command` in the working folder. Returns its process id. Raises SetupError if it cannot be executed."""
+def start(
+    command: list[str], environment: dict[str, str], limits: list[int], machine: str, streams: Sequence[int] = (1, 2)
+) -> int:
+    """Execute `command` in the working folder, with `streams` as stdout and stderr. Returns its process id. Raises
+    SetupError if it cannot be executed."""
     failed, report = os.pipe()
     child = os.fork()
     if child:
@@ -147,6 +152,8 @@ def start(command: list[str], environment: dict[str, str], limits: list[int], ma
     try:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and an ignored signal stays ignored
             signal.signal(number, signal.SIG_DFL)
+        os.dup2(streams[0], 1)
+        os.dup2(streams[1], 2)
         os.setsid()
         os.chdir(launcher.BOX)
         limit(*limits)
@@ -158,14 +165,17 @@ def start(command: list[str], environment: dict[str, str], limits: list[int], ma
         os._exit(127)
 
 
-def fields(row: bytes) -> list[bytes]:
-    return list(launcher.netstrings(row))
+def memory_file(data: bytes) -> int:
+    descriptor = os.memfd_create("glm5-agent", os.MFD_CLOEXEC)
+    with os.fdopen(descriptor, "wb", closefd=False) as stream:
+        stream.write(data)
+    return descriptor
 
 
 def read_job(descriptor: int) -> tuple[list[list[bytes]], dict[str, str], str]:
     """Files (name, data), environment, and the task for a worker."""
     with os.fdopen(descriptor, "rb") as stream:
-        rows = [fields(row) for row in launcher.netstrings(stream.read())]
+        rows = [list(launcher.netstrings(row)) for row in launcher.netstrings(stream.read())]
     environment = {os.fsdecode(row[1]): os.fsdecode(row[2]) for row in rows if row[0] == b"environment"}
     task = next((row[1].decode() for row in rows if row[0] == b"task"), "null")
     return [row[1:] for row in rows if row[0] == b"file"], environment, task
@@ -181,7 +191,7 @@ class ProcessOne:
         self._shown = [os.fsencode(path) for path, *_ in shown]
         self._landmarks = agent_files.landmarks(self._shown)
         self.limits = [int(value) for value in request["limits"][0]]
-        self.worker, self.orders, self.answers = 0, -1, -1
+        self.worker, self.answers = 0, -1
         wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -194,20 +204,15 @@ class ProcessOne:
         """Start the process that imports the agent, and wait until it has."""
         if not os.path.exists("/proc/self"):
             raise launcher.SetupError("this machine allows no /proc in the room; a worker needs it")
-        theirs, self.orders = os.pipe()
+        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.answers, answer = os.pipe()
-        for descriptor in (theirs, answer):
+        for descriptor in (theirs.fileno(), answer):
             os.set_inheritable(descriptor, True)
         cpu_s, memory_mb, processes, file_mb = self.limits
-        command = [*self.command, str(theirs), str(answer), str(cpu_s)]
-        limits = [
-            cpu_s + WORKER_CPU_S,
-            memory_mb,
-            processes + 1,
-            file_mb,
-        ]  # for import and forks; its children have less
+        command = [*self.command, str(theirs.fileno()), str(answer), str(cpu_s)]
+        limits = [cpu_s + WORKER_CPU_S, memory_mb, processes + 1, file_mb]  # of import and forks; rollouts have less
         self.worker = start(command, environment, limits, self.machine)
-        os.close(theirs)
+        theirs.close()
         os.close(answer)
         self._poll.register(self.answers, select.POLLIN)
         loaded = self._wait(self._answer) or {}
@@ -215,7 +220,7 @@ class ProcessOne:
             why = loaded.get("error", "its process ended")
             raise launcher.SetupError(f"the agent could not be imported: {why}"[:900])
 
-    def run(self, descriptor: int) -> None:
+    def run(self, descriptor: int, *streams: int) -> None:
         """Run one agent and send its results."""
         files, environment, task = read_job(descriptor)
         result, spent = b"", not self.worker
@@ -225,16 +230,24 @@ class ProcessOne:
             return
         agent_files.write_files(files)
         if self.worker:
-            self._write(json.dumps({"environment": environment, "task": json.loads(task)}).encode() + b"\n")
+            read, write = os.pipe()  # for the result
+            order = memory_file(json.dumps({"environment": environment, "task": json.loads(task)}).encode())
+            streams = (order, write, *streams)
+            socket.send_fds(self.orders, [b"order"], streams)
             answer = self._wait(self._answer)
             spent = not self._kill_others()
             if answer is None and not spent:  # stopped: the worker still tells of the end of its child
                 spent = self._wait(self._answer, deadline=time.monotonic() + KILL_S) is None
-            if answer is not None and "result" in answer:
-                result = agent_files.row(b"result", str(answer["result"]).encode("utf-8", "surrogatepass"))
+            os.set_blocking(read, False)
+            with contextlib.suppress(BlockingIOError):
+                if (said := os.read(read, MOST_RESULT)) and answer is not None and answer.get("end") == 0:
+                    result = agent_files.row(b"result", said)
+            os.close(read)
         else:
-            child = start(self.command, environment, self.limits, self.machine)
+            child = start(self.command, environment, self.limits, self.machine, streams)
             answer = self._wait(lambda: {"end": self._ends.pop(child)} if child in self._ends else None)
+        for mine in streams:
+            os.close(mine)
         if spent:
             self._kill_all()
         if answer is None:
@@ -249,15 +262,9 @@ class ProcessOne:
         self._send(f"{told} {peak >> 10} {int(was_full)} {int(spent)}", rows)
 
     def _send(self, told: str, rows: bytes) -> None:
-        memory = os.memfd_create("glm5-agent", os.MFD_CLOEXEC)
-        with os.fdopen(memory, "wb", closefd=False) as stream:
-            stream.write(rows)
+        memory = memory_file(rows)
         socket.send_fds(self.channel, [f"done {told}".encode()], [memory])
         os.close(memory)
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self.orders, data) :]
 
     def _wait(self, ended: Callable[[], Answer | None], deadline: float | None = None) -> Answer | None:
         """Serve until `ended` gives a value. None if the order to stop came, or after `deadline`."""
@@ -341,9 +348,8 @@ def be_process_one(request: dict[str, list[list[str]]], root: str, channel: sock
     os.umask(0o022)
     build_room(root, request, uid, int(request["limits"][0][3]))
     listener = open_loopback(int(request["port"][0][0]))
-    if os.getuid() == 0:
-        for descriptor in (1, 2):
-            os.fchown(descriptor, uid, uid)  # /dev/stdout and /dev/stderr open these pipes anew
+    owner = uid if os.getuid() == 0 else -1  # of the pipes, which /dev/stdout and /dev/stderr open anew
+    os.fchown(1, owner, owner)
     launcher.drop_privileges(uid, int(request["capability"][0][0]))
     launcher.libc.prctl(launcher.PR_SET_PDEATHSIG, launcher.SIGKILL, 0, 0, 0)  # the change of user id clears it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let the agent interrupt process 1
@@ -353,14 +359,16 @@ def be_process_one(request: dict[str, list[list[str]]], root: str, channel: sock
     one = ProcessOne(channel, request, machine)
     if "worker" in request:
         one.start_worker({row[0]: row[1] for row in request.get("environment", [])})
-    socket.send_fds(channel, [b"ready"], [listener.fileno()])
+    socket.send_fds(channel, [f"ready {owner}".encode()], [listener.fileno()])
     listener.close()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        message, descriptors, _, _ = socket.recv_fds(channel, 16, 3)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if not message:
             return
         if message == b"job":
-            one.run(descriptors[0])
+            one.run(*descriptors)
 
 
 def main() -> None:

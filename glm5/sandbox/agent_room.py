@@ -120,6 +120,7 @@ class Room:
         self._selector = self._stack.enter_context(selectors.DefaultSelector())
         self._forwarder: Forwarder | None = None
         self._captured = {"stdout": b"", "stderr": b""}
+        self._log = b""  # the last words of the launcher, and of the worker at its import
         self._message: tuple[list[str], bytes] | None = None
         try:
             with self._cancelled_by(token):
@@ -149,7 +150,7 @@ class Room:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=(request_fd, theirs.fileno(), control_read),
                 start_new_session=True,
                 env={},
@@ -164,10 +165,10 @@ class Room:
             os.close(control_read)
         self._pid = process.pid
         self._stack.callback(_end, process, control_write)
-        for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            self._selector.register(stream, selectors.EVENT_READ, functools.partial(self._read, stream.fileno(), name))
+        assert process.stdout is not None
+        self._log_fd = process.stdout.fileno()
+        os.set_blocking(self._log_fd, False)
+        self._selector.register(self._log_fd, selectors.EVENT_READ, self._hear)
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
 
     def _await(self, deadline: float) -> None:
@@ -178,7 +179,6 @@ class Room:
                 raise StartedTooLate(f"{self._mechanism}: an agent's room was not ready in time.")
             self._serve(left)
         self._message = None
-        self._drain()
 
     @contextlib.contextmanager
     def _cancelled_by(self, token: CancelToken | None) -> Iterator[None]:
@@ -216,12 +216,20 @@ class Room:
         self._captured[name] += chunk
         return bool(chunk)
 
+    def _hear(self, mask: int = 0) -> None:
+        with contextlib.suppress(BlockingIOError, KeyError):
+            chunk = os.read(self._log_fd, 65536)
+            self._log = (self._log + chunk)[-4096:]
+            if not chunk:
+                self._selector.unregister(self._log_fd)
+
     def _receive(self, mask: int) -> None:
         """A message of the launcher."""
         text, descriptors, _, _ = socket.recv_fds(self._channel, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         kind, *words = text.decode(errors="replace").split(" ")
         if kind == "ready" and descriptors:
             listener = socket.socket(fileno=descriptors[0])
+            self._uid = int(words[0])
             self._forwarder = Forwarder(self._selector, listener, self.gateway)
             self._stack.callback(self._forwarder.close)
             self._message = [], b""
@@ -230,9 +238,9 @@ class Room:
                 stream.seek(0)
                 self._message = words, stream.read()
         else:
-            self._drain()
-            stderr = self._captured["stderr"].decode(errors="replace").strip()[-300:]
-            why = " ".join(words) or stderr or "it was killed from outside; is the machine out of memory?"
+            self._hear()
+            last = self._log.decode(errors="replace").strip()[-300:]
+            why = " ".join(words) or last or "it was killed from outside; is the machine out of memory?"
             raise GradingError(f"{self._mechanism}: an agent's room failed: {why}.")
 
     def _drain(self) -> None:
@@ -249,27 +257,45 @@ class Room:
         if (why := unreachable(self.gateway)) is not None:
             raise GradingError(f"the gateway does not answer at {self.gateway}: {why}.")
         try:
-            with self._cancelled_by(token):
-                return self._run(job)
+            with self._cancelled_by(token), contextlib.ExitStack() as streams:
+                return self._run(job, streams)
         except BaseException as error:
             self.spent = True
             if isinstance(error, OSError):  # for example, too many open files
                 raise GradingError(f"{self._mechanism}: an agent's room failed: {error}.") from error
             raise
 
-    def _run(self, job: bytes) -> AgentRun:
+    def _send(self, job: bytes, streams: contextlib.ExitStack) -> None:
+        """Start an agent, with pipes of its own: one may leave data and flags in them that the next must not find."""
+        descriptors = [memory_file(job)]
+        try:
+            for name in self._captured:
+                read, write = os.pipe()
+                descriptors.append(write)
+                streams.callback(self._hang_up, read)
+                os.set_blocking(read, False)
+                os.fchown(write, self._uid, self._uid)
+                self._selector.register(read, selectors.EVENT_READ, functools.partial(self._read, read, name))
+            try:
+                socket.send_fds(self._channel, [b"job"], descriptors)
+            except OSError as error:
+                raise Stale(f"{self._mechanism}: an agent's room is gone: {error}.") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _hang_up(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+        os.close(descriptor)
+
+    def _run(self, job: bytes, streams: contextlib.ExitStack) -> AgentRun:
         assert self._forwarder is not None  # the room is ready
         self._forwarder.lost = False
         self._captured = {"stdout": b"", "stderr": b""}
         started = time.monotonic()
         before = measure(self._pid, sys.maxsize).cpu_s
-        descriptor = memory_file(job)
-        try:
-            socket.send_fds(self._channel, [b"job"], [descriptor])
-        except OSError as error:
-            raise Stale(f"{self._mechanism}: an agent's room is gone: {error}.") from error
-        finally:
-            os.close(descriptor)
+        self._send(job, streams)
         stopped, crowded = self._watch(before)
         if stopped is not None:
             with contextlib.suppress(OSError):
@@ -343,9 +369,8 @@ def _end(process: subprocess.Popen[bytes], control_fd: int) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 @functools.cache

@@ -1,21 +1,26 @@
 """Imports an agent once, then forks a process per rollout. Runs inside an agent's room (see `agent_workers`).
 
-`agent_worker.py MODULE:FUNCTION PATHS ORDERS ANSWERS CPU_S`: PATHS is a JSON list of folders to import from, ORDERS and
-ANSWERS are descriptors, CPU_S is the CPU limit of a process of a rollout. Orders and answers are JSON lines. First
-answer: `{"loaded": true}` or `{"error": WHY}`. Then per order `{"environment": {...}, "task": ...}` one answer `{"end":
-wait status, "peak": KB, "result": text}`; the result is missing if the agent returned None or failed.
+`agent_worker.py MODULE:FUNCTION PATHS ORDERS ANSWERS CPU_S`: PATHS is a JSON list of folders to import from, ORDERS
+is a SEQPACKET socket, ANSWERS a pipe, CPU_S the CPU limit of a process of a rollout. First answer: `{"loaded": true}`
+or `{"error": WHY}`. An order is a message with four descriptors: a memory file `{"environment": {...}, "task": ...}`,
+a pipe for the result, stdout and stderr. Its answer is `{"end": wait status, "peak": KB}`. Answers are JSON lines.
+
+This process reads neither orders nor results: what it held in memory, later rollouts could read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
 import random
 import resource
+import socket
+import stat
 import sys
 import traceback
 
@@ -28,10 +33,40 @@ PR_SET_DUMPABLE = 4
 MOST_RESULT = 32768  # bytes; a pipe takes them without a reader
 
 
-def play(function: Callable[..., object], order: dict[str, Any], cpu_s: int, result: int) -> None:
+def separate(keep: int) -> None:
+    """Cut off what later rollouts share with this one: descriptors of the import above 2, but for `keep`. Those of
+    files and devices that are read-only in the room are opened anew, for forks share a position; all others now lead
+    to /dev/null."""
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if descriptor <= 2 or descriptor == keep:
+            continue
+        with contextlib.suppress(OSError):  # the listing's own is closed
+            kind, inheritable = stat.S_IFMT(os.fstat(descriptor).st_mode), os.get_inheritable(descriptor)
+            fresh = -1
+            if kind in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFCHR) and os.fstatvfs(descriptor).f_flag & os.ST_RDONLY:
+                with contextlib.suppress(OSError):
+                    access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+                    fresh = os.open(f"/proc/self/fd/{descriptor}", access)
+                    os.lseek(fresh, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+            if fresh < 0:
+                fresh = os.open("/dev/null", os.O_RDWR)
+            os.dup2(fresh, descriptor, inheritable)
+            os.close(fresh)
+
+
+def play(function: Callable[..., object], given: list[int], cpu_s: int) -> None:
     """Call the agent in this forked process, and end it."""
     code = 1
     try:
+        memory, result, *streams = given
+        for number, stream in zip((1, 2), streams, strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
+        with os.fdopen(memory, "rb") as file:
+            file.seek(0)
+            order: dict[str, Any] = json.loads(file.read())
+        os.set_inheritable(result, False)
+        separate(result)
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -59,9 +94,10 @@ def play(function: Callable[..., object], order: dict[str, Any], cpu_s: int, res
 
 
 def main() -> None:
-    place, paths, orders, answers, cpu_s = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
-    for descriptor in (orders, answers):
+    place, paths, channel, answers, cpu_s = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
+    for descriptor in (channel, answers):
         os.set_inheritable(descriptor, False)
+    orders = socket.socket(fileno=channel)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # rollouts must not change this process for later ones
     sys.argv[1:] = []
     sys.path[:0] = paths
@@ -71,28 +107,23 @@ def main() -> None:
     except BaseException as error:
         os.write(answers, json.dumps({"error": f"{type(error).__name__}: {error}"[:800]}).encode() + b"\n")
         return
+    sys.stdout.flush()  # else every rollout would print it again
     os.write(answers, b'{"loaded": true}\n')
     gc.collect()
     gc.freeze()
-    with os.fdopen(orders, "rb") as stream:
-        for line in stream:
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                for descriptor in (orders, answers, read):
-                    os.close(descriptor)
-                play(function, json.loads(line), cpu_s, write)
-            os.close(write)
-            _, end, usage = os.wait4(pid, 0)
-            os.set_blocking(read, False)
-            told: dict[str, object] = {"end": end, "peak": usage.ru_maxrss}
-            with contextlib.suppress(BlockingIOError):  # a process that outlives the agent may hold the pipe
-                if said := os.read(read, MOST_RESULT):
-                    told["result"] = said.decode(errors="replace")
-            os.close(read)
-            if end:
-                told.pop("result", None)
-            os.write(answers, json.dumps(told).encode() + b"\n")
+    while True:
+        message, given, _, _ = socket.recv_fds(orders, 16, 4)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (channel, answers):
+                os.close(descriptor)
+            play(function, given, cpu_s)
+        for descriptor in given:
+            os.close(descriptor)
+        _, end, usage = os.wait4(pid, 0)
+        os.write(answers, json.dumps({"end": end, "peak": usage.ru_maxrss}).encode() + b"\n")
 
 
 if __name__ == "__main__":

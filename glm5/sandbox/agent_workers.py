@@ -5,6 +5,11 @@ child, which finds an empty `/tmp` and a working folder with its task's files. A
 each, its processes are ended and its files are removed. A worker that died, that could not be cleared, or that had its
 number of rollouts is replaced. A rollout can neither read nor write the process that is forked for the next one; if it
 kills that process, this rollout has failed and the worker is replaced.
+
+Each rollout has pipes of its own for stdout, stderr and its result. Descriptors that the import left open lead to
+/dev/null in a rollout, but for files and devices that are read-only in the room: an agent opens its connections, event
+loops and log files in its function. Not cut off is memory that the import itself shares between processes: file
+mappings, and `multiprocessing`'s locks and values. `rollouts=1` gives every rollout a room and an import of its own.
 """
 
 from __future__ import annotations

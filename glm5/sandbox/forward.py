@@ -5,11 +5,20 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import threading
+
+from glm5.process import free_files
 
 Address = str | tuple[str, int]
 """Of a gateway: the path of its Unix socket, or host and port."""
 CONNECTIONS = 64
-"""Connections of one room at a time; more wait in the room."""
+"""Most connections of one room at a time; more wait in the room."""
+FEWEST = 4
+"""Connections of one room at a time where file descriptors are scarce."""
+SHARE = 16
+"""A new room may use this part of the descriptors that no room has been promised."""
+_rooms: set[Forwarder] = set()
+_lock = threading.Lock()
 BUFFER = 1 << 16
 """Bytes that wait per connection and direction."""
 
@@ -27,15 +36,20 @@ class Forwarder:
     """Accepts the connections of `listener`, a socket of the room, and connects each to `gateway`. The owner's loop
     calls the functions that are registered with `selector`, with the events' mask.
 
+    `most`: connections at a time. They are promised to the room when it starts, so that others cannot use them up.
     `lost`: nothing listened at the gateway's address when it was last tried. Raises OSError without file descriptors.
     """
 
     def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, gateway: Address) -> None:
         self.selector, self.listener, self.gateway = selector, listener, gateway
-        self.lost = False
+        self.lost, self.most = False, CONNECTIONS
         self._links: set[_Link] = set()
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
+        with _lock:
+            promised = sum(2 * (other.most - len(other._links)) for other in _rooms)
+            self.most = min(CONNECTIONS, max(FEWEST, (free_files() - promised) // (2 * SHARE)))
+            _rooms.add(self)
 
     def _accept(self, mask: int) -> None:
         try:
@@ -54,7 +68,7 @@ class Forwarder:
             gateway.close()
             return
         self._links.add(_Link(self, agent, gateway))
-        if len(self._links) == CONNECTIONS:
+        if len(self._links) == self.most:
             self.selector.unregister(self.listener)
 
     def failed(self, number: int) -> None:
@@ -63,7 +77,7 @@ class Forwarder:
 
     def ended(self, link: _Link) -> None:
         if link in self._links:
-            if len(self._links) == CONNECTIONS:
+            if len(self._links) == self.most:
                 self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
             self._links.remove(link)
 
@@ -80,6 +94,8 @@ class Forwarder:
                 return
 
     def close(self) -> None:
+        with _lock:
+            _rooms.discard(self)
         for link in list(self._links):
             link.close()
         self.selector.unregister(self.listener)

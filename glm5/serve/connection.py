@@ -24,6 +24,7 @@ import uvicorn
 
 from glm5.errors import UsageError
 from glm5.obs.logs import get_logger
+from glm5.process import free_files
 from glm5.serve.options import Limits
 
 log = get_logger("serve")
@@ -32,7 +33,6 @@ RESERVED_FILES = 32
 """File descriptors reserved for uses other than connections: weights, workers, threads."""
 SPARE = 8
 """Connections beyond the concurrent requests: for health checks and for 429 answers."""
-WANTED_FILES = 1 << 16
 BURST = 4
 """Connections accepted at once. asyncio would accept all waiting ones before it handles any."""
 BACKLOG = 1024
@@ -54,29 +54,11 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 def fitted(limits: Limits, files: int = 1, others: int = RESERVED_FILES) -> Limits:
     """Limits that the file descriptors of this process allow: `files` per connection, and `others` for everything else.
     Raises the soft limit of the process first."""
-    most = min(limits.connections, max(2 * SPARE, (_free_files() - others) // files))
+    most = min(limits.connections, max(2 * SPARE, (free_files() - others) // files))
     requests = min(limits.requests, most - SPARE)
     if requests < limits.requests:
         log.warning("File descriptors allow %d requests at once, not %d; see ulimit -n.", requests, limits.requests)
     return replace(limits, connections=most, requests=requests)
-
-
-def _free_files() -> int:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return 512
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        used = 32
-    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft - used
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -96,34 +78,54 @@ def bind(host: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def bind_path(path: Path) -> Iterator[socket.socket]:
     """A Unix socket at `path` that does not listen yet. Only its owner and root may connect. The file of a server that
-    is gone is replaced; at the end ours is removed.
+    is gone is replaced; at the end ours is removed. The file `path`.lock, which stays, is locked as long as the socket
+    is in use, so that no other server takes the path before this one listens.
 
     Raises:
-        UsageError: another server answers there, the path is another kind of file, or it is too long (about 100 bytes).
+        UsageError: another server has the socket, the path is another kind of file, or it is too long (about 100
+            bytes).
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-                if trial.connect_ex(str(path)) == 0:
-                    raise UsageError(f"Another server answers on the socket {path}.")
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(0o600)  # before it listens, so nobody else has connected
-        made = path.stat()
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"Cannot serve on the socket {path}: {error}.") from None
-    except UsageError:
-        listener.close()
-        raise
-    try:
-        with listener:
-            yield listener
-    finally:
-        with contextlib.suppress(OSError):
-            if (found := path.stat()).st_ino == made.st_ino and found.st_dev == made.st_dev:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(path.with_name(f"{path.name}.lock")))
+            if path.is_socket():
+                if _in_use(path):
+                    raise BlockingIOError
                 path.unlink()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(str(path))
+            path.chmod(0o600)  # before it listens, so nobody else has connected
+            made = path.stat()
+        except BlockingIOError:
+            raise UsageError(f"Another server has the socket {path}.") from None
+        except OSError as error:
+            raise UsageError(f"Cannot serve on the socket {path}: {error}.") from None
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if (found := path.stat()).st_ino == made.st_ino and found.st_dev == made.st_dev:
+                    path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the file `path`. Raises BlockingIOError if another process, or a call in this one, has it."""
+    import fcntl  # POSIX systems alone
+
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a server that does not lock listens at `path`. Does not wait, also if its queue is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.setblocking(False)
+        return trial.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def address_error(error: OSError | OverflowError, host: str, port: int) -> UsageError:

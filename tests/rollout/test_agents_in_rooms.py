@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -272,19 +274,28 @@ print(said[0], b"" in said)
 
 
 def test_unix_sockets_of_the_gateway(tmp_path: Path) -> None:
-    """Ours alone, replaced if its server is gone, refused if it answers, and never a file of another kind."""
+    """Ours alone, replaced if its server is gone, refused if another has it, and never a file of another kind."""
     path = tmp_path / "s"
     with bind_path(path) as listener:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        listener.listen()
+        for _ in range(2):  # while it loads its model, and while it listens
+            with pytest.raises(UsageError, match="Another server"), bind_path(path):
+                pass
+            listener.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as other, contextlib.ExitStack() as clients:
+        other.bind(str(path))
+        other.listen(0)
+        for _ in range(3):  # its queue is full
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(path))
         with pytest.raises(UsageError, match="Another server"), bind_path(path):
             pass
-        assert path.exists()
-    assert not path.exists()
-    with bind_path(path) as listener:
-        listener.close()
-        with bind_path(path):
-            pass
+    with bind_path(path):
+        pass
     path.write_text("precious")
     with pytest.raises(UsageError, match="Cannot serve"), bind_path(path):
         pass

@@ -213,7 +213,7 @@ def test_idle_connections_make_room(server: Server) -> None:
 
 def test_limits_follow_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     free: list[int] = [100]
-    monkeypatch.setattr("glm5.serve.connection._free_files", lambda: free[0])
+    monkeypatch.setattr("glm5.serve.connection.free_files", lambda: free[0])
     few = fitted(Limits())
     assert few.connections == 68 and few.requests == 68 - SPARE
     assert fitted(Limits(), files=2).connections == 34
