@@ -222,10 +222,10 @@ class ForwardContext:
         Documents are contiguous, so a range is enough and memory stays linear in the length.
         """
         if window not in self._ranges:
-            index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
             if self.cache is not None:
                 start, end = torch.full_like(self.positions, self.first_key), self.positions + 1
             else:
+                index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
                 start, end = torch.zeros_like(index), index + 1
                 if self.documents is not None:
                     # A padding token attends to itself: a softmax over no keys would be NaN.
