@@ -39,7 +39,7 @@ def draw_tokens(
     fresh: list[list[Sampled]] = [[] for _ in spans]
     plain = [i for i, span in enumerate(spans) if span.draws and not span.drafts]
     if plain:
-        rows = hidden if len(plain) == len(hidden) else hidden[[ends[i] - 1 for i in plain]]
+        rows = hidden if len(plain) == hidden.shape[0] else hidden[[ends[i] - 1 for i in plain]]
         drawn = sample(rows, weight, [spans[i].request.state for i in plain], exact=exact)
         for i, token in zip(plain, drawn, strict=True):
             fresh[i].append(token)

@@ -212,8 +212,11 @@ class ForwardContext:
     def rope(self, dim: int, theta: float) -> tuple[Tensor, Tensor]:
         """cos and sin [M, dim / 2] for flat rows, computed once per forward."""
         if (dim, theta) not in self._rope:
-            cos, sin = rope_table(self.positions, dim, theta)
-            self._rope[dim, theta] = (self.flat(cos), self.flat(sin))
+            if self.exact:
+                cos, sin = map(self.flat, rope_table(self.positions, dim, theta))
+            else:
+                cos, sin = rope_table(self.positions.flatten(), dim, theta)
+            self._rope[dim, theta] = cos, sin
         return self._rope[dim, theta]
 
     def key_range(self, window: int | None = None) -> tuple[Tensor, Tensor]:
