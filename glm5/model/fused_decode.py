@@ -27,8 +27,9 @@ replaced in place."""
 class FusedDecode:
     """Runs blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
 
-    It keeps no weights, only their locations, found on first use and again whenever the dtype has changed. Replacing
-    tensors of the blocks is allowed, replacing their modules is not.
+    It keeps the locations of the weights, found on first use and again whenever the dtype has changed, and the weights
+    that it checked last. They are checked again when a tensor or its memory is another one. Replacing tensors of the
+    blocks is allowed, replacing their modules is not.
     """
 
     def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module]) -> None:
