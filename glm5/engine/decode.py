@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,22 +25,21 @@ def feeds_of(spans: Sequence[Span], drafts: Drafts | None) -> list[Feed]:
     return feeds
 
 
-@torch.no_grad()
 def draw_tokens(
     runner: Runner, spans: Sequence[Span], hidden: Tensor, drafts: Drafts | None
 ) -> tuple[list[list[Sampled]], list[int]]:
     """Draw the tokens of every span from the trunk's hidden states [total, D]. Returns the tokens per span, and the
     number of accepted drafts for each span that has drafts.
 
-    A span in the middle of its prompt gets no token. A span of a row to score gets the row's own tokens, with their
-    log-probabilities.
+    Call it without gradients. A span in the middle of its prompt gets no token. A span of a row to score gets the
+    row's own tokens, with their log-probabilities.
     """
     weight, exact = runner.model.lm_head.weight, runner.exact
-    ends = torch.tensor([span.count for span in spans]).cumsum(0).tolist()
+    ends = list(accumulate(span.count for span in spans))
     fresh: list[list[Sampled]] = [[] for _ in spans]
     plain = [i for i, span in enumerate(spans) if span.draws and not span.drafts]
     if plain:
-        rows = hidden if len(plain) == len(hidden) else hidden[[ends[i] - 1 for i in plain]]
+        rows = hidden if len(plain) == hidden.shape[0] else hidden[[ends[i] - 1 for i in plain]]
         drawn = sample(rows, weight, [spans[i].request.state for i in plain], exact=exact)
         for i, token in zip(plain, drawn, strict=True):
             fresh[i].append(token)

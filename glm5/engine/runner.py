@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Runner:
         if self.flat or len({len(feed.ids) for feed in feeds}) == 1:
             return self._forward(feeds, hidden, first_key)
         counts = [len(feed.ids) for feed in feeds]
-        ends = torch.tensor(counts).cumsum(0).tolist()
+        ends = list(accumulate(counts))
         out: Tensor | None = None
         for count in sorted(set(counts)):
             mine = [i for i, own in enumerate(counts) if own == count]
@@ -70,33 +71,36 @@ class Runner:
         return out
 
     def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
-        ids = torch.tensor([token for feed in feeds for token in feed.ids], device=self.device)
-        ctx = self._context(feeds, first_key)
-        ids = ids.view(ctx.positions.shape)
+        ids, ctx = self._inputs(feeds, first_key)
         if hidden is None:
             out = self.model.model(ids, ctx)
         else:
             out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
-        return ctx.rows(out).flatten(0, 1)
+        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
 
-    def _context(self, feeds: Sequence[Feed], first_key: int) -> ForwardContext:
+    def _inputs(self, feeds: Sequence[Feed], first_key: int) -> tuple[Tensor, ForwardContext]:
+        """Token ids [B, T], and the context."""
         counts = [len(feed.ids) for feed in feeds]
         own = [feed.request.row for feed in feeds]
+        places: Tensor | None = None
         if max(counts) == 1:
-            rows = torch.tensor(own, device=self.device)
-            positions = torch.tensor([feed.start for feed in feeds], device=self.device)
+            # Numbers that are known here cost less in one tensor than from operations on tensors.
+            slots = [_slot(feed, first_key) for feed in feeds]
+            columns = [[feed.ids[0] for feed in feeds], own, [feed.start for feed in feeds], slots]
+            ids, rows, positions, places = torch.tensor(columns, device=self.device).unbind()
+            pages = Pages(self.table, rows, PAGE, SHIFT)
         else:
+            ids = torch.tensor([token for feed in feeds for token in feed.ids], device=self.device)
             ranges = [torch.arange(feed.start, feed.start + n) for feed, n in zip(feeds, counts, strict=True)]
             rows = torch.tensor(own).repeat_interleave(torch.tensor(counts)).to(self.device)
             positions = torch.cat(ranges).to(self.device)
-        pages = Pages(self.table, rows, PAGE, SHIFT)
-        places = None
-        if not first_key and any(feed.start < feed.request.stored for feed in feeds):
-            # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
-            stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
-            places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
+            pages = Pages(self.table, rows, PAGE, SHIFT)
+            if not first_key and any(feed.start < feed.request.stored for feed in feeds):
+                # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
+                stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
+                places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
         shape = (1, -1) if self.flat else (len(feeds), -1)
-        return paged_context(
+        ctx = paged_context(
             self.pool.cache,
             pages,
             positions.view(shape),
@@ -106,6 +110,7 @@ class Runner:
             first_key=first_key,
             exact=self.exact,
         )
+        return ids.view(shape), ctx
 
     def _table(self, request: Request) -> None:
         """Update a request's row of the page table."""
@@ -118,3 +123,10 @@ class Runner:
             self.table = wider
         self.table[request.row, known : len(pages)] = torch.tensor(pages[known:], device=self.device)
         request.entered = len(pages)
+
+
+def _slot(feed: Feed, first_key: int) -> int:
+    """The slot in the pool for the latent of a feed of one token; on the dummy page if the cache has its entry."""
+    if not first_key and feed.start < feed.request.stored:
+        return 0
+    return feed.request.pages[feed.start >> SHIFT] * PAGE + (feed.start & (PAGE - 1))

@@ -86,17 +86,20 @@ def distributions(
 def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
     """One token id per row of log-probabilities [n, V], int64 [n]: by inverse-CDF sampling with the row's own random
     number (or the given one); for greedy rows, the argmax. A row without any possible token gets id 0."""
-    best = logprobs.argmax(-1)
-    if all(state.greedy for state in states):
-        return best
+    greedy = [state.greedy for state in states]
+    if all(greedy):
+        return logprobs.argmax(-1)
     at = [state.uniform() for state in states] if uniforms is None else uniforms
     cumulative = logprobs.exp().cumsum(-1)
-    where = torch.tensor(at, dtype=cumulative.dtype, device=logprobs.device).unsqueeze(1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, where, right=True).clamp_max(logprobs.shape[-1] - 1)
+    where = torch.tensor([[u] for u in at], dtype=cumulative.dtype, device=logprobs.device) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, where, right=True).clamp_max_(logprobs.shape[-1] - 1)
     # Rounding at the end of the sum may select an impossible token; take the argmax instead.
-    impossible = (logprobs.gather(-1, drawn) == float("-inf")).squeeze(1)
-    greedy = torch.tensor([state.greedy for state in states], device=logprobs.device)
-    return torch.where(impossible | greedy, best, drawn.squeeze(1))
+    chosen = logprobs.gather(-1, drawn)
+    drawn = drawn.squeeze(1)
+    if not any(greedy) and chosen.min().item() > float("-inf"):
+        return drawn
+    instead = (chosen == float("-inf")).squeeze(1) | torch.tensor(greedy, device=logprobs.device)
+    return torch.where(instead, logprobs.argmax(-1), drawn)
 
 
 def report(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:

@@ -141,7 +141,7 @@ class Steps:
         self, worker: ThreadPoolExecutor, spans: list[Span], hidden: Tensor
     ) -> tuple[list[list[Sampled]], list[int]]:
         """Draw, and plan the next step meanwhile. The plan depends on the number of new tokens, not on their ids."""
-        coming = worker.submit(draw_tokens, self.runner, spans, hidden, None)
+        coming = worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None)
         for span in spans:
             span.request.coming = int(span.draws)
         try:

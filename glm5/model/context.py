@@ -212,8 +212,11 @@ class ForwardContext:
     def rope(self, dim: int, theta: float) -> tuple[Tensor, Tensor]:
         """cos and sin [M, dim / 2] for flat rows, computed once per forward."""
         if (dim, theta) not in self._rope:
-            cos, sin = rope_table(self.positions, dim, theta)
-            self._rope[dim, theta] = (self.flat(cos), self.flat(sin))
+            if self.exact:
+                cos, sin = map(self.flat, rope_table(self.positions, dim, theta))
+            else:
+                cos, sin = rope_table(self.positions.flatten(), dim, theta)
+            self._rope[dim, theta] = cos, sin
         return self._rope[dim, theta]
 
     def key_range(self, window: int | None = None) -> tuple[Tensor, Tensor]:
@@ -222,10 +225,10 @@ class ForwardContext:
         Documents are contiguous, so a range is enough and memory stays linear in the length.
         """
         if window not in self._ranges:
-            index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
             if self.cache is not None:
                 start, end = torch.full_like(self.positions, self.first_key), self.positions + 1
             else:
+                index = torch.arange(self.length, device=self.positions.device).expand_as(self.positions)
                 start, end = torch.zeros_like(index), index + 1
                 if self.documents is not None:
                     # A padding token attends to itself: a softmax over no keys would be NaN.

@@ -16,8 +16,8 @@ from glm5.model.layers import MLP
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
 from glm5.ops import small_batch
-from glm5.ops.fused_blocks import Sizes, fused_blocks
-from glm5.ops.native import registered
+from glm5.ops.fused_blocks import Sizes, Weights, fused_blocks, run
+from glm5.ops.native import kernels, registered
 
 Location = tuple[dict[str, Any], str]
 """The parameters (or buffers) of a module, and a name there. Tensors are looked up in every call, because weights are
@@ -27,8 +27,9 @@ replaced in place."""
 class FusedDecode:
     """Runs blocks without Python work per layer. Not for exact mode: it rounds differently from the blocks.
 
-    It keeps no weights, only their locations, found on first use and again whenever the dtype has changed. Replacing
-    tensors of the blocks is allowed, replacing their modules is not.
+    It keeps the locations of the weights, found on first use and again whenever the dtype has changed, and the weights
+    that it checked last. They are checked again when a tensor or its memory is another one. Replacing tensors of the
+    blocks is allowed, replacing their modules is not.
     """
 
     def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module]) -> None:
@@ -75,17 +76,22 @@ class FusedDecode:
         )
         view = (*ctx.rope(first.rope_dim, first.theta), places, pages.rows, pages.table, *ctx.key_range())
         slots = [cache.slots[attention.layer] for attention in plan.attention]
-        return fused_blocks(
-            x.contiguous(),
-            cache.latents,
-            cache.index_keys,
-            [module[name] for module, name in plan.weights],
-            [module[name] for module, name in plan.biases],
+        rest = (
             [tensor.contiguous() for tensor in view],
             [number for slot, form in zip(slots, plan.forms, strict=True) for number in (slot, *form)],
             sizes,
             [c.rms_norm_eps, c.latent_norm_eps, first.scale, c.routed_scaling_factor],
         )
+        weights = [module[name] for module, name in plan.weights]
+        biases = [module[name] for module, name in plan.biases]
+        native = kernels(x)
+        if native is None:
+            return fused_blocks(x.contiguous(), cache.latents, cache.index_keys, weights, biases, *rest)
+        # The dispatcher takes and returns every tensor one by one, which is as much work as a layer of a small model.
+        checked = plan.checked
+        if checked is None or not checked.current([*weights, *biases]):
+            checked = plan.checked = Weights(weights, biases, x.dtype)
+        return run(native, x.contiguous(), cache.latents, cache.index_keys, checked, *rest)
 
 
 class _Plan:
@@ -102,6 +108,7 @@ class _Plan:
         self.attention: list[MLA] = [block.self_attn for block in blocks]
         self.experts: list[Experts] = [block.mlp.experts for block in blocks if isinstance(block.mlp, MoE)]
         self.indexers: list[Indexer] = []
+        self.checked: Weights | None = None
         weights = [p for block in blocks for p in block.parameters()]
         self.suits = (
             config.selects_keys

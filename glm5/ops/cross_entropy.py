@@ -65,9 +65,9 @@ def _normaliser(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if native is None:
         parts = [_normaliser_in_torch(part, scale) for part in logits.split(ROW_TILE)]
         return torch.cat([n for n, _ in parts]), torch.cat([e for _, e in parts])
-    out = torch.empty(2, logits.shape[0])
-    native.logsumexp(logits, out[0], out[1], *logits.shape, scale)
-    return out[0], out[1]
+    normaliser, entropy = torch.empty(2, logits.shape[0]).unbind()
+    native.logsumexp(logits, normaliser, entropy, *logits.shape, scale)
+    return normaliser, entropy
 
 
 def _normaliser_in_torch(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,8 @@ def distribution(hidden: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 def log_distribution(logits: Tensor, scale: float = 1.0) -> Tensor:
     """log softmax(scale * logits) of [M, V], in fp32 (or wider); rows are independent of each other. -inf stays."""
     normaliser, _ = _normaliser(logits, scale)
-    return logits.to(normaliser.dtype) * scale - normaliser.unsqueeze(-1)
+    logits = logits.to(normaliser.dtype)
+    return (logits if scale == 1.0 else logits * scale) - normaliser.unsqueeze(-1)
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis; statistics in fp32 (or wider), cast back before the weight is applied."""
     if kernels(x) is not None and weight.dtype == x.dtype and weight.is_contiguous():
         rows = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return _RMSNorm.apply(rows, weight, eps).view(x.shape)
-        return _native_norm(rows, weight, eps).view(x.shape)
+        differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        out = _RMSNorm.apply(rows, weight, eps) if differentiate else _native_norm(rows, weight, eps)
+        return out if rows is x else out.view(x.shape)
     row = x.to(wide(x.dtype))
     normed = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

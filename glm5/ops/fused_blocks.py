@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
-from ctypes import Structure, byref, c_double, c_int64, c_void_p, sizeof
-from operator import attrgetter
+import struct
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from glm5.ops.native import Kernels, register
 
 VERSION = 1
 _PER_LAYER = 5
-_dtype = attrgetter("dtype")
 _REFUSALS = (
     "",
     "the layout of the structure is another one; the compiled kernels are of another version",
@@ -26,22 +25,9 @@ _REFUSALS = (
     "there is not enough memory",
 )
 
-
-class _Array(Structure):
-    _fields_ = [("data", c_void_p), ("count", c_int64)]
-
-
-class _FusedBlocks(Structure):
-    """`FusedBlocks` of native/fused.h, field by field."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("version", "bytes", "layers", "arrays")),
-        *((name, c_void_p) for name in ("layer", "array")),
-        *((name, _Array) for name in ("x", "out", "latents", "index_keys")),
-        *((name, _Array) for name in ("cos", "sin", "places", "rows", "table", "start", "end")),
-        ("sizes", c_int64 * 18),
-        *((name, c_double) for name in ("eps", "latent_eps", "scale", "scaling")),
-    ]
+_CALL = struct.Struct("=46q4d")
+"""`FusedBlocks` of native/fused.h, field by field: version, bytes, layers, arrays, addresses of the layers and of the
+arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; numbers."""
 
 
 class Sizes(NamedTuple):
@@ -67,6 +53,66 @@ class Sizes(NamedTuple):
     experts: int
     experts_per_token: int
     normalised: int
+
+
+class Weights:
+    """Weights and biases (see `fused_blocks`) that have been checked, in the form that the kernel takes. Raises
+    ValueError for tensors that are not contiguous, for weights not of `dtype` and for biases not in fp32."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype) -> None:
+        _check(weights, dtype)
+        _check(biases, torch.float32)
+        self._tensors = (*weights, *biases)
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self.words = array.array("q", _words(self._tensors))
+
+    def current(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors that were checked, weights first, in the same memory."""
+        return all(map(is_, self._tensors, tensors)) and self._addresses == [*map(Tensor.data_ptr, tensors)]
+
+
+def _check(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+    if not all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"fused_blocks needs contiguous tensors, here of {dtype}")
+
+
+def _words(tensors: Iterable[Tensor]) -> list[int]:
+    """`Array` of native/fused.h, one after the other."""
+    return [word for tensor in tensors for word in (tensor.data_ptr(), tensor.numel())]
+
+
+def run(
+    native: Kernels,
+    x: Tensor,
+    latents: Tensor,
+    index_keys: Tensor,
+    weights: Weights,
+    view: Sequence[Tensor],
+    layers: Sequence[int],
+    sizes: Sequence[int],
+    numbers: Sequence[float],
+) -> Tensor:
+    """`fused_blocks` on plain tensors, with weights that have been checked."""
+    _check((x, latents, index_keys), x.dtype)
+    _check(view[:2], torch.float32)
+    _check(view[2:], torch.long)
+    if len(view) != 7 or len(sizes) != len(Sizes._fields) or len(layers) % _PER_LAYER or len(numbers) != 4:
+        raise ValueError(
+            "fused_blocks needs seven tensors as its view, the fields of Sizes, five numbers per layer, and four others"
+        )
+    out = torch.empty_like(x)
+    fields = array.array("q", layers)
+    call = _CALL.pack(
+        *(VERSION, _CALL.size, len(layers) // _PER_LAYER, len(weights.words) // 2),
+        *(fields.buffer_info()[0], weights.words.buffer_info()[0]),
+        *_words((x, out, latents, index_keys, *view)),
+        *sizes,
+        *numbers,
+    )
+    refusal = native.fused_blocks(call)
+    if refusal:
+        raise ValueError(f"fused_blocks was refused: {_REFUSALS[refusal]}")
+    return out
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -102,32 +148,4 @@ def fused_blocks(
     `Sizes`. `numbers` are the epsilons of the norms and of the latent norms, the scale of attention and that of the
     experts' weights. Raises ValueError for anything that does not fit; nothing has then been written.
     """
-    parts = (
-        ((x, latents, index_keys, *weights), x.dtype),
-        ((*biases, *view[:2]), torch.float32),
-        (view[2:], torch.long),
-    )
-    for tensors, expected in parts:
-        if {*map(_dtype, tensors)} != {expected} or not all(map(Tensor.is_contiguous, tensors)):
-            raise ValueError(f"fused_blocks needs contiguous tensors, here of {expected}")
-    if len(view) != 7 or len(sizes) != len(Sizes._fields) or len(layers) % _PER_LAYER or len(numbers) != 4:
-        raise ValueError(
-            "fused_blocks needs seven tensors as its view, the fields of Sizes, five numbers per layer, and four others"
-        )
-    out = torch.empty_like(x)
-    tensors = (*weights, *biases)
-    arrays = [0] * (2 * len(tensors))
-    arrays[::2], arrays[1::2] = map(Tensor.data_ptr, tensors), map(Tensor.numel, tensors)
-    words = array.array("q", arrays)
-    fields = array.array("q", layers)
-    call = _FusedBlocks(
-        *(VERSION, sizeof(_FusedBlocks), len(layers) // _PER_LAYER, len(weights) + len(biases)),
-        *(fields.buffer_info()[0], words.buffer_info()[0]),
-        *((tensor.data_ptr(), tensor.numel()) for tensor in (x, out, latents, index_keys, *view)),
-        (c_int64 * len(sizes))(*sizes),
-        *numbers,
-    )
-    refusal = native.fused_blocks(byref(call))
-    if refusal:
-        raise ValueError(f"fused_blocks was refused: {_REFUSALS[refusal]}")
-    return out
+    return run(native, x, latents, index_keys, Weights(weights, biases, x.dtype), view, layers, sizes, numbers)

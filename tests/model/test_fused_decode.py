@@ -102,6 +102,33 @@ def test_weights_that_came_in_place_count(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-5)
 
 
+@torch.no_grad()
+def test_replaced_tensors_count() -> None:
+    """Weights are checked again after a parameter has got other memory, or a module another parameter."""
+    model, other = build(), build()
+    fast = Decoding(model)
+    fast.step(1)
+    for p, source in zip(model.model.layers[1].parameters(), other.model.layers[1].parameters()):
+        source.mul_(0.5)
+        p.data = source.clone()
+    late, norm = model.model.layers[2].self_attn, other.model.layers[2].self_attn.q_a_layernorm
+    norm.weight.mul_(2)
+    late.q_a_layernorm.weight = torch.nn.Parameter(norm.weight.clone())
+    assert torch.equal(Decoding(model).step(1)[0], Decoding(other).step(1)[0])
+    late.o_proj.weight.data = late.o_proj.weight.T.contiguous().T
+    with pytest.raises(ValueError, match="contiguous tensors"):
+        fast.step(1)
+
+
+def test_equals_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors go to the kernel without the dispatcher."""
+    model = build()
+    found = Decoding(model).step(1)
+    monkeypatch.setattr("glm5.model.fused_decode.kernels", lambda x: None)
+    expected = Decoding(model).step(1)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 def test_another_type_is_noticed() -> None:
     model = build()
     wide = Decoding(model).step(1)[0]
@@ -121,6 +148,7 @@ def arguments(model: GLM5ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> dict[s
     names = ("x", "latents", "index_keys", "weights", "biases", "view", "layers", "sizes", "numbers")
     found: list[tuple[Any, ...]] = []
     with monkeypatch.context() as patch:
+        patch.setattr("glm5.model.fused_decode.kernels", lambda x: None)
         patch.setattr("glm5.model.fused_decode.fused_blocks", lambda *a: found.append(a) or fused_blocks(*a))
         Decoding(model).step(1)
     return dict(zip(names, found[0], strict=True))

@@ -6,7 +6,8 @@ In an exact run, learner and engine must both use them or both not.
 
 The coarse kernels (attention, indexer, experts, fused decoding) are operators `torch.ops.glm5.*`, so fake tensors and
 `torch.compile` see them. The small ones are called directly, because an operator call costs as much as their work; fake
-tensors and `torch.compile` see their references instead.
+tensors and `torch.compile` see their references instead. Fused decoding of plain tensors is called directly too: its
+operator takes all weights of the model.
 """
 
 from __future__ import annotations

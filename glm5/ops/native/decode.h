@@ -51,15 +51,15 @@ static inline void tile16(const T* w, i64 count, i64 K, const float* x, i64 rows
 template <class T, class O>
 static void thin_linear(const T* x, const T* w, O* out, i64 M, i64 N, i64 K) {
     i64 Kp = up16(K);
-    std::vector<float> wide(M * Kp);
+    auto wide = floats(M * Kp);
     for (i64 m = 0; m < M; m++) widen(x + m * K, &wide[m * Kp], K, Kp);
 #pragma omp parallel if ((M + 3) / 4 * N * K > SHARED)
     {
-        std::vector<float> scratch(16 * Kp), y(16 * M);
+        auto scratch = floats(16 * Kp), y = floats(16 * M);
 #pragma omp for schedule(static)
         for (i64 n = 0; n < N; n += 16) {
             i64 count = std::min<i64>(16, N - n);
-            tile16(w + n * K, count, K, wide.data(), M, scratch.data(), y.data());
+            tile16(w + n * K, count, K, wide.get(), M, scratch.get(), y.get());
             for (i64 m = 0; m < M; m++) store16(out + m * N + n, at(&y[16 * m]), count);
         }
     }
@@ -81,11 +81,10 @@ static void thin_experts(const T* x, const T* gate_up, const T* down, const i64*
     i64 groups = first.size() - 1, ups = Ip / 16, downs = Dp / 16;
     for (i64 g = 0; g < groups; g++) most = std::max(most, first[g + 1] - first[g]);
     // Rows in the order of `order`: those of one expert lie side by side.
-    std::unique_ptr<float[]> wide(new float[slots * Dp]), parts(new float[slots * Dp]);
-    std::vector<float> inner(slots * Ip, 0.0f);
+    auto wide = floats(slots * Dp), parts = floats(slots * Dp), inner = floats(slots * Ip);
 #pragma omp parallel if (slots * 3 * D * I > SHARED)
     {
-        std::vector<float> scratch(16 * std::max(Dp, Ip)), y(16 * most), z(16 * most);
+        auto scratch = floats(16 * std::max(Dp, Ip)), y = floats(16 * most), z = floats(16 * most);
 #pragma omp for schedule(static)
         for (i64 s = 0; s < slots; s++) widen(x + order[s] / top * D, &wide[s * Dp], D, Dp);
 #pragma omp for schedule(static)
@@ -93,8 +92,8 @@ static void thin_experts(const T* x, const T* gate_up, const T* down, const i64*
             i64 group = item / ups, i = item % ups * 16, count = std::min<i64>(16, I - i);
             i64 begin = first[group], rows = first[group + 1] - begin;
             const T* gate = gate_up + (experts[order[begin]] * 2 * I + i) * D;
-            tile16(gate, count, D, &wide[begin * Dp], rows, scratch.data(), y.data());
-            tile16(gate + I * D, count, D, &wide[begin * Dp], rows, scratch.data(), z.data());
+            tile16(gate, count, D, &wide[begin * Dp], rows, scratch.get(), y.get());
+            tile16(gate + I * D, count, D, &wide[begin * Dp], rows, scratch.get(), z.get());
             for (i64 r = 0; r < rows; r++) {
                 v16 g = at(&y[16 * r]), u = at(&z[16 * r]);
                 at(&inner[(begin + r) * Ip + i]) = weights[order[begin + r]] * g / (1.0f + exp16(-g)) * u;
@@ -104,8 +103,7 @@ static void thin_experts(const T* x, const T* gate_up, const T* down, const i64*
         for (i64 item = 0; item < groups * downs; item++) {
             i64 group = item / downs, d = item % downs * 16, count = std::min<i64>(16, D - d);
             i64 begin = first[group], rows = first[group + 1] - begin;
-            tile16(down + (experts[order[begin]] * D + d) * I, count, I, &inner[begin * Ip], rows, scratch.data(),
-                   y.data());
+            tile16(down + (experts[order[begin]] * D + d) * I, count, I, &inner[begin * Ip], rows, scratch.get(), y.get());
             for (i64 r = 0; r < rows; r++) at(&parts[order[begin + r] * Dp + d]) = at(&y[16 * r]);
         }
 #pragma omp for schedule(static)
@@ -146,7 +144,7 @@ static void thin_absorb(const T* q, const T* w, const float* cos, const float* s
 template <class T>
 static void thin_values(const T* x, const T* w, T* out, i64 M, i64 N, i64 C, i64 V, i64 step) {
     i64 Cp = up16(C);
-    std::vector<float> wide(M * N * Cp);
+    auto wide = floats(M * N * Cp);
     for (i64 r = 0; r < M * N; r++) widen(x + r * C, &wide[r * Cp], C, Cp);
 #pragma omp parallel for schedule(static) if (M * N * V * C > SHARED)
     for (i64 n = 0; n < N; n++)
@@ -188,15 +186,16 @@ static void thin_moe(const T* x, const T* gate, const float* bias, const T* gate
                      const T* shared_down, T* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise,
                      float scaling) {
     i64 Dp = up16(D);
-    std::vector<float> wide(M * Dp), scratch(16 * Dp), y(16 * M), logits(M * up16(E)), weights(M * top);
+    auto wide = floats(M * Dp), scratch = floats(16 * Dp), y = floats(16 * M), logits = floats(M * up16(E));
+    std::vector<float> weights(M * top);
     std::vector<i64> chosen(M * top);
     std::vector<T> extra(M * D);
     for (i64 m = 0; m < M; m++) widen(x + m * D, &wide[m * Dp], D, Dp);
     for (i64 e = 0; e < E; e += 16) {
-        tile16(gate + e * D, std::min<i64>(16, E - e), D, wide.data(), M, scratch.data(), y.data());
+        tile16(gate + e * D, std::min<i64>(16, E - e), D, wide.get(), M, scratch.get(), y.get());
         for (i64 m = 0; m < M; m++) store16(&logits[m * E + e], at(&y[16 * m]), std::min<i64>(16, E - e));
     }
-    route(logits.data(), bias, chosen.data(), weights.data(), M, E, top, normalise, scaling);
+    route(logits.get(), bias, chosen.data(), weights.data(), M, E, top, normalise, scaling);
     thin_experts(x, gate_up, down, chosen.data(), weights.data(), out, M, top, D, I);
     if (!shared) return;
     thin_mlp(x, shared_up, shared_down, extra.data(), M, D, shared);

@@ -131,13 +131,13 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
     i64 group = std::max<i64>(1, std::min<i64>(tasks, (i64(1) << 22) / (lines * width)));
     // Few queries against many keys (decode): the key tiles are what threads share.
     i64 parts = tasks < 8 ? std::min<i64>(tiles, 8) : 1;
-    std::unique_ptr<float[]> scores(new float[group * lines * width]);
+    auto scores = floats(group * lines * width);
     for (i64 g = 0; g < tasks; g += group) {
         i64 here = std::min(group, tasks - g);
 #pragma omp parallel if (queries * S * J * d > SHARED)
         {
-            std::vector<float> tile(d * TILE), qf(lines * J * d), wf(lines * J);
-            std::vector<int32_t> order(width + 16);
+            auto tile = floats(d * TILE), qf = floats(lines * J * d), wf = floats(lines * J);
+            std::unique_ptr<int32_t[]> order(new int32_t[width + 16]);
 #pragma omp for schedule(dynamic, 1)
             for (i64 item = 0; item < here * parts; item++) {
                 i64 task = g + item / parts, part = item % parts;
@@ -156,11 +156,11 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
                 i64 from = first + (last - first) * part / parts, to = first + (last - first) * (part + 1) / parts;
                 for (i64 tl = from; tl < to; tl++) {
                     i64 s0 = tl * TILE, count = std::min<i64>(TILE, high - s0);
-                    transpose_tile(keys.at(block.sequence, s0), count, d, tile.data());
+                    transpose_tile(keys.at(block.sequence, s0), count, d, tile.get());
                     for (i64 r = block.first; r < block.last; r++) {
                         i64 line = r - block.first;
                         if (end[r] - start[r] <= K || end[r] <= s0 || start[r] >= s0 + TILE) continue;
-                        tile_scores(&qf[line * J * d], &wf[line * J], tile.data(), J, d,
+                        tile_scores(&qf[line * J * d], &wf[line * J], tile.get(), J, d,
                                     &scores[((task - g) * lines + line) * width + s0]);
                     }
                 }
@@ -175,7 +175,7 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
                 if (n <= K)
                     for (i64 i = 0; i < n; i++) to[i] = start[r] + i;
                 else
-                    topk_row(&scores[item * width + start[r]], n, K, start[r], to, order.data());
+                    topk_row(&scores[item * width + start[r]], n, K, start[r], to, order.get());
                 for (i64 i = std::min(n, K); i < K; i++) to[i] = -1;
             }
         }

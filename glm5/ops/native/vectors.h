@@ -78,6 +78,9 @@ static inline v16& at(float* p) { return *(v16*)p; }
 static inline const v16& at(const float* p) { return *(const v16*)p; }
 static inline i64 up16(i64 n) { return (n + 15) / 16 * 16; }
 
+// Working memory that is written before it is read: zeroing it would take as long as a small product.
+static inline std::unique_ptr<float[]> floats(i64 n) { return std::unique_ptr<float[]>(new float[n]); }
+
 // e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88.
 static inline v16 exp16(v16 x) {
     v16 low = splat(-87.0f), high = splat(88.0f);
