@@ -154,7 +154,8 @@ def _work(text: str) -> dict[str, Any] | None:
         recipe = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
         return None
-    recipe["launch"] = "launch" in recipe  # which processes there are may change, but not whether there are any
+    if isinstance(launch := recipe.get("launch"), dict):  # which processes there are may change, but not what is real
+        recipe["launch"] = {key: value for key, value in launch.items() if key.startswith("simulate")}
     for key in ("parallel", "sinks", "wandb_mode"):
         recipe.pop(key, None)
     return recipe

@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from glm5.rollout.store import Store
 from glm5.rollout.store_reader import ResultRow, SessionRow, StoreError
 from glm5.rollout.timeline import Trace
 from glm5.rollout.waits import Waits
-from glm5.tasks.trajectory_json import encode, jsonable
+from glm5.tasks.trajectory_json import MOST_DETAIL, encode, jsonable
 
 log = get_logger("rollout")
 
@@ -211,6 +211,7 @@ class LiveRollouts:
         self._tasks[key] = task
 
     async def _play(self, key: tuple[int, int], job: Job) -> None:
+        stale_at: int | None = None
         rollout, label, service = job.rollout, self.labels[job.rollout.family], self.services[job.rollout.family]
         try:
             try:
@@ -226,8 +227,8 @@ class LiveRollouts:
                 if not why.startswith(STALE):
                     await self._again(key, job, why)
                     return
-                at = int(why.removeprefix(STALE))
-                result = Result(label, label, Outcome.TRUNCATED, detail={"cut": STALE, "stale_at": at})
+                stale_at = int(why.removeprefix(STALE))
+                result = Result(label, label, Outcome.TRUNCATED)
             except LostRollout as error:
                 log.warning("The rollout %s of %s is lost: %s.", job.session, label, error)
                 self._losses[key] += 1
@@ -243,7 +244,7 @@ class LiveRollouts:
                 result = Result(label, label, Outcome.ENV_ERROR, detail=detail)
             job.enter("end")  # from here on it cannot be stopped
             try:
-                await self._end(job, replace(result, detail=jsonable(dict(result.detail))))
+                await self._end(job, replace(result, detail=_own(result.detail, stale_at)))
             except Exception as error:  # without a result, its group would never end
                 log.exception("The result of %s cannot be stored.", job.session)
                 result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "store", "error": repr(error)[:500]})
@@ -362,6 +363,15 @@ class LiveRollouts:
                 for job in oldest
             ],
         }
+
+
+def _own(detail: Mapping[str, Any], stale_at: int | None) -> dict[str, Any]:
+    """What is stored of a result's detail. Only this module says that a rollout was stopped as stale, and when."""
+    found: dict[str, Any] = jsonable(dict(detail), MOST_DETAIL // 2)
+    found.pop("stale_at", None)
+    if found.get("cut") == STALE:
+        del found["cut"]
+    return found if stale_at is None else {**found, "cut": STALE, "stale_at": stale_at}
 
 
 def _parts(session: str) -> tuple[int, int, int] | None:

@@ -47,7 +47,7 @@ log = get_logger("rollout")
 LEASE_SECONDS = 30.0
 """A registration is valid for this long; services repeat it at least twice as often."""
 POLL_SECONDS = 20.0
-EMPTY_SECONDS = 0.05
+EMPTY_SECONDS, REFUSED_SECONDS = 0.05, 2.0
 MOST_BYTES = 8 << 20
 """Longest answer with events."""
 ANSWER_SECONDS = 10.0
@@ -158,7 +158,9 @@ class ServiceRegister:
             async with self._client(service) as client:
                 answer = await client.post("/run", json=dict(body))
                 if answer.status_code >= 300:
-                    self._answers(service, answer.status_code < 500 and answer.status_code != 429)
+                    if answer.status_code >= 500 or answer.status_code == 429:
+                        self._answers(service, False)
+                        asyncio.get_running_loop().call_later(REFUSED_SECONDS, self._answers, service, True)
                     raise LostRollout(f"the task service {service.name} refused a rollout: {answer.text:.300}")
             return await future
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:

@@ -44,7 +44,8 @@ def trajectory_of(result: ResultRow, nodes: Sequence[Node], finish: Mapping[Node
                     Turn(tuple(ids), tuple(node.output), tuple(node.logprobs), tuple(node.versions), finish[node])
                 )
             ids += node.output
-    detail = {**result.detail, "session": result.session}
+    detail = {"session": result.session}  # first, so that it is kept however long the rest is
+    detail |= {name: value for name, value in result.detail.items() if name != "session"}
     outcome = Outcome(result.outcome)
     return Trajectory(result.problem, result.domain, result.group, turns, result.reward, outcome, detail)
 

@@ -33,12 +33,14 @@ from glm5.serve.surfaces.schema import parse
 from glm5.tasks.contract import AgentProblem, Family
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import MOST_ERROR_TEXT, checked
-from glm5.tasks.trajectory_json import jsonable
+from glm5.tasks.trajectory_json import MOST_DETAIL, jsonable
 
 log = get_logger("service")
 
 SPLIT = "rl"
 RETRY_SECONDS = 1.0
+MOST_EVENTS = 16
+"""Events in one answer, so that it stays within what the gateway reads."""
 
 
 class Run(Fields):
@@ -90,7 +92,7 @@ class Host:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(seconds, POLL_SECONDS)):
                     await arrived.wait()
-        return [event for event in self.events if event["id"] > after]
+        return [event for event in self.events if event["id"] > after][:MOST_EVENTS]
 
     async def _play(self, run: Run) -> None:
         try:
@@ -105,7 +107,7 @@ class Host:
             reward, outcome, detail = 0.0, str(Outcome.ENV_ERROR), {"cause": "crash", "error": text}
         self._last += 1
         ended = {"id": self._last, "run_id": run.run_id, "reward": reward, "outcome": outcome}
-        self.events.append({**ended, "detail": jsonable(detail)})
+        self.events.append({**ended, "detail": jsonable(detail, MOST_DETAIL // 2)})
         self._tasks.pop(run.run_id, None)
         self._arrived.set()
         self._arrived = asyncio.Event()

@@ -97,6 +97,7 @@ class EnvThreadPool:
             mine = [thread for thread, (running, _) in self._running.items() if running is future]
             for thread in mine:
                 del self._running[thread]
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         for thread in mine:
             self._threads.remove(thread)
             self._given_up.append(thread)
@@ -139,7 +140,7 @@ class EnvThreadPool:
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + PATIENCE_S
-        for thread in self._threads:
+        for thread in (*self._threads, *self._given_up):  # these too: they may still clear a sandbox away
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in (*self._threads, *self._given_up)):
             self._token.close()  # otherwise a thread still uses it

@@ -68,17 +68,17 @@ def _exact(value: float) -> float | str:
     return value if math.isfinite(value) else repr(float(value))
 
 
-def jsonable(value: Any) -> Any:
-    """A copy of any value that JSON and UTF-8 can represent, of bounded size and depth. What does not fit becomes text
-    or is left out: the value may come from an agent, or quote what a policy wrote."""
-    return _Copy().of(value, MOST_DEPTH)
+def jsonable(value: Any, most: int = MOST_DETAIL) -> Any:
+    """A copy of any value that JSON and UTF-8 can represent, with at most `most` parts and characters. What does not
+    fit becomes text or is left out: the value may come from an agent, or quote what a policy wrote."""
+    return _Copy(most).of(value, MOST_DEPTH)
 
 
 class _Copy:
     """Copies one value; `left` is how many parts and characters it may still have."""
 
-    def __init__(self) -> None:
-        self.left = MOST_DETAIL
+    def __init__(self, most: int) -> None:
+        self.left = most
 
     def of(self, value: Any, depth: int) -> Any:
         self.left -= 1

@@ -404,7 +404,8 @@ def ask_and_raise(error: BaseException) -> Callable[[Any], None]:
             for detail in (
                 {("a", 1): 2}, circular, {"n": 10**10_000}, {"deep": deep}, {"text": "\ud800"},
                 {"\ud800": float("nan")},
-                {"many": list(range(10**6))}, {"odd": object()},
+                {"many": list(range(10**6))}, {"odd": object()}, {"log": "x" * 10**6},
+                {"cut": "stale", "stale_at": "soon", "session": "mine"},
             )
         ),
     ],
@@ -420,6 +421,9 @@ def test_no_agent_ends_or_hangs_the_run(live: Open, tokenizer: Tokenizer, act: A
                 assert {t.outcome for t in found} <= {Outcome.ENV_ERROR, Outcome.SOLVED, Outcome.FAILED}
                 assert all(len(json.dumps(t.detail, ensure_ascii=False).encode()) < 1_000_000 for t in found)
                 assert not one.rollouts.jobs
+                assert all(t.detail["session"].startswith("g") and t.detail.get("cut") != "stale" for t in found)
+        async with live():  # the store can be read again
+            pass
 
     run(test())
 

@@ -82,8 +82,8 @@ class RolloutClient:
     def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Finished rollouts with ids above `after`; waits up to `seconds` for the first one."""
         found: list[dict[str, Any]] = self._call("GET", f"/trainer/results?after={after}&seconds={seconds}")["results"]
-        self.job = replace(self.job, taken=after)
         if found:
+            self.job = replace(self.job, taken=int(found[-1]["id"]))
             self._ends = 0
         return found
 
@@ -94,9 +94,9 @@ class RolloutClient:
 
     def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
         """Report an update; it is in the store when this returns."""
-        self.job = replace(self.job, version=version)
         body = {"version": version, "sessions": sessions, "trained": trained, "dropped": dropped}
-        self._call("POST", "/trainer/updated", body)
+        self._call("POST", "/trainer/updated", body, PUSH_SECONDS)  # it may wait for room on the disk
+        self.job = replace(self.job, version=version)
 
     def weights(self, version: int, folder: Path, mode: str) -> float:
         """Have all engines load weights; returns the seconds."""
@@ -128,10 +128,13 @@ class RolloutClient:
             except httpx.TransportError as error:
                 self._restart(f"{type(error).__name__} {error}")
                 continue
-            found: dict[str, Any] = answer.json()
             if answer.status_code in (429, 503) and time.monotonic() < deadline:  # agents have all its attention
                 time.sleep(BUSY_SECONDS)
                 continue
+            try:
+                found: dict[str, Any] = answer.json()
+            except ValueError:
+                found = {"error": {"message": f"status {answer.status_code} without JSON"}}
             if answer.status_code != 200:
                 said = found.get("error")
                 text = said.get("message", "") if isinstance(said, dict) else str(found)
