@@ -305,6 +305,7 @@ def test_what_the_loop_writes_is_what_the_report_reads(
     """No key of the one is unknown to the other."""
     import torch
 
+    from glm5.parallel.ranks import Ranks
     from glm5.records import TrainSample
     from glm5.rl.learner import PolicyBatch
     from glm5.rl.losses import IcePop
@@ -323,7 +324,7 @@ def test_what_the_loop_writes_is_what_the_report_reads(
     )
 
     class Same:
-        version = 5
+        version, ranks = 5, Ranks()
 
         def forward(self, samples: Any) -> PolicyBatch:
             return batch

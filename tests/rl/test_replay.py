@@ -82,9 +82,10 @@ def turn_lists(draw: Any) -> list[Turn]:
     return turns
 
 
+LONGS = st.integers(-(1 << 63), (1 << 63) - 1)
 TRAJECTORIES = st.builds(
     Trajectory, problem=st.text(), domain=st.text(), group=st.integers(0, 9), turns=turn_lists(), reward=FLOATS,
-    outcome=st.sampled_from(list(Outcome)), detail=st.dictionaries(st.text(), st.integers() | st.text(), max_size=2),
+    outcome=st.sampled_from(list(Outcome)), detail=st.dictionaries(st.text(), LONGS | st.text(), max_size=2),
     teacher=st.text(),
 )  # fmt: skip
 
