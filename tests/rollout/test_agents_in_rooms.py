@@ -165,10 +165,13 @@ def ask(method, url, key=None, body=b"{}"):
     request = urllib.request.Request(url, body if method == "POST" else None, method=method)
     request.add_header("content-type", "application/json")
     if key: request.add_header("authorization", "Bearer " + key)
-    try:
-        found.append(urllib.request.urlopen(request, timeout=30).status)
-    except urllib.error.HTTPError as error:
-        found.append(error.code)
+    for _ in range(5):
+        try:
+            return found.append(urllib.request.urlopen(request, timeout=30).status)
+        except urllib.error.HTTPError as error:
+            return found.append(error.code)
+        except OSError:  # refused before its body was read: the answer may be lost with the connection
+            pass
 
 session = base.removesuffix("/v1")
 for key_ in (None, key, "guess"):
