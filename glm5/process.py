@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
@@ -93,3 +94,9 @@ def reserve_stdout() -> TextIO:
     control = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return control
+
+
+def tell(control: TextIO, news: Mapping[str, Any]) -> None:
+    """Write a line of JSON to the parent, unless it is gone."""
+    with contextlib.suppress(OSError):
+        print(json.dumps(news), file=control, flush=True)

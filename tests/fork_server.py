@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -91,6 +92,7 @@ def be_new(stdin: int, stdout: int, stderr: int, env: dict[str, str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio._set_running_loop(None)  # type: ignore[attr-defined]
+    faulthandler.enable(sys.stderr)  # a crash in compiled code names its line
 
 
 def run_and_end(main: Callable[[], None]) -> None:

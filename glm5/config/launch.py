@@ -1,4 +1,4 @@
-"""Where the processes of a live RL run are, and how many there are."""
+"""The processes of a live RL run: which there are, how many, and on which device."""
 
 from __future__ import annotations
 

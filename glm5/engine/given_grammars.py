@@ -19,7 +19,7 @@ follows references by recursion and fails on a chain of more than about 1,500 re
 conjunctions."""
 MAX_HIDDEN = 1000
 """Maximum number of colons and brackets, including those inside strings, comments and regular expressions. The library
-may disagree with this module on where a string begins and ends."""
+and this module may disagree on where a string begins and ends."""
 MAX_GBNF = 4_000_000
 """Maximum of (number of characters) * (number of rules) in GBNF. In a chain of rules, the library reads the whole text
 again for each reference."""

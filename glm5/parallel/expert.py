@@ -101,5 +101,5 @@ def whole_stack(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All experts of a layer, gathered from every rank's part [E / ranks, ...]."""
     own = part.contiguous()
     out = own.new_empty(group.size() * own.shape[0], *own.shape[1:])
-    dist.all_gather_into_tensor(out, own, group=group)
+    dist.all_gather(list(out.chunk(group.size())), own, group=group)
     return out

@@ -39,7 +39,7 @@ from glm5.rollout.timeline import FILE, Trace
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, bind, fitted
+from glm5.serve.connection import Server, ServerConfig, bind, fitted, url_of
 from glm5.serve.options import EngineOptions, Limits
 from glm5.tasks.contract import AgentProblem
 from glm5.tasks.env_threads import EnvThreadPool
@@ -83,7 +83,7 @@ def main() -> None:
     try:
         asyncio.run(_serve(RolloutJob(**json.loads(line)), control))
     except (Glm5Error, OSError) as error:
-        _tell(control, {"error": str(error), "exit_code": getattr(error, "exit_code", 1)})
+        process.tell(control, {"error": str(error), "exit_code": getattr(error, "exit_code", 1)})
         sys.exit(1)
 
 
@@ -108,7 +108,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             key, key_file = admin_key_of(None, Path(job.store))
             pool = EnginePool(fleet.sources, tokenizer.vocab_size, most)
             gateway = Gateway(pool, store, tokenizer, key, stage.max_context, fitted(LIMITS, files=2))
-            url = "http://{}:{}".format(*listener.getsockname()[:2])
+            url = url_of(listener)
             register = ServiceRegister(lambda: live.stir())
             live = LiveRollouts(
                 store,
@@ -130,7 +130,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             running = asyncio.create_task(live.run())
             try:
                 config = ServerConfig(app, gateway.limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS)
-                await Server(config, lambda _: _tell(control, news)).serve([listener])
+                await Server(config, lambda _: process.tell(control, news)).serve([listener])
             finally:
                 register.close()
                 running.cancel()
@@ -182,11 +182,6 @@ def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int) -> Fleet
     options = EngineOptions(exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype)
     limits = Limits(samples=2 * most, requests=2 * most + 64, tokens=stage.max_context + 1, stop_seconds=0.0)
     return LocalFleet(folder, launch.engines, options, limits)
-
-
-def _tell(control: TextIO, news: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the learner is gone
-        print(json.dumps(news), file=control, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from glm5.rollout.services import Job, LostRollout, Result, TaskService
 from glm5.rollout.session import Session, SessionOptions, key_of
 from glm5.tasks.contract import AgentProblem
 from glm5.tasks.env_threads import EnvThreadPool
-from glm5.tasks.episode import CAUSES, MOST_ERROR_TEXT, checked
+from glm5.tasks.episode import CAUSES, MOST_ERROR_TEXT, play_agent
 
 log = get_logger("rollout")
 
@@ -46,11 +46,8 @@ class AgentService(TaskService):
 
     async def _play(self, job: Job, problem: AgentProblem, url: str, key: str) -> StepResult:
         job.enter("agent")
-        found = await self._threads.result(self._threads.submit(problem.run, url, key))
-        if isinstance(found, StepResult):
-            return checked(found)
-        outcome = Outcome.SOLVED if found == 1 else Outcome.FAILED
-        return checked(StepResult(done=True, reward=found, outcome=outcome))
+        found: StepResult = await self._threads.result(self._threads.submit(play_agent, problem, url, key))
+        return found
 
     def oldest(self, job: Job) -> int | None:
         return oldest_of(self._gateway, job)

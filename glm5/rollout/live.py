@@ -42,7 +42,7 @@ PAUSE_SECONDS = 0.5
 MOST_LOSSES = 5
 """A rollout that its task service has lost this often is a failure of the environment."""
 STALE = "stale"
-"""Begins the reason of a rollout that is stopped because its tokens became too old."""
+"""Why a rollout is stopped whose tokens became too old."""
 PUSH_ROW = 1 << 20
 """Row of the weight pushes in the trace, below those of the rollouts."""
 STANDSTILL, STANDSTILL_SECONDS = 10.0, 30.0
@@ -72,10 +72,7 @@ class LiveRollouts:
     """Id of the last stored result."""
     trace: Trace | None = None
     waits: Waits = field(default_factory=Waits)
-    _tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     _losses: Counter[tuple[int, int]] = field(default_factory=Counter)
-    _stops: dict[tuple[int, int], str] = field(default_factory=dict)  # why a task is cancelled
-    _rows: dict[tuple[int, int], int] = field(default_factory=dict)  # of the trace
     _last_end: float = field(default_factory=time.monotonic)
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # seconds of finished rollouts
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,7 +89,8 @@ class LiveRollouts:
                 f"The learner has made {version} updates, but {self.store.path} does not know the last of them: it was "
                 "deleted or replaced. Delete the stage's folder to start the stage again."
             )
-        self._forget(version, taken)
+        groups = self.store.groups()
+        self._forget(version, taken, {number for number, _, _, spent in groups if spent is not None})
         done: defaultdict[int, set[int]] = defaultdict(set)
         for result in self.store.results():
             done[result.group].add(result.member)
@@ -102,13 +100,13 @@ class LiveRollouts:
             if (found := _parts(session.id)) is not None:
                 group, member, attempt = found
                 tried[group][member] = max(tried[group].get(member, 0), attempt + 1)
-        for number, family, place, spent in self.store.groups():
+        for number, family, place, spent in groups:
             self.orchestrator.restore(number, family, place, done[number], tried[number], spent)
 
-    def _forget(self, version: int, taken: int) -> None:
-        """Let rollouts start again whose results the learner does not have, if their environment failed (it may work
-        now), or if weights after `version`, which are lost, sampled their tokens or made them too old."""
-        used = {number for number, _, _, spent in self.store.groups() if spent is not None}
+    def _forget(self, version: int, taken: int, used: set[int]) -> None:
+        """Let rollouts of groups that are not `used` start again whose results the learner does not have, if their
+        environment failed (it may work now), or if weights after `version`, which are lost, sampled their tokens or
+        made them too old."""
         for result in self.store.results(taken):
             if result.group not in used:
                 newest = [max(node.versions, default=0) for node in self.store.turns(result.session)[0].nodes]
@@ -130,9 +128,10 @@ class LiveRollouts:
                 await self._changed.wait()
         finally:
             watching.cancel()
-            for task in self._tasks.values():
+            tasks = [job.task for job in self.jobs.values() if job.task is not None]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(watching, *self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(watching, *tasks, return_exceptions=True)
 
     def stir(self) -> None:
         """Look again for rollouts to start."""
@@ -156,17 +155,17 @@ class LiveRollouts:
         stale end first. Raises EngineError if no engine took the weights."""
         async with self._pushing:
             began, clock = time.monotonic(), time.time()
-            for key, job in list(self.jobs.items()):
+            for job in list(self.jobs.values()):
                 oldest = self.services[job.rollout.family].oldest(job)
                 if oldest is not None and version - oldest > self.max_staleness:
-                    self._stop(key, f"{STALE} {version}")
+                    self._stop(job, STALE, version)
             if mode == "keep":
                 await self.fleet.load(folder, version)
             else:
                 with self.pool.held():
                     if mode == "abort":
-                        for key in list(self.jobs):
-                            self._stop(key, "aborted")
+                        for job in list(self.jobs.values()):
+                            self._stop(job, "aborted")
                     if mode == "drain":
                         while self.pool.running:
                             await asyncio.sleep(DRAIN_SECONDS)
@@ -204,14 +203,12 @@ class LiveRollouts:
     def _begin(self, rollout: Rollout) -> None:
         key = (rollout.group, rollout.member)
         job = Job(rollout, f"g{rollout.group}.{rollout.member}.{rollout.attempt}")
+        used = {other.row for other in self.jobs.values()}
+        job.row = next(row for row in range(len(used) + 1) if row not in used)
         self.jobs[key] = job
-        used = set(self._rows.values())
-        self._rows[key] = next(row for row in range(len(used) + 1) if row not in used)
-        task = asyncio.create_task(self._play(key, job))
-        self._tasks[key] = task
+        job.task = asyncio.create_task(self._play(key, job))
 
     async def _play(self, key: tuple[int, int], job: Job) -> None:
-        stale_at: int | None = None
         rollout, label, service = job.rollout, self.labels[job.rollout.family], self.services[job.rollout.family]
         try:
             try:
@@ -221,13 +218,11 @@ class LiveRollouts:
                 await insist(lambda: self.store.add_session(row))
                 result = await service.run(job)
             except asyncio.CancelledError:
-                why = self._stops.pop(key, None)
-                if why is None:  # the process ends
+                if not job.stopped:  # the process ends
                     raise
-                if not why.startswith(STALE):
-                    await self._again(key, job, why)
+                if job.stopped != STALE:
+                    await self._again(key, job, job.stopped)
                     return
-                stale_at = int(why.removeprefix(STALE))
                 result = Result(label, label, Outcome.TRUNCATED)
             except LostRollout as error:
                 log.warning("The rollout %s of %s is lost: %s.", job.session, label, error)
@@ -244,7 +239,7 @@ class LiveRollouts:
                 result = Result(label, label, Outcome.ENV_ERROR, detail=detail)
             job.enter("end")  # from here on it cannot be stopped
             try:
-                await self._end(job, replace(result, detail=_own(result.detail, stale_at)))
+                await self._end(job, replace(result, detail=_own(result.detail, job.stale_at)))
             except Exception as error:  # without a result, its group would never end
                 log.exception("The result of %s cannot be stored.", job.session)
                 result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "store", "error": repr(error)[:500]})
@@ -252,9 +247,8 @@ class LiveRollouts:
             self.orchestrator.ended(*key)
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:
-            self._stops.pop(key, None)
-            self._record(key, job)
-            del self.jobs[key], self._tasks[key]
+            self._record(job)
+            del self.jobs[key]
             self._changed.set()
 
     async def _again(self, key: tuple[int, int], job: Job, why: str) -> None:
@@ -275,9 +269,8 @@ class LiveRollouts:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    def _record(self, key: tuple[int, int], job: Job) -> None:
+    def _record(self, job: Job) -> None:
         """Write a rollout that has ended to the trace, stage by stage."""
-        row = self._rows.pop(key)
         job.enter("over")
         whole = sum(seconds for _, seconds in job.past)
         self._last_end = time.monotonic()
@@ -286,15 +279,16 @@ class LiveRollouts:
             return
         ended = time.time()
         label = self.labels[job.rollout.family]
-        self.trace.span(label, ended - whole, ended, row, session=job.session, oldest=job.oldest)
+        self.trace.span(label, ended - whole, ended, job.row, session=job.session, oldest=job.oldest)
         at = ended - whole
         for stage, seconds in job.past:
-            self.trace.span(stage, at, at + seconds, row)
+            self.trace.span(stage, at, at + seconds, job.row)
             at += seconds
 
-    def _stop(self, key: tuple[int, int], why: str) -> None:
-        if self.jobs[key].stage != "end" and self._stops.setdefault(key, why) is why:
-            self._tasks[key].cancel()
+    def _stop(self, job: Job, why: str, stale_at: int | None = None) -> None:
+        if job.stage != "end" and not job.stopped and job.task is not None:
+            job.stopped, job.stale_at = why, stale_at
+            job.task.cancel()
 
     def _set_capacity(self) -> None:
         self.orchestrator.capacity = [service.capacity for service in self.services]
@@ -315,7 +309,7 @@ class LiveRollouts:
             signals, flying = self.signals, self.orchestrator.in_flight
             surplus = self.admission.observe(signals.use, signals.waiting, signals.preemptions, flying)
             for rollout in self.orchestrator.shed(flying - surplus) if surplus else ():
-                self._stop((rollout.group, rollout.member), "shed")
+                self._stop(self.jobs[rollout.group, rollout.member], "shed")
             self._changed.set()
 
     def _warn_of_standstill(self) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from glm5.rollout.engines import EnginePool, HttpEngine, LocalEngine, TokenSourc
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, find_key, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted
+from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted, url_of
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.options import EngineOptions, Limits
 
@@ -33,6 +33,9 @@ INFO_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 60
 """Seconds that a connection may be idle between requests. Agents keep connections open for 5 seconds (httpx) or longer.
 An agent that sends a request just when the server closes the connection would see an error."""
+
+_Sources = tuple[Sequence[TokenSource], Tokenizer, int]
+"""Engines with their tokenizer and maximum sequence length."""
 
 
 def run(
@@ -67,19 +70,11 @@ def run(
             listeners.append(stack.enter_context(bind_path(socket_path)))
         kept = stack.enter_context(Store(store))
         key, key_file = admin_key_of(admin_key_file, store)
-        sources: Sequence[TokenSource]
         if engines:
-            info = _model_info(engines[0], engine_key)
-            tokenizer = Tokenizer.load(directory or _tokenizer_of(engines[0], info))
-            length = int(info.get("max_model_len") or 1 << 20)
-            sources = [HttpEngine(url, engine_key) for url in engines]
+            sources, tokenizer, length = _remote(engines, engine_key, directory)
         else:
             assert directory is not None
-            engine, tokenizer = _engine(directory, options or EngineOptions())
-            length, thread = engine.max_length, EngineThread(engine, limits.samples)
-            thread.start()
-            stack.callback(thread.stop, 0.0)
-            sources = [LocalEngine(thread)]
+            sources, tokenizer, length = stack.enter_context(_local(directory, options or EngineOptions(), limits))
         pool = EnginePool(sources, tokenizer.vocab_size, limits.samples)
         app = create_gateway(
             Gateway(pool, kept, tokenizer, key, length, limits), allowed_hosts=hosts_answered(host, key, KEY_ALONE)
@@ -89,8 +84,7 @@ def run(
             if not as_json:
                 announce(sockets)
                 return
-            address = next(iter(sockets)).getsockname()[:2]
-            told: dict[str, str | None] = {"url": f"http://{address[0]}:{address[1]}", "store": str(store)}
+            told: dict[str, str | None] = {"url": url_of(next(iter(sockets))), "store": str(store)}
             told["socket"] = None if socket_path is None else str(socket_path)
             print(json.dumps(told | {"admin_key_file": None if key_file is None else str(key_file)}), flush=True)
 
@@ -102,11 +96,23 @@ def run(
             raise address_error(error, host, port) from None
 
 
-def _engine(directory: Path, options: EngineOptions) -> tuple[Engine, Tokenizer]:
+@contextlib.contextmanager
+def _local(directory: Path, options: EngineOptions, limits: Limits) -> Iterator[_Sources]:
     engine = Engine.from_pretrained(directory, **asdict(options))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
-    return engine, engine.tokenizer
+    thread = EngineThread(engine, limits.samples)
+    thread.start()
+    try:
+        yield [LocalEngine(thread)], engine.tokenizer, engine.max_length
+    finally:
+        thread.stop(0.0)
+
+
+def _remote(urls: Sequence[str], key: str | None, directory: Path | None) -> _Sources:
+    info = _model_info(urls[0], key)
+    tokenizer = Tokenizer.load(directory or _tokenizer_of(urls[0], info))
+    return [HttpEngine(url, key) for url in urls], tokenizer, int(info.get("max_model_len") or 1 << 20)
 
 
 def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:

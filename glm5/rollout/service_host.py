@@ -25,14 +25,14 @@ from glm5.obs.logs import get_logger
 from glm5.records import Outcome, StepResult
 from glm5.rollout.remote import POLL_SECONDS
 from glm5.serve.access import knows
-from glm5.serve.connection import Server, ServerConfig, bind
+from glm5.serve.connection import Server, ServerConfig, bind, url_of
 from glm5.serve.http_io import read_body
 from glm5.serve.options import Limits
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.schema import parse
 from glm5.tasks.contract import AgentProblem, Family
 from glm5.tasks.env_threads import EnvThreadPool
-from glm5.tasks.episode import MOST_ERROR_TEXT, checked
+from glm5.tasks.episode import MOST_ERROR_TEXT, play_agent
 from glm5.tasks.trajectory_json import MOST_DETAIL, jsonable
 
 log = get_logger("service")
@@ -116,11 +116,7 @@ class Host:
         problem = self.families[run.family].problem(SPLIT, run.task)
         if not isinstance(problem, AgentProblem):
             raise UsageError(f"{run.family}: {type(problem).__name__} is not an AgentProblem.")
-        found = problem.run(run.base_url, run.api_key)
-        if isinstance(found, StepResult):
-            return checked(found)
-        outcome = Outcome.SOLVED if found == 1 else Outcome.FAILED
-        return checked(StepResult(done=True, reward=found, outcome=outcome))
+        return play_agent(problem, run.base_url, run.api_key)
 
 
 def create_service(host: Host, key: str) -> FastAPI:
@@ -177,7 +173,7 @@ def serve(
     use.
     """
     with bind(host, port) as listener, EnvThreadPool(capacity, seconds) as threads:
-        url = "http://{}:{}".format(*listener.getsockname()[:2])
+        url = url_of(listener)
         key = secrets.token_urlsafe(24)
         body: dict[str, Any] = {
             "name": name or f"{socket.gethostname()}-{secrets.token_hex(4)}",

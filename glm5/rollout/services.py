@@ -46,6 +46,13 @@ class Job:
     oldest: int | None = None
     past: list[tuple[str, float]] = field(default_factory=list)
     """Earlier stages with their durations in seconds."""
+    row: int = 0
+    """Its row in the timeline."""
+    task: asyncio.Task[None] | None = None
+    stopped: str = ""
+    """Why the task was cancelled; empty for the end of the process."""
+    stale_at: int | None = None
+    """The weight version at whose push the rollout was too old and stopped."""
 
     def enter(self, stage: str) -> None:
         """Wait for something else from now on."""

@@ -134,14 +134,16 @@ def address_error(error: OSError | OverflowError, host: str, port: int) -> Usage
     return UsageError(f"Cannot serve on {host}:{port}: {error}.")
 
 
+def url_of(listener: socket.socket) -> str:
+    """The URL of a TCP socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def announce(sockets: Iterable[socket.socket]) -> None:
     """Print the server's addresses on stdout."""
     for listener in sockets:
-        if listener.family == socket.AF_UNIX:
-            address = f"unix:{listener.getsockname()}"
-        else:
-            host, port = listener.getsockname()[:2]
-            address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        address = f"unix:{listener.getsockname()}" if listener.family == socket.AF_UNIX else url_of(listener)
         with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the server
             print(f"Ready on {address}", flush=True)
 

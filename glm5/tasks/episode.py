@@ -40,7 +40,7 @@ from glm5.records import (
 )
 from glm5.sandbox.cancel import current_cancel_token
 from glm5.seeds import derive_seed
-from glm5.tasks.contract import Problem
+from glm5.tasks.contract import AgentProblem, Problem
 from glm5.tasks.env_threads import LIMIT_S, EnvThreadPool
 
 NOT_SAMPLED = -1  # weight version of tokens that no policy produced
@@ -264,6 +264,15 @@ def checked(result: StepResult) -> StepResult:
         )
     reward = 0.0 if result.outcome is Outcome.ENV_ERROR else float(result.reward)
     return dataclasses.replace(result, reward=reward, outcome=Outcome(result.outcome), detail=dict(result.detail))
+
+
+def play_agent(problem: AgentProblem, base_url: str, api_key: str) -> StepResult:
+    """Have an agent play a problem. A reward of 1 means solved. Raises RolloutError for a result that is no reward, and
+    what the agent raises."""
+    found = problem.run(base_url, api_key)
+    if not isinstance(found, StepResult):
+        found = StepResult(done=True, reward=found, outcome=Outcome.SOLVED if found == 1 else Outcome.FAILED)
+    return checked(found)
 
 
 def open_episode(problem: Problem, tokenizer: Tokenizer, threads: EnvThreadPool, **options: Any) -> Episode:

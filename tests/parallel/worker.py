@@ -209,7 +209,7 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     from glm5.config.recipe import STAGES
     from glm5.rl import replay
     from glm5.rl.algos import stage_algorithm
-    from glm5.rl.drivers.common import make_learner
+    from glm5.rl.drivers.common import Driver
     from glm5.rl.start import StageStart
     from glm5.rl.update import update
 
@@ -218,8 +218,9 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
     algorithm = judged(config, ranks) if config.kind == "general" else stage_algorithm(config)
     io = StageIO("rl", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
-    algorithm.prepare(StageStart(model, Tokenizer.byte_level(), io, Path))
-    learner = make_learner(model, config, algorithm, ranks)
+    tokenizer = Tokenizer.byte_level()
+    algorithm.prepare(StageStart(model, tokenizer, io, Path))
+    learner = Driver(model, tokenizer, config, algorithm, io, ranks).learner
     groups = replay.read(task["rollouts"])[: task.get("groups")]
     numbers = [update(learner, algorithm, config, groups) for _ in range(task.get("updates", 2))]
     plain = ranks.main_copy(learner.model)

@@ -18,7 +18,7 @@ from glm5.records import Outcome, TrainSample, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
 from glm5.rl.algos.distill import Distillation, ModelTeacher
 from glm5.rl.algos.reasoning import ReasoningRL
-from glm5.rl.drivers import logical
+from glm5.rl.drivers import common
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.drivers.timing import TIMES
 from glm5.rl.learner import Learner, PolicyBatch
@@ -171,7 +171,7 @@ def test_a_watched_run_has_the_numbers_of_an_unwatched_one(
     stage, first, second = stage_of(kind, 3), talker(), talker()
     one, two = stage_io("one"), stage_io("two")
     loop = run(first, tokenizer, stage, one)
-    monkeypatch.setattr(logical, "is_due", lambda *args: False)
+    monkeypatch.setattr(common, "is_due", lambda *args: False)
     other = run(second, tokenizer, stage, two)
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name

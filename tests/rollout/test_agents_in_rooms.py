@@ -25,22 +25,13 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
 from glm5.errors import GradingError, UsageError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.sandbox.agent_room import AgentRun, mechanism, run_agent
+from glm5.sandbox.agent_room import AgentRun, run_agent
 from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.room import Limits
 from glm5.serve.connection import bind_path
 from tests.forks import COMMAND_LINE, SERVING, Forks, Program
+from tests.rooms import needs_rooms
 
-
-def missing() -> str | None:
-    try:
-        mechanism()
-    except GradingError as error:
-        return str(error)
-    return None
-
-
-needs_rooms = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 LIMITS = Limits(cpu_s=60, wall_s=120.0, memory_mb=1024, processes=32, file_mb=16, output_kb=64)
 
 AGENT = """

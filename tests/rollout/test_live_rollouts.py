@@ -213,7 +213,8 @@ def test_rollouts_of_weights_that_are_lost_are_played_again(live: Open) -> None:
         async with live(version=1) as two:
             rows = await two.rollouts.finished(0, 0)
             kept = {row["detail"]["session"] for row in rows if "turns" in row}
-            assert kept == {t.detail["session"] for t in found} - newest
+            first = {session for session in kept if session.endswith(".0")}  # a second attempt may have ended by now
+            assert first == {t.detail["session"] for t in found} - newest
             for session in newest:
                 assert two.store.session(session).excluded == "lost_weights"  # type: ignore[union-attr]
 
@@ -286,7 +287,7 @@ def test_shed_rollouts_come_back(live: Open) -> None:
             await asyncio.sleep(0.05)
             assert len(one.rollouts.jobs) == 8
             for rollout in one.rollouts.orchestrator.shed(5):
-                one.rollouts._stop((rollout.group, rollout.member), "shed")
+                one.rollouts._stop(one.rollouts.jobs[rollout.group, rollout.member], "shed")
             found = await one.take(8)
             again = sorted(t.detail["session"] for t in found if not t.detail["session"].endswith(".0"))
             assert again == ["g1.1.1", "g1.2.1", "g1.3.1"]

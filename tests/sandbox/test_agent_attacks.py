@@ -19,21 +19,12 @@ from typing import Any
 
 import pytest
 
-from glm5.errors import GradingError
 from glm5.sandbox import agent_room
-from glm5.sandbox.agent_room import AgentRun, mechanism, run_agent
+from glm5.sandbox.agent_room import AgentRun, run_agent
 from glm5.sandbox.room import Limits
+from tests.rooms import needs_rooms
 
-
-def missing() -> str | None:
-    try:
-        mechanism()
-    except GradingError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+pytestmark = needs_rooms
 LIMITS = Limits(cpu_s=20, wall_s=20.0, memory_mb=128, processes=12, file_mb=4, output_kb=16)
 REPOSITORY = Path(agent_room.__file__).parents[2]
 

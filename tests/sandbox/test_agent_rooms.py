@@ -17,21 +17,13 @@ import pytest
 
 from glm5.errors import ConfigError, GradingError
 from glm5.sandbox import agent_request, agent_room
-from glm5.sandbox.agent_room import AgentRun, mechanism, run_agent
+from glm5.sandbox.agent_room import AgentRun, run_agent
 from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.cancel import CancelToken
 from glm5.sandbox.room import Limits
+from tests.rooms import needs_rooms
 
-
-def missing() -> str | None:
-    try:
-        mechanism()
-    except GradingError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+pytestmark = needs_rooms
 LIMITS = Limits(cpu_s=20, wall_s=20.0, memory_mb=256, processes=16, file_mb=4, output_kb=16)
 SESSION = {"base_path": "/sessions/a/v1", "api_key": "sk-a"}
 Run = Callable[..., AgentRun]

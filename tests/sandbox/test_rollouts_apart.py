@@ -10,22 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from glm5.errors import GradingError
 from glm5.sandbox import agent_room
-from glm5.sandbox.agent_room import mechanism
 from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.room import Limits
+from tests.rooms import needs_rooms
 
-
-def missing() -> str | None:
-    try:
-        mechanism()
-    except GradingError as error:
-        return str(error)
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+pytestmark = needs_rooms
 LIMITS = Limits(cpu_s=20, wall_s=20.0, memory_mb=256, processes=12, file_mb=4, output_kb=16)
 REPOSITORY = Path(agent_room.__file__).parents[2]
 

@@ -25,22 +25,17 @@ from glm5.chat import Tokenizer
 from glm5.config.families import family_labels
 from glm5.config.launch import Launch
 from glm5.config.recipe import DistillStage, PolicyStage
-from glm5.engine.engine import Engine
 from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
-from glm5.rl.controller import Controller
-from glm5.rl.drivers.common import fitted_stage, make_learner, policy_id
+from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.rollout_client import RolloutClient
 from glm5.rl.drivers.timing import TimeSpent
-from glm5.rl.env_errors import EnvErrors
-from glm5.rl.learner import Agreement
 from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
-from glm5.rl.rollout_trace import RolloutTrace, is_due
-from glm5.rl.update import rollout_numbers, update
+from glm5.rl.update import rollout_numbers
 from glm5.rollout.timeline import FILE as TRACE
 from glm5.rollout.timeline import Trace
 from glm5.tasks.trajectory_json import decode, encode
@@ -58,7 +53,7 @@ OWN_PROCESS = 1 << 40
 """Bytes of a trajectory's JSON: results come from our own process, so their size needs no limit."""
 
 
-class LiveDriver:
+class LiveDriver(Driver):
     """Runs one stage live. The arguments are those of `LogicalDriver`, and the recipe's `launch`.
 
     With several ranks (`io.ranks`) all run the same loop. Rank 0 alone talks to the rollout process, decides what comes
@@ -75,14 +70,8 @@ class LiveDriver:
         seed: int,
         launch: Launch,
     ) -> None:
-        stage = fitted_stage(stage, model)
-        self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
-        self.launch, self.seed = launch, seed
-        self.controller = Controller(stage)
-        self.ranks = io.ranks
-        self.learner = make_learner(model, stage, algorithm, io.ranks)
-        self.record = io.folder.parent / replay.FILE if stage.record else None
-        self.env_errors = EnvErrors(stage.name, stage.env_error_share, stage.env_error_window)
+        super().__init__(model, tokenizer, stage, algorithm, io, io.ranks)
+        self.launch, self.seed, self.ranks = launch, seed, io.ranks
         self._labels = family_labels(stage.families)
         self._cursor = 0
         self._allowed = -1
@@ -230,16 +219,13 @@ class LiveDriver:
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         step = self.controller.version + 1
         before = self.ranks.on_main(partial(self._before, groups, step))
-        trace = RolloutTrace(type(self.algorithm.objective).__name__) if is_due(step, self.stage.optim) else None
         with self._spent("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
                 time.sleep(self.launch.simulate_learner)
                 self.learner.version += 1
             else:
-                numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
-                if trace is not None:
-                    trace.write(self.io.folder, self.learner, groups, self.tokenizer)
+                numbers = self._learn(groups)
         self.controller.updated()
         return numbers | self.ranks.on_main(partial(self._report, groups, before))
 
@@ -257,9 +243,7 @@ class LiveDriver:
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
         with self._spent("publish"):
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
-        numbers = {"dropped_groups": float(self.controller.buffer.dropped)}
-        numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
-        return numbers | self.env_errors.numbers | self._measured | {"restarts": float(client.restarts)}
+        return self._counts() | self._measured | {"restarts": float(client.restarts)}
 
     def _noted(self) -> dict[str, float]:
         """The metrics of `_note` since the last call."""
@@ -275,15 +259,8 @@ class LiveDriver:
 
     def _measure_on_main(self, model: GLM5ForCausalLM) -> str:
         policy = policy_id(self.stage, model)
-        engine = Engine(
-            model.clone().cast(getattr(torch, self.stage.rollout_dtype)),
-            self.tokenizer,
-            max_batch=self.controller.concurrency,
-            max_length=self.stage.max_context + 1,
-            exact=self.stage.rollouts == "exact",
-        )
         prompts = PromptStream(self.stage, self.seed)
-        prompts.measure(engine, self.tokenizer, self.io.folder / PASS_RATES, policy)
+        prompts.measure(self._make_engine(model), self.tokenizer, self.io.folder / PASS_RATES, policy)
         self._measured = prompts.numbers
         return policy
 
@@ -293,10 +270,7 @@ class LiveDriver:
         found = load_state(state, self.learner.model, self.learner.optimizer, ranks=self.ranks)
         done, extra = found or (0, {})
         if done:
-            self.learner.version = done
-            self.learner.agreement = Agreement(**extra["agreement"])
-            self.controller.restore(done, extra)
-            self.env_errors.restore(extra["env_errors"])
+            self._restore(done, extra)
         self.io.metrics.rewind(self.io.name, done)
         if self.record is not None:
             self.ranks.on_main(partial(replay.rewind, self.record, self.io.name, done))
@@ -304,11 +278,9 @@ class LiveDriver:
         return done, dict(extra.get("numbers", {}))
 
     def _save(self, numbers: dict[str, float]) -> None:
-        extra = self.controller.state() | {"numbers": numbers}
-        extra |= {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
         state = self.io.folder / "state"
         version, ranks = self.controller.version, self.ranks
-        save_state(state, self.learner.model, self.learner.optimizer, version, extra, ranks=ranks)
+        save_state(state, self.learner.model, self.learner.optimizer, version, self._state(numbers), ranks=ranks)
 
 
 def weights_prefix(folder: Path) -> str:

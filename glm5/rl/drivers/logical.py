@@ -9,25 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from glm5.chat import Tokenizer
 from glm5.config.recipe import PolicyStage
-from glm5.engine.engine import Engine
 from glm5.engine.request import Request
 from glm5.errors import RequestFailed, RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams, Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
-from glm5.rl.controller import Controller
-from glm5.rl.drivers.common import fitted_stage, make_learner, policy_id
+from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.timing import TimeSpent
-from glm5.rl.env_errors import EnvErrors
-from glm5.rl.learner import Agreement
 from glm5.rl.prompts import PASS_RATES, PromptStream
-from glm5.rl.rollout_trace import RolloutTrace, is_due
-from glm5.rl.update import update
 from glm5.rl.weight_sync import publish
 from glm5.seeds import derive_seed
 from glm5.tasks import Episode
@@ -49,7 +41,7 @@ class _Running:
     request: Request
 
 
-class LogicalDriver:
+class LogicalDriver(Driver):
     """Keeps the engine busy, hands batches to the learner and pushes weights.
 
     One clock tick is one engine step. An update's weights become visible `train_ticks` ticks after its batch was taken.
@@ -66,21 +58,10 @@ class LogicalDriver:
         io: StageIO,
         seed: int,
     ) -> None:
-        stage = fitted_stage(stage, model)
-        self.stage, self.algorithm, self.io, self.tokenizer = stage, algorithm, io, tokenizer
+        super().__init__(model, tokenizer, stage, algorithm, io)
         self.seed = derive_seed(seed, "policy", stage.name)
-        self.controller = Controller(stage)
-        self.learner = make_learner(model, stage, algorithm)
-        self.record = io.folder.parent / replay.FILE if stage.record else None
-        self.engine = Engine(
-            self.weights().clone().cast(getattr(torch, stage.rollout_dtype)),
-            tokenizer,
-            max_batch=self.controller.concurrency,
-            max_length=stage.max_context + 1,
-            exact=stage.rollouts == "exact",
-        )
-        self.env_errors = EnvErrors(stage.name, stage.env_error_share, stage.env_error_window)
-        self.prompts = PromptStream(stage, seed)
+        self.engine = self._make_engine(self.weights())
+        self.prompts = PromptStream(self.stage, seed)
         self._running: list[_Running] = []
         self._reacting: list[tuple[int, _Running, Future[None]]] = []  # tick at which the environment's answer is due
         self._clock = 0
@@ -187,17 +168,11 @@ class LogicalDriver:
         step = self.controller.version + 1
         if self.record is not None:
             replay.write(groups, self.record, self.io.name, step)
-        due = is_due(step, self.stage.optim)
-        trace = RolloutTrace(type(self.algorithm.objective).__name__) if due else None
         with self._time.on("update"):
-            numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
-            if trace is not None:
-                trace.write(self.io.folder, self.learner, groups, self.tokenizer)
+            numbers = self._learn(groups)
         self.controller.updated()
         self._push_in = self.stage.train_ticks
-        numbers |= {"dropped_groups": float(self.controller.buffer.dropped)}
-        numbers |= {name: float(count) for name, count in self.controller.buffer.counts.items()}
-        return numbers | self.env_errors.numbers | self.prompts.numbers
+        return numbers | self._counts() | self.prompts.numbers
 
     def _push(self) -> None:
         with self._time.on("publish"):
@@ -210,19 +185,10 @@ class LogicalDriver:
         if self.controller.pushed < self.controller.version:
             self._push()
         self._clock = 0  # as in a resumed run
-        extra = self.controller.state() | {"numbers": numbers}
-        extra |= {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
+        extra = self._state(numbers)
         save_state(state, self.learner.model, self.learner.optimizer, self.controller.version, extra)
         self.controller.saved()
 
-    def _restore(self, done: int, extra: Mapping[str, Any]) -> None:
-        if not all(isinstance(extra.get(key), dict) for key in ("agreement", "buffer", "env_errors")):
-            raise RolloutError(
-                f"{self.io.name}: the state in {self.io.folder} was written by an earlier version; delete it to start "
-                "this stage again."
-            )
-        self.learner.version = done
-        self.learner.agreement = Agreement(**extra["agreement"])
-        self.controller.restore(done, extra)
-        self.env_errors.restore(extra["env_errors"])
+    def _restore(self, done: int, state: Mapping[str, Any]) -> None:
+        super()._restore(done, state)
         publish(self.weights(), self.engine, done)

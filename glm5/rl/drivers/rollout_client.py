@@ -109,10 +109,6 @@ class RolloutClient:
         """Seconds so far, by what rollouts in flight wait for and by what engines do (see `waits.Waits`)."""
         return self._call("GET", "/trainer/clock")
 
-    def status(self) -> dict[str, Any]:
-        """What happens now."""
-        return self._call("GET", "/trainer/status")
-
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> dict[str, Any]:

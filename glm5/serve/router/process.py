@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from glm5 import process
 from glm5.errors import Glm5Error
@@ -57,10 +57,10 @@ def main() -> None:
     try:
         _serve(job, control)
     except Glm5Error as error:
-        _tell(control, {"error": str(error), "exit_code": error.exit_code})
+        process.tell(control, {"error": str(error), "exit_code": error.exit_code})
         sys.exit(error.exit_code)
     except OSError as error:
-        _tell(control, {"error": str(error), "exit_code": 1})
+        process.tell(control, {"error": str(error), "exit_code": 1})
         sys.exit(1)
 
 
@@ -74,7 +74,7 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, trusted=True)
 
     def ready(sockets: Iterable[socket.socket]) -> None:
-        _tell(control, {"ready": True})
+        process.tell(control, {"ready": True})
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(job.socket)
@@ -86,11 +86,6 @@ def _remove(path: Path) -> None:
     for remove in (path.unlink, path.parent.rmdir):
         with contextlib.suppress(OSError):
             remove()
-
-
-def _tell(control: TextIO, news: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the router is gone
-        print(json.dumps(news), file=control, flush=True)
 
 
 if __name__ == "__main__":
