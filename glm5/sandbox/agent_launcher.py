@@ -150,8 +150,7 @@ def start(
             raise launcher.SetupError(why)
         return child
     try:
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and an ignored signal stays ignored
-            signal.signal(number, signal.SIG_DFL)
+        launcher.reset_signals()
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
         os.setsid()

@@ -276,6 +276,13 @@ def filter_system_calls(
     check(libc.prctl(PR_SET_SECCOMP, 2, descriptor, 0, 0), "seccomp")
 
 
+def reset_signals() -> None:
+    """Give every signal its default action. An ignored signal stays ignored in the program: Python ignores two, and
+    whoever started us may ignore others, as nohup does."""
+    for number in range(1, 65):
+        libc.signal(number, None)
+
+
 def start_program(executable: str, machine: str, program: list[str]) -> int:
     """Fork and execute the interpreter with `program`. Returns the child's process id after a successful start. Raises
     SetupError if it fails: our failure must not look like the program's."""
@@ -289,6 +296,7 @@ def start_program(executable: str, machine: str, program: list[str]) -> int:
             raise SetupError(why)
         return child
     try:
+        reset_signals()
         filter_system_calls(machine)
         os.chdir(BOX)
         environment = {"PATH": "/usr/bin", "HOME": BOX, "TMPDIR": BOX}

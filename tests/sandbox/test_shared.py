@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -42,12 +43,18 @@ def test_every_exit_code_is_a_result() -> None:
 
 
 @needs_sandbox
-def test_a_program_may_end_by_any_signal() -> None:
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_program_may_end_by_any_signal(action: signal.Handlers) -> None:
     # Python handles 2, 13 and 25; 32 and 33 are the C library's own, and whether they are ignored is inherited. Of the
     # real-time signals behind them, the kernel treats all alike.
     numbers = [number for number in (*range(1, 32), 34, 35, 64) if number not in STOPPING | {2, 13, 25}]
     jobs = [Job(f"import os; os.kill(os.getpid(), {number})") for number in numbers]
-    for number, result in zip(numbers, Sandbox(LIMITS).run_many(jobs), strict=True):
+    before = signal.signal(signal.SIGHUP, action)  # nohup ignores it
+    try:
+        results = Sandbox(LIMITS).run_many(jobs)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for number, result in zip(numbers, results, strict=True):
         assert result.exit_code == (0 if number in IGNORED else -number), (number, result)
         assert bool(result.killed_reason) == (number not in IGNORED)
 
