@@ -155,7 +155,8 @@ def _work(text: str) -> dict[str, Any] | None:
     except (tomllib.TOMLDecodeError, RecursionError):
         return None
     if isinstance(launch := recipe.get("launch"), dict):  # which processes there are may change, but not what is real
-        recipe["launch"] = {key: value for key, value in launch.items() if key.startswith("simulate")}
+        real = {key: value for key, value in launch.items() if key.startswith("simulate")}
+        recipe["launch"] = real | ({"history": "text"} if launch.get("history") == "text" else {})
     for key in ("parallel", "sinks", "wandb_mode"):
         recipe.pop(key, None)
     return recipe

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,6 +39,7 @@ from glm5.rollout.services import FamilyService, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
+from glm5.rollout.text_history import text_trajectory_of
 from glm5.rollout.timeline import FILE, Trace
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
@@ -134,6 +136,8 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
                 stage.max_staleness,
                 trace=Trace(Path(job.store).with_name(FILE), "rollouts", 2),
             )
+            if launch.history == "text":
+                live.trajectory_of = partial(text_trajectory_of, tokenizer=tokenizer)
             live.restore(job.version, job.taken)
             live.allow(job.allowed)
             app = create_gateway(gateway, allowed_hosts=hosts_answered(launch.host, key, KEY_ALONE))

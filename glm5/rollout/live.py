@@ -11,17 +11,18 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import EngineError
 from glm5.obs.logs import get_logger
-from glm5.records import Outcome
+from glm5.records import Outcome, Trajectory
 from glm5.rollout.admission import Admission
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet, PushMode, Signals
+from glm5.rollout.history import Node
 from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
@@ -72,6 +73,8 @@ class LiveRollouts:
     """Id of the last stored result."""
     trace: Trace | None = None
     waits: Waits = field(default_factory=Waits)
+    trajectory_of: Callable[[ResultRow, Sequence[Node], Mapping[Node, str]], Trajectory] = trajectory_of
+    """What the learner gets of a result."""
     _losses: Counter[tuple[int, int]] = field(default_factory=Counter)
     _last_end: float = field(default_factory=time.monotonic)
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # seconds of finished rollouts
@@ -196,7 +199,7 @@ class LiveRollouts:
             if family is not None:  # else the learner has used or dropped its group
                 stored = self.store.turns(result.session)[1]
                 finish = dict(stored.values())
-                row |= encode(trajectory_of(result, list(finish), finish))
+                row |= encode(self.trajectory_of(result, list(finish), finish))
             found.append(row)
         return found
 

@@ -160,7 +160,8 @@ def test_processes_of_an_unfinished_run_may_change() -> None:
     work = pipeline._work
     base = 'name = "a"\n'
     assert work(base + "[launch]\nengines = 1\n") == work(base + '[launch]\nengines = 2\ntransport = "disk"\n')
-    assert work(base) != work(base + "[launch]\n")
+    assert work(base) != work(base + "[launch]\n") == work(base + '[launch]\nhistory = "tokens"\n')
+    assert work(base + "[launch]\n") != work(base + '[launch]\nhistory = "text"\n')
 
 
 @pytest.mark.slow

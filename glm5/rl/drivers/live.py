@@ -36,6 +36,7 @@ from glm5.rl.drivers.timing import TimeSpent
 from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.update import rollout_numbers
+from glm5.rollout.text_history import mismatch
 from glm5.rollout.timeline import FILE as TRACE
 from glm5.rollout.timeline import Trace
 from glm5.tasks.trajectory_json import decode, encode
@@ -243,7 +244,8 @@ class LiveDriver(Driver):
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
         with self._spent("publish"):
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
-        return self._counts() | self._measured | {"restarts": float(client.restarts)}
+        own = mismatch([t for group in groups for t in group]) | {"restarts": float(client.restarts)}
+        return self._counts() | self._measured | own
 
     def _noted(self) -> dict[str, float]:
         """The metrics of `_note` since the last call."""
