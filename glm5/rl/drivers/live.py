@@ -214,7 +214,7 @@ class LiveDriver(Driver):
         config = self.stage.families[row["family"]]
         if isinstance(self.stage, DistillStage):
             trajectory.teacher = self.stage.teacher_of(config) or ""
-        self.env_errors.add(self._labels[row["family"]], trajectory)
+        self.env_errors.add(self._labels[row["family"]], trajectory, self.controller.version)
         self.controller.arrived(trajectory)
 
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
