@@ -80,7 +80,14 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
                 progress.skip(stage.name)
                 continue
             progress.start(stage.name, units(stage))
-            io = StageIO(stage.name, folder, metrics, lambda n, numbers: progress.advance(n, **_shown(numbers)), ranks)
+            io = StageIO(
+                stage.name,
+                folder,
+                metrics,
+                lambda n, numbers: progress.advance(n, **_shown(numbers)),
+                ranks,
+                progress.show,
+            )
             entries.append(_run_one(state, stage, io, recipe))
             progress.finish(stage.name, _summary(entries[-1]))
 

@@ -27,12 +27,14 @@ from glm5.config.launch import Launch
 from glm5.config.recipe import DistillStage, PolicyStage
 from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.live_view import LiveView
 from glm5.records import Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
 from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.rollout_client import RolloutClient
 from glm5.rl.drivers.timing import TimeSpent
+from glm5.rl.drivers.watch import StatusWatch
 from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.update import rollout_numbers
@@ -117,6 +119,10 @@ class LiveDriver(Driver):
         stack.callback(self._trace.close)
         with self._time.on("start"):
             self._client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
+        view = LiveView()
+        stack.enter_context(StatusWatch(self._client, view.update))
+        stack.callback(self.io.show, None)
+        self.io.show(view)
 
     def _run(self, numbers: dict[str, float]) -> dict[str, float]:
         controller = self.controller
