@@ -158,9 +158,14 @@ def find_out(url: str, api_key: str | None = None) -> ServerInfo:
 
 
 def _json(answer: httpx.Response) -> Any:
-    """The body of an answer, or None for an error. Raises UsageError if the key is wrong."""
+    """The body of an answer; None if the server does not know the request. Raises UsageError for a wrong key or a
+    server that fails or is starting."""
     if answer.status_code in (401, 403):
         raise UsageError(f"The engine {answer.url} refuses the key; give the right one.")
+    if answer.status_code in (429, *range(500, 600)):
+        raise UsageError(
+            f"The engine {answer.url} answers with status {answer.status_code}; try again when it is ready."
+        )
     try:
         return answer.json() if answer.status_code == 200 else None
     except ValueError:

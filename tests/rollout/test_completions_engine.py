@@ -207,9 +207,12 @@ def test_what_is_no_engine_is_told_in_one_sentence(tokenizer: Tokenizer) -> None
             await asyncio.to_thread(find_out, url)
         app = FastAPI()
         app.get("/get_model_info", response_model=None)(lambda: JSONResponse({"error": "key"}, 401))
+        app.get("/starting/get_model_info", response_model=None)(lambda: JSONResponse({}, 503))
         async with served(app) as url:
             with pytest.raises(UsageError, match="refuses the key"):
                 await asyncio.to_thread(find_out, url, "wrong")
+            with pytest.raises(UsageError, match="status 503; try again"):
+                await asyncio.to_thread(find_out, f"{url}/starting")
 
     run(test())
 
@@ -235,6 +238,9 @@ def test_our_own_server_has_the_same_fields(tokenizer: Tokenizer) -> None:
         async with served(app) as url:
             info = await asyncio.to_thread(find_out, url)
             assert info.native
+            fleet = RemoteFleet([url])
+            await fleet.start()
+            await fleet.close()
             engines = [info.source(), CompletionsEngine(url, model="nano")]
             params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "stop_token_ids": tokenizer.stop_token_ids}
             found = [await sampled(EnginePool([engine], tokenizer.vocab_size), [5, 6], **params) for engine in engines]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from glm5.rollout.session import SessionOptions
 from glm5.rollout.status import status_of
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
+from glm5.rollout.text_history import mismatch, text_trajectory_of
 from glm5.rollout.waits import Waits
 from glm5.serve.errors import ApiError
 from glm5.tasks import AgentProblem, make_family, to_samples
@@ -160,6 +162,26 @@ def test_results_are_what_the_engine_sampled(live: Open) -> None:
             one.rollouts.allow(6)
             assert members(await one.take(2)) == {5: 2}
             assert await one.rollouts.finished(one.cursor, 0.05) == []
+
+    run(test())
+
+
+def test_the_text_round_trip_of_live_rollouts(live: Open, tokenizer: Tokenizer) -> None:
+    """Bytes tokenise to themselves, so that the answers' rows are equal; only the counts are new."""
+
+    async def test() -> None:
+        async with live(newest=0) as one:
+            one.rollouts.allow(2)
+            ids = await one.take(4)
+        async with live(newest=0) as two:
+            two.rollouts.trajectory_of = partial(text_trajectory_of, tokenizer=tokenizer)
+            text = await two.take(4)
+        for mine, theirs in zip(text, ids, strict=True):
+            counts = mine.detail["history"]
+            assert counts["sampled"] == sum(len(turn.output_ids) for turn in theirs.turns) > 0 == counts["mismatched"]
+            trained = [[row.ids[i] for i, on in enumerate(row.loss_mask) if on] for row in to_samples(mine)]
+            assert trained == [[row.ids[i] for i, on in enumerate(row.loss_mask) if on] for row in to_samples(theirs)]
+        assert mismatch(text)["history/mismatch"] == 0 and mismatch(ids) == {}
 
     run(test())
 
