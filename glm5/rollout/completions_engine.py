@@ -29,6 +29,8 @@ NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampli
 """Names of SGLang's sampling parameters that vLLM calls otherwise."""
 TEXT_ONLY = ("skip_special_tokens", "no_stop_trim")
 """Parameters that change the text, which is not used."""
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Always sent: what a request leaves out, vLLM takes from the model's generation_config.json."""
 
 
 class CompletionsEngine(HttpEngine):
@@ -42,6 +44,7 @@ class CompletionsEngine(HttpEngine):
     def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
         sent = native_params(params)
         body = {NAMES.get(name, name): value for name, value in sent.items() if name not in TEXT_ONLY}
+        body |= {name: getattr(params, name) for name in PENALTIES}
         body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}
         return "/v1/completions", body, CompletionsReading(self.name)
 

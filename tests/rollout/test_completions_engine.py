@@ -136,6 +136,8 @@ def test_tokens_and_log_probabilities_of_vllm(tokenizer: Tokenizer, ids: str, fl
             assert (body["seed"], body["stop_token_ids"]) == (3, [9])
             assert body[flag] is True and body["logprobs"] == 0
             assert not {"max_new_tokens", "no_stop_trim", "skip_special_tokens"} & set(body)
+            plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "top_p": 1.0}
+            assert plain.items() <= body.items() and (body["top_k"], body["min_p"]) == (-1, 0.0)
             assert (await sampled(pool, [5], max_tokens=2))[2] == "length"
             assert await engine.version() == 0 and await pool.versions() == {url: 0}
             await pool.close()
