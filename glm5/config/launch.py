@@ -28,6 +28,9 @@ class Launch(Frozen):
     """What happens to running generations at a weight push. "keep": they go on with the new weights and the old cache.
     "retract": they go on with the new weights, and their tokens so far are computed again. "abort": their rollouts
     start again. "drain": the push waits until they end."""
+    history: Literal["tokens", "text"] = "tokens"
+    """What is trained. "tokens": the ids that were sampled. "text": the answers' text, rendered and tokenised again, as
+    trainers without token-in/token-out do; tokens that differ from the sampled ones are masked. Only to compare."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, lt=1 << 16)
     """Address of the gateway for agents; port 0 takes a free one."""

@@ -80,7 +80,14 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
                 progress.skip(stage.name)
                 continue
             progress.start(stage.name, units(stage))
-            io = StageIO(stage.name, folder, metrics, lambda n, numbers: progress.advance(n, **_shown(numbers)), ranks)
+            io = StageIO(
+                stage.name,
+                folder,
+                metrics,
+                lambda n, numbers: progress.advance(n, **_shown(numbers)),
+                ranks,
+                progress.show,
+            )
             entries.append(_run_one(state, stage, io, recipe))
             progress.finish(stage.name, _summary(entries[-1]))
 
@@ -155,7 +162,8 @@ def _work(text: str) -> dict[str, Any] | None:
     except (tomllib.TOMLDecodeError, RecursionError):
         return None
     if isinstance(launch := recipe.get("launch"), dict):  # which processes there are may change, but not what is real
-        recipe["launch"] = {key: value for key, value in launch.items() if key.startswith("simulate")}
+        real = {key: value for key, value in launch.items() if key.startswith("simulate")}
+        recipe["launch"] = real | ({"history": "text"} if launch.get("history") == "text" else {})
     for key in ("parallel", "sinks", "wandb_mode"):
         recipe.pop(key, None)
     return recipe

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +38,14 @@ class _Stage:
     seconds: float = 0.0  # final, after the stage has ended
     text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+
+
+class View(Protocol):
+    """More about the running stage: rows below the list on a terminal, one line elsewhere."""
+
+    def table(self) -> RenderableType: ...
+
+    def line(self) -> str: ...
 
 
 class PipelineProgress:
@@ -66,9 +75,10 @@ class PipelineProgress:
         self._current: _Stage | None = None
         self._last_line = 0.0
         self._broken = False
+        self._view: View | None = None
         self._live: Live | None = None
         if self._console.is_terminal:
-            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._shown, console=self._console, refresh_per_second=4)
 
     def __enter__(self) -> PipelineProgress:
         self._began = self._clock()
@@ -107,6 +117,12 @@ class PipelineProgress:
         if now - self._last_line >= max(self._interval, min((now - current.began) / 30, 300.0)):
             self._last_line = now
             self._line(current, ", ".join(part for part in self._report(current, now) if part))
+            if self._view is not None:
+                self._line(current, self._view.line())
+
+    def show(self, view: View | None) -> None:
+        """Show more about the running stage from now on, until its end or None."""
+        self._view = view
 
     def finish(self, stage: str, summary: str = "") -> None:
         """End the running stage."""
@@ -172,7 +188,7 @@ class PipelineProgress:
     def _end(self, stage: _Stage, state: str, text: str) -> None:
         stage.state, stage.text = state, text
         stage.seconds = self._clock() - stage.began
-        self._current = None
+        self._current = self._view = None
         took = _duration(stage.seconds)
         self._line(stage, f"{text} after {took}" if state == "failed" else f"done in {took}{text and f': {text}'}")
 
@@ -206,6 +222,10 @@ class PipelineProgress:
             output()
         except (OSError, ValueError):  # ValueError: the program closed the file object itself
             self._broken = True
+
+    def _shown(self) -> RenderableType:
+        view = self._view
+        return self._table() if view is None else Group(self._table(), view.table())
 
     def _table(self) -> Table:
         marks = _MARKS if self._console.encoding.startswith("utf") else _ASCII_MARKS

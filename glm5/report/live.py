@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from glm5.report.figures import Panel, Series, bars
+from glm5.report.figures import Panel, Series, bars, curves
 from glm5.report.live_store import LiveStage
 from glm5.report.results import Run
 from glm5.report.sections import Cell, TableData
@@ -40,6 +40,8 @@ def _section(run: Run, stage: str, found: LiveStage) -> LiveSection:
              "updates between the oldest token of a trained response and its use"),
         bars(f"Waiting in {stage}", causes, [Series("seconds", list(enumerate(waits[cause] for cause in causes)))],
              "what the rollouts in flight waited for while the learner waited for them"),
+        curves(f"Excluded in {stage}", _excluded(run, stage),
+               "share of a family's rollouts whose environment failed, by the update after which they arrived"),
     ]  # fmt: skip
     said = []
     if whole := sum(engines.values()):
@@ -47,6 +49,7 @@ def _section(run: Run, stage: str, found: LiveStage) -> LiveSection:
     if found.excluded:
         parts = listing(f"{count:,} {cause}" for cause, count in found.excluded.most_common())
         said.append(f"Rollouts that were not trained on: {parts}.")
+    said += _alarms(run, stage)
     return LiveSection(
         stage, said, _families(found.families), [one for one in made if one is not None], found.session, found.about
     )
@@ -60,6 +63,30 @@ def _families(families: dict[str, Counter[str]]) -> TableData:
         share = f"{counts['trained'] / trained:.1%}" if trained else ""
         rows.append((name, [*(Cell(f"{counts[fate]:,}") for fate in FATES), Cell(share)]))
     return TableData(["family", *(f"groups {fate}" for fate in FATES), "share of trained"], rows)
+
+
+def _excluded(run: Run, stage: str) -> list[Series]:
+    """Share of failures by family over updates, for families that have any."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in run.metrics.get(stage, ()):
+        for key, value in row.items():
+            _, _, family = key.partition("excluded/")
+            if key.startswith("excluded/") and "/" not in family:
+                found.setdefault(family, []).append((row["step"], value))
+    return [Series(family, points) for family, points in sorted(found.items()) if any(y for _, y in points)]
+
+
+def _alarms(run: Run, stage: str) -> list[str]:
+    """A sentence per family whose environment began to fail more often (`glm5/rl/env_alarm.py`)."""
+    at: dict[str, list[str]] = {}
+    before: dict[str, float] = {}
+    for row in run.metrics.get(stage, ()):
+        for key, value in row.items():
+            if key.startswith("env_alarms/") and value > before.get(key, 0.0):
+                before[key] = value
+                at.setdefault(key.removeprefix("env_alarms/"), []).append(f"{row['step']:g}")
+    return [f"Alarm: the environment of {family} failed more often than before at update {listing(steps)}."
+            for family, steps in sorted(at.items())]  # fmt: skip
 
 
 def _totals(run: Run, stage: str, prefix: str) -> Counter[str]:

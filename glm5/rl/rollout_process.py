@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,19 +34,26 @@ from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
 from glm5.rollout.process import KEEP_ALIVE_SECONDS, LIMITS, admin_key_of
 from glm5.rollout.remote import RemoteService, ServiceRegister, service_routes
+from glm5.rollout.room_service import RoomService
 from glm5.rollout.services import FamilyService, TaskService
 from glm5.rollout.session import SessionOptions
 from glm5.rollout.simulated import SimulatedFleet, SlowService
 from glm5.rollout.store import Store
+from glm5.rollout.text_history import text_trajectory_of
 from glm5.rollout.timeline import FILE, Trace
 from glm5.rollout.trainer_routes import trainer_routes
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, bind, fitted, url_of
+from glm5.serve.connection import Server, ServerConfig, bind, bind_path, fitted, url_of
 from glm5.serve.options import EngineOptions, Limits
+from glm5.tasks.agents import AgentTask
 from glm5.tasks.contract import AgentProblem
 from glm5.tasks.env_threads import EnvThreadPool
 
+SOCKET = "gateway.sock"
+"""The gateway's Unix socket for agents in rooms; beside the store, or in its own folder if that path is too long."""
+LONGEST_PATH = 90
+"""Bytes of the path of a Unix socket."""
 ENV_THREADS = 64
 """Environments that may run at the same time; each mostly waits for the sandbox."""
 
@@ -100,6 +110,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
         bind(launch.host, job.port or launch.port) as listener,
         Store(Path(job.store), full=True) as store,
         EnvThreadPool(ENV_THREADS, stage.env_seconds) as threads,
+        contextlib.ExitStack() as rooms,
     ):
         try:
             await fleet.start()
@@ -110,17 +121,23 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             gateway = Gateway(pool, store, tokenizer, key, stage.max_context, fitted(LIMITS, files=2))
             url = url_of(listener)
             register = ServiceRegister(lambda: live.stir())
+            listeners, path = [listener], ""
+            if any(isinstance(prompts.problem(entry, 0)[0], AgentTask) for entry in range(len(stage.families))):
+                path = _socket_path(Path(job.store), rooms)
+                listeners.append(rooms.enter_context(bind_path(Path(path))))
             live = LiveRollouts(
                 store,
                 pool,
                 fleet,
                 Orchestrator([family.weight for family in stage.families], stage.group, stage.prompts),
-                _services(stage, launch, job.seed, prompts, gateway, threads, register, url),
+                _services(stage, launch, job.seed, prompts, gateway, threads, register, url, path, rooms),
                 family_labels(stage.families),
                 Admission(most),
                 stage.max_staleness,
                 trace=Trace(Path(job.store).with_name(FILE), "rollouts", 2),
             )
+            if launch.history == "text":
+                live.trajectory_of = partial(text_trajectory_of, tokenizer=tokenizer)
             live.restore(job.version, job.taken)
             live.allow(job.allowed)
             app = create_gateway(gateway, allowed_hosts=hosts_answered(launch.host, key, KEY_ALONE))
@@ -130,7 +147,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             running = asyncio.create_task(live.run())
             try:
                 config = ServerConfig(app, gateway.limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS)
-                await Server(config, lambda _: process.tell(control, news)).serve([listener])
+                await Server(config, lambda _: process.tell(control, news)).serve(listeners)
             finally:
                 register.close()
                 running.cancel()
@@ -149,8 +166,11 @@ def _services(
     threads: EnvThreadPool,
     register: ServiceRegister,
     url: str,
+    path: str,
+    rooms: contextlib.ExitStack,
 ) -> list[TaskService]:
-    """The task service of every family of the stage."""
+    """The task service of every family of the stage. `path` is the gateway's Unix socket; `rooms` ends what runs in
+    the sandbox."""
     params = SamplingParams(
         max_tokens=stage.max_tokens,
         temperature=stage.temperature,
@@ -163,15 +183,25 @@ def _services(
     found: list[TaskService] = []
     for entry, config in enumerate(stage.families):
         service: TaskService = played
+        problem = prompts.problem(entry, 0)[0]
         if config.name == "remote":
             name = str(config.options["family"])
             service = RemoteService(name, prompts.problem, register, gateway, limits, stage.env_seconds, lambda: url)
-        elif isinstance(prompts.problem(entry, 0)[0], AgentProblem):
+        elif isinstance(problem, AgentTask):
+            service = rooms.enter_context(RoomService(prompts.problem, problem.program, gateway, limits, path))
+        elif isinstance(problem, AgentProblem):
             service = agents
         if launch.simulate_environment is not None:
             service = SlowService(service, launch.simulate_environment, launch.simulated_waits)
         found.append(service)
     return found
+
+
+def _socket_path(store: Path, stack: contextlib.ExitStack) -> str:
+    path = str(store.absolute().with_name(SOCKET))
+    if len(os.fsencode(path)) <= LONGEST_PATH:
+        return path
+    return f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='glm5-gateway-'))}/{SOCKET}"
 
 
 def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int) -> Fleet:

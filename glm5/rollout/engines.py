@@ -1,4 +1,5 @@
-"""Sources of a gateway's tokens: an engine in this process, or servers with SGLang's native API.
+"""Sources of a gateway's tokens: an engine in this process, or servers with SGLang's native API (for vLLM's see
+`completions_engine`).
 
 An engine loses a generation if it dies or aborts, for example for a weight update. The pool then retries the generation
 on a newly picked engine, with the tokens sampled so far appended to the prompt. So no token is sampled twice or lost.
@@ -59,6 +60,15 @@ class TokenSource(Protocol):
         ...
 
 
+class EventReading(Protocol):
+    """Reads the events of one answer."""
+
+    def feed(self, text: str) -> Delta:
+        """The new tokens of an event; none are possible. Raises EngineLost for an event that reports an error or is
+        broken off, RequestFailed for one of another form."""
+        ...
+
+
 class LocalEngine:
     """The engine of this process."""
 
@@ -105,7 +115,8 @@ class HttpEngine:
         finally:
             self._idle.append(client)
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
+        """Path, body and reader of the events of a generation."""
         body = {
             "input_ids": list(ids),
             "sampling_params": native_params(params),
@@ -113,17 +124,22 @@ class HttpEngine:
             "stream": True,
             "incremental_streaming_output": True,
         }
-        reading, last = Reading(self.name), None
+        return "/generate", body, Reading(self.name)
+
+    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+        path, body, reading = self._request(ids, params)
+        last: Delta | None = None
         try:
             sending: Any = {"json": body, "headers": {"x-session-id": session}}
-            async with self._client() as client, client.stream("POST", "/generate", **sending) as response:
+            async with self._client() as client, client.stream("POST", path, **sending) as response:
                 if response.status_code != 200:
                     raise _refused(response.status_code, (await response.aread()).decode("utf-8", "replace"))
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and line[5:].strip() != "[DONE]" and last is None:
                         delta = reading.feed(line[5:])
                         if delta.finish_reason is None:
-                            yield delta
+                            if delta.token_ids:
+                                yield delta
                         else:
                             last = delta  # yield it after the response is read to its end: the connection can be reused
         except (httpx.HTTPError, OSError) as error:

@@ -16,6 +16,7 @@ import httpx
 
 from glm5.errors import EngineError
 from glm5.obs.logs import get_logger
+from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engines import FAR, EngineLost, HttpEngine, TokenSource
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.control import expositions, tell_all
@@ -174,7 +175,7 @@ class RemoteFleet(Fleet):
     the learner."""
 
     def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
-        self.sources = [HttpEngine(url, key) for url in urls]
+        self.sources, self._key = [HttpEngine(url, key) for url in urls], key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._clients = [
             httpx.AsyncClient(base_url=url, headers=headers, timeout=httpx.Timeout(FAR, connect=5.0), trust_env=False)
@@ -182,7 +183,15 @@ class RemoteFleet(Fleet):
         ]
 
     async def start(self) -> None:
-        """Nothing: they run already."""
+        """Check that they can load weights. Raises UsageError for one that does not answer, EngineError for one with
+        another API."""
+        for source in self.sources:
+            info = await asyncio.to_thread(find_out, source.name, self._key)
+            if not info.native:
+                raise EngineError(
+                    f"The engine {source.name} has vLLM's /v1/completions, which has no way to load the weights of a "
+                    "run; engine_urls in live RL need SGLang's native API (`glm5 gateway --engines` takes both)."
+                )
 
     async def close(self) -> None:
         for client in self._clients:

@@ -11,20 +11,22 @@ import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import EngineError
 from glm5.obs.logs import get_logger
-from glm5.records import Outcome
+from glm5.records import Outcome, Trajectory
 from glm5.rollout.admission import Admission
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet, PushMode, Signals
+from glm5.rollout.history import Node
 from glm5.rollout.orchestrator import Orchestrator, Rollout
 from glm5.rollout.samples import trajectory_of
 from glm5.rollout.services import Job, LostRollout, Result, TaskService, insist
+from glm5.rollout.status import oldest_jobs
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import ResultRow, SessionRow, StoreError
 from glm5.rollout.timeline import Trace
@@ -70,8 +72,16 @@ class LiveRollouts:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     results: int = 0
     """Id of the last stored result."""
+    taken: int = 0
+    """Id of the last result that the learner has asked for results after."""
+    dispatched: Counter[int] = field(default_factory=Counter)
+    """Rollouts that were started, by family; attempts that were lost count too."""
+    arrived: Counter[int] = field(default_factory=Counter)
+    """Rollouts with a result, by family."""
     trace: Trace | None = None
     waits: Waits = field(default_factory=Waits)
+    trajectory_of: Callable[[ResultRow, Sequence[Node], Mapping[Node, str]], Trajectory] = trajectory_of
+    """What the learner gets of a result."""
     _losses: Counter[tuple[int, int]] = field(default_factory=Counter)
     _last_end: float = field(default_factory=time.monotonic)
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # seconds of finished rollouts
@@ -100,7 +110,10 @@ class LiveRollouts:
             if (found := _parts(session.id)) is not None:
                 group, member, attempt = found
                 tried[group][member] = max(tried[group].get(member, 0), attempt + 1)
+        self.taken = taken
         for number, family, place, spent in groups:
+            self.dispatched[family] += sum(tried[number].values())
+            self.arrived[family] += len(done[number])
             self.orchestrator.restore(number, family, place, done[number], tried[number], spent)
 
     def _forget(self, version: int, taken: int, used: set[int]) -> None:
@@ -179,6 +192,7 @@ class LiveRollouts:
     async def finished(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Results with ids above `after` as JSON objects, in the order of their ids. Waits up to `seconds` for the
         first one."""
+        self.taken = max(self.taken, after)
         if self.results <= after and seconds > 0:
             arrived = self._arrived
             with contextlib.suppress(TimeoutError):
@@ -196,7 +210,7 @@ class LiveRollouts:
             if family is not None:  # else the learner has used or dropped its group
                 stored = self.store.turns(result.session)[1]
                 finish = dict(stored.values())
-                row |= encode(trajectory_of(result, list(finish), finish))
+                row |= encode(self.trajectory_of(result, list(finish), finish))
             found.append(row)
         return found
 
@@ -206,6 +220,7 @@ class LiveRollouts:
         used = {other.row for other in self.jobs.values()}
         job.row = next(row for row in range(len(used) + 1) if row not in used)
         self.jobs[key] = job
+        self.dispatched[rollout.family] += 1
         job.task = asyncio.create_task(self._play(key, job))
 
     async def _play(self, key: tuple[int, int], job: Job) -> None:
@@ -245,6 +260,7 @@ class LiveRollouts:
                 result = Result(label, label, Outcome.ENV_ERROR, detail={"cause": "store", "error": repr(error)[:500]})
                 await self._end(job, result)
             self.orchestrator.ended(*key)
+            self.arrived[rollout.family] += 1
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:
             self._record(job)
@@ -320,7 +336,7 @@ class LiveRollouts:
             self._last_end = time.monotonic()  # says it again after the same time
             oldest = ", ".join(
                 f"{one['session']} ({one['family']}) waits for {one['waits_for']} since {one['seconds']:.0f} s"
-                for one in self.status()["oldest"]
+                for one in oldest_jobs(self)
             )
             log.warning("No rollout has ended for %.0f s; the oldest: %s.", quiet, oldest)
 
@@ -331,32 +347,6 @@ class LiveRollouts:
             stages = Counter(job.stage for job in self.jobs.values())
             idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.has_allowance else "none"
             self.waits.add(time.monotonic(), stages, self.pool.running, idle)
-
-    def status(self) -> dict[str, Any]:
-        """What happens now: rollouts in flight, shares by family, and the oldest rollouts with what they wait for."""
-        now, orchestrator = time.monotonic(), self.orchestrator
-        oldest = sorted(self.jobs.values(), key=lambda job: job.since)[:8]
-        return {
-            "version": self.version,
-            "in_flight": orchestrator.in_flight,
-            "permits": orchestrator.permits,
-            "allowed": orchestrator.allowed,
-            "engines": vars(self.signals),
-            "engine_seconds": self.waits.engines,
-            "families": {
-                label: {"target": share, "pending": c.pending, "trained": c.trained, "dropped": c.dropped}
-                for label, share, c in zip(self.labels, orchestrator.shares, orchestrator.counts, strict=True)
-            },
-            "oldest": [
-                {
-                    "session": job.session,
-                    "family": self.labels[job.rollout.family],
-                    "waits_for": job.stage,
-                    "seconds": round(now - job.since, 3),
-                }
-                for job in oldest
-            ],
-        }
 
 
 def _own(detail: Mapping[str, Any], stale_at: int | None) -> dict[str, Any]:

@@ -10,15 +10,13 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, UsageError
 from glm5.obs.logs import get_logger
-from glm5.rollout.engines import EnginePool, HttpEngine, LocalEngine, TokenSource
+from glm5.rollout.completions_engine import find_out
+from glm5.rollout.engines import EnginePool, LocalEngine, TokenSource
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, find_key, hosts_answered
@@ -28,8 +26,6 @@ from glm5.serve.options import EngineOptions, Limits
 
 log = get_logger("gateway")
 LIMITS = Limits(requests=4096, samples=1024, header_seconds=60)
-INFO_SECONDS = 10.0
-"""Timeout of the request for an engine's model information."""
 KEEP_ALIVE_SECONDS = 60
 """Seconds that a connection may be idle between requests. Agents keep connections open for 5 seconds (httpx) or longer.
 An agent that sends a request just when the server closes the connection would see an error."""
@@ -110,9 +106,9 @@ def _local(directory: Path, options: EngineOptions, limits: Limits) -> Iterator[
 
 
 def _remote(urls: Sequence[str], key: str | None, directory: Path | None) -> _Sources:
-    info = _model_info(urls[0], key)
-    tokenizer = Tokenizer.load(directory or _tokenizer_of(urls[0], info))
-    return [HttpEngine(url, key) for url in urls], tokenizer, int(info.get("max_model_len") or 1 << 20)
+    found = [find_out(url, key) for url in urls]
+    tokenizer = Tokenizer.load(directory or found[0].local_tokenizer())
+    return [info.source(key) for info in found], tokenizer, found[0].max_length or 1 << 20
 
 
 def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:
@@ -130,20 +126,3 @@ def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:
     key = find_key("admin", None, path)
     assert key is not None
     return key, path
-
-
-def _model_info(url: str, key: str | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        with httpx.Client(trust_env=False, timeout=INFO_SECONDS, headers=headers) as client:
-            answer = client.get(url.rstrip("/") + "/get_model_info").raise_for_status().json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise UsageError(f"The engine {url} does not answer as SGLang does: {type(error).__name__} {error}.") from None
-    return answer if isinstance(answer, dict) else {}
-
-
-def _tokenizer_of(url: str, info: dict[str, Any]) -> Path:
-    path = Path(str(info.get("tokenizer_path") or ""))
-    if not (path / "tokenizer.json").exists():
-        raise UsageError(f"The engine {url} names no tokenizer on this machine; give its checkpoint directory as well.")
-    return path

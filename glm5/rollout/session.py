@@ -159,6 +159,8 @@ class Session:
     """Number of requests that use this object; a session in use stays in memory."""
     limited: bool = False
     """Whether a request was refused for the turn limit or the length of the context."""
+    failing: bool = False
+    """Whether the last answer failed on our side (5xx): what the agent did then says nothing about the policy."""
     used: float = field(default_factory=time.monotonic)
 
     @property
@@ -231,13 +233,16 @@ class Session:
             await store.add_turn(self.id, node, finish, call.digest, _told(call.part.params))
             self.history.add(node)
             self.stored[call.digest] = (node, finish)
+            self.failing = False
             call.put(answer if whole else deltas[-1])
         except asyncio.CancelledError:
             call.fail(ApiError(410, f"The session {self.id} was closed during this request.", code="session_closed"))
             raise
         except Glm5Error as error:
+            self.failing = ApiError.of(error).status >= 500
             call.fail(error)
         except Exception as error:
+            self.failing = True
             log.exception("A generation of session %s failed.", self.id)
             call.fail(error)
         finally:

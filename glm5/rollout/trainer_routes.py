@@ -20,6 +20,7 @@ from pydantic import Field
 from glm5.rollout.fleet import PushMode
 from glm5.rollout.gateway import Gateway
 from glm5.rollout.live import LiveRollouts
+from glm5.rollout.status import status_of
 from glm5.serve.http_io import json_answer, read_body
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.schema import Body, parse
@@ -88,6 +89,6 @@ def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
     @routes.get("/status")
     async def status(request: Request) -> dict[str, Any]:
         gateway.check_admin(request)
-        return live.status()
+        return status_of(live)
 
     return routes

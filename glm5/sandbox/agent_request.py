@@ -38,7 +38,8 @@ TEXTS = {
 class Task:
     """One rollout: the files of its working folder, its way to the gateway, and more environment variables.
 
-    `base_path` is the path of the session's base URL, `/sessions/ID/v1`. `argument` (JSON) is for Python callables."""
+    `base_path` is the path of the session's base URL, `/sessions/ID/v1`; without one there are no variables for the
+    gateway. `argument` (JSON) is for Python callables."""
 
     base_path: str
     api_key: str
@@ -53,7 +54,7 @@ def _row(*parts: str | bytes) -> bytes:
 
 
 def job_of(task: Task) -> bytes:
-    if not task.base_path.startswith("/"):
+    if task.base_path and not task.base_path.startswith("/"):
         raise ConfigError(f"agent: base_path {task.base_path!r} must start with '/'.")
     rows = []
     for name, data in task.files.items():
@@ -62,12 +63,11 @@ def job_of(task: Task) -> bytes:
             raise ConfigError(f"agent file {name!r}: use a relative path without '..'.")
         rows.append(_row("file", name, data))
     url = f"http://127.0.0.1:{PORT}{task.base_path.rstrip('/')}"
-    environment = base_environment() | {
+    gateway = {
         "OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "GLM5_BASE_URL": url,
         "OPENAI_API_KEY": task.api_key, "ANTHROPIC_API_KEY": task.api_key, "GLM5_API_KEY": task.api_key,
-        **task.env,
     }  # fmt: skip
-    rows += _variables(environment)
+    rows += _variables(base_environment() | (gateway if task.base_path else {}) | dict(task.env))
     rows.append(_row("task", json.dumps(task.argument)))
     return b"".join(rows)
 

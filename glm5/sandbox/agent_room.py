@@ -50,9 +50,9 @@ def run_agent(
     command: Sequence[str],
     files: Mapping[str, str | bytes],
     *,
-    gateway_socket: Address,
-    base_path: str,
-    api_key: str,
+    gateway_socket: Address | None,
+    base_path: str = "",
+    api_key: str = "",
     env: Mapping[str, str] | None = None,
     limits: Limits = AGENT_LIMITS,
     read_only: Sequence[str | Path] = (),
@@ -63,7 +63,8 @@ def run_agent(
     Args:
         command: Program and arguments. It is looked up in the room's PATH and starts in the working folder.
         files: Of the working folder, by relative path. A file that starts with `#!` is executable.
-        gateway_socket: The gateway's Unix socket (`glm5 gateway --socket`), or its host and port.
+        gateway_socket: The gateway's Unix socket (`glm5 gateway --socket`), or its host and port. None: the room has no
+            network, and no variables for a gateway.
         base_path: Path of the session's base URL, `/sessions/ID/v1`.
         api_key: The session's key.
         env: More environment variables; nothing of the caller's environment is passed on.
@@ -103,7 +104,7 @@ class Room:
     def __init__(
         self,
         command: Sequence[str],
-        gateway: Address,
+        gateway: Address | None,
         limits: Limits,
         read_only: Sequence[str | Path] = (),
         *,
@@ -254,7 +255,7 @@ class Room:
     def run(self, task: Task, token: CancelToken | None = None) -> AgentRun:
         """Run one agent; see `run_agent`. After an error while it ran the room is spent."""
         job = job_of(task)
-        if (why := unreachable(self.gateway)) is not None:
+        if self.gateway is not None and (why := unreachable(self.gateway)) is not None:
             raise GradingError(f"the gateway does not answer at {self.gateway}: {why}.")
         try:
             with self._cancelled_by(token), contextlib.ExitStack() as streams:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextvars import ContextVar
 
 
 class CancelToken:
-    """Wakes all waiters at cancellation: its file descriptor becomes readable, and nobody reads the byte."""
+    """Wakes all waiters at cancellation: its file descriptor becomes readable, and nobody reads the byte. Threads may
+    cancel and close it in any order; what comes after `close` does nothing."""
 
     def __init__(self) -> None:
         self.descriptor, self._write = os.pipe()
-        self.cancelled = False
+        self.cancelled = self._closed = False
+        self._lock = threading.Lock()
 
     def cancel(self) -> None:
-        if not self.cancelled:
+        with self._lock:
+            if not self.cancelled and not self._closed:
+                os.write(self._write, b"x")
             self.cancelled = True
-            os.write(self._write, b"x")
 
     def close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._write)
+        with self._lock:
+            if not self._closed:
+                os.close(self.descriptor)
+                os.close(self._write)
+            self._closed = True
 
 
 CURRENT: ContextVar[CancelToken | None] = ContextVar("token", default=None)

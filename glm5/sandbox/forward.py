@@ -37,10 +37,11 @@ class Forwarder:
     calls the functions that are registered with `selector`, with the events' mask.
 
     `most`: connections at a time. They are promised to the room when it starts, so that others cannot use them up.
-    `lost`: nothing listened at the gateway's address when it was last tried. Raises OSError without file descriptors.
+    `lost`: nothing listened at the gateway's address when it was last tried. `gateway` None: connections end at once.
+    Raises OSError without file descriptors.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, gateway: Address) -> None:
+    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, gateway: Address | None) -> None:
         self.selector, self.listener, self.gateway = selector, listener, gateway
         self.lost, self.most = False, CONNECTIONS
         self._links: set[_Link] = set()
@@ -55,6 +56,9 @@ class Forwarder:
         try:
             agent, _ = self.listener.accept()
         except (BlockingIOError, ConnectionError):  # its peer is gone
+            return
+        if self.gateway is None:
+            agent.close()
             return
         agent.setblocking(False)
         try:

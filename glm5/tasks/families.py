@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from glm5.register import Register
+from glm5.tasks.agents import AgentFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
@@ -22,6 +23,7 @@ FAMILIES: Register[Family] = Register(
     "task family",
     Family,
     {
+        "agent": AgentFamily,
         "arithmetic": ArithmeticFamily,
         "bugfix": BugfixFamily,
         "code": CodeFamily,

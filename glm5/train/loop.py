@@ -22,6 +22,7 @@ from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
+from glm5.obs.progress import View
 from glm5.optim import Muon, muon_groups
 from glm5.optim.clip import clip_gradients
 from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
@@ -53,13 +54,15 @@ LossOf = Callable[[GLM5ForCausalLM, Batch, ForwardContext], tuple[Tensor, StepMe
 
 @dataclass(frozen=True)
 class StageIO:
-    """Inputs and outputs of a stage: its name, folder, the run's metrics, a progress callback and its ranks."""
+    """Inputs and outputs of a stage: its name, folder, the run's metrics, a progress callback and its ranks. `show`
+    takes a view of what the stage does now, or None."""
 
     name: str
     folder: Path
     metrics: MetricsLog
     advance: Callable[[int, dict[str, float]], None]
     ranks: Ranks = field(default_factory=Ranks)
+    show: Callable[[View | None], None] = lambda view: None
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, trainable: Trainable = lambda name: True) -> Muon:

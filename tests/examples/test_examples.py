@@ -17,8 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from glm5 import GLM5Config, GLM5ForCausalLM
+from glm5.chat import Tokenizer
 from glm5.data.documents import Document
 from tests.forks import Forks
+from tests.rooms import needs_rooms
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -146,3 +149,14 @@ def test_train_on_your_agent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 63
+
+
+@needs_rooms
+def test_agent_in_a_recipe(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.byte_level()
+    GLM5ForCausalLM(GLM5Config.preset("nano", vocab_size=tokenizer.vocab_size)).save_pretrained(tmp_path / "start")
+    tokenizer.save(tmp_path / "start")
+    sets = [f"start={tmp_path / 'start'}", f"runs={tmp_path}", "stages.rl.optim.steps=1", "stages.rl.prompts=2"]
+    run(ROOT, "-m", "glm5", "rl", EXAMPLES / "agent_in_a_recipe.toml", *(f"--set={one}" for one in sets))
+    (row,) = map(json.loads, (tmp_path / "agent" / "metrics.jsonl").read_text().splitlines())
+    assert row["env_errors"] == 0 and row["excluded/agent"] == 0

@@ -20,8 +20,11 @@ import httpx
 import pytest
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.tasks import make_family
+from glm5.tasks.agents import AgentTask
 from tests.external.environments import interpreter
 from tests.external.scripted_engine import ScriptedServer
+from tests.rooms import needs_rooms
 
 pytestmark = pytest.mark.slow
 AGENTS = Path(__file__).parent / "agents"
@@ -187,6 +190,41 @@ def test_mini_swe_agent(gateway: Gateway, tmp_path: Path, options: list[str], pa
     rows = gateway.rows(session, {"compacted": 1}, answers=4)
     assert sorted(row.count("<|assistant|>") for row in rows) == [1, 3]
     assert (gateway.retries(session) > 0) == (pause > 0)
+
+
+@needs_rooms
+def test_mini_swe_agent_as_a_family_of_a_recipe(gateway: Gateway, tmp_path: Path) -> None:
+    """In a room of the sandbox, with nothing but the options that a recipe has; another room grades the file."""
+    write = f"I write it.\n{bash('printf hello > note.txt')}"
+    session = gateway.session(script(f"Now.</think>{write}", f"Done.</think>{bash(FINISH)}"))
+    python = interpreter("mini-swe-agent")
+    grade = {"command": ["grep", "-x", "hello", "note.txt"]}
+    task = {"id": "note", "args": ["-t", "Write hello to note.txt."], "grade": grade}
+    settings = (AGENTS / "mini_swe_agent.yaml").read_text(encoding="utf-8")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task | {"files": {"settings.yaml": settings}}))
+    command = [
+        str(python.with_name("mini")),
+        "-y",
+        "--exit-immediately",
+        "-o",
+        "trajectory.json",
+        "-c",
+        "settings.yaml",
+    ]
+    variables = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/m",
+    }
+    family = make_family(
+        "agent", tasks=str(tmp_path / "tasks.jsonl"), command=command, env=variables,
+        read_only=[str(python.parents[1])],
+    )  # fmt: skip
+    problem = family.problem("rl", 0)
+    assert isinstance(problem, AgentTask)
+    found = problem.run(session["base_url"], session["api_key"])
+    assert (found.reward, found.detail["exit_code"], found.detail["grade"]) == (1.0, 0, "exit code 0"), found
+    assert [row.count("<|assistant|>") for row in gateway.rows(session, {}, answers=2)] == [2]
 
 
 WEATHER = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from glm5.launch import pipeline
 from glm5.obs.metrics import read_metrics
 from glm5.rl.drivers.live import _WeightFolders
 from tests.launch.live_run import KINDS, LiveRun
+from tests.rooms import needs_rooms
 
 Make = Callable[..., LiveRun]
 
@@ -93,6 +95,28 @@ def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: py
     assert turns == [(4 * 4 * 4,)]  # updates, prompts, group
 
 
+@needs_rooms
+def test_an_agent_that_is_a_command_needs_nothing_but_a_recipe(live: Make, tmp_path: Path) -> None:
+    """It runs in rooms, next to a family of ours; another program grades what it leaves."""
+    ask = """
+import json, os, urllib.request
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": open("task.md").read()}]}).encode()
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+open("answer", "w").write(urllib.request.urlopen(request).read().decode())
+"""
+    check = {"command": ["python3", "-c", "import json; exit('usage' not in json.load(open('answer')))"]}
+    tasks = [{"id": str(i), "files": {"task.md": f"{i}?", "ask.py": ask}, "grade": check} for i in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    agent = f'{{ command = ["python3", "ask.py"], tasks = "{tmp_path / "tasks.jsonl"}" }}'
+    run = live(steps=2, families=f'[{{ name = "agent", options = {agent} }}, {{ name = "arithmetic" }}]')
+    run.start()
+    run.finish(120)
+    run.check()
+    assert run.query("SELECT DISTINCT outcome FROM results WHERE problem LIKE 'agent/%'") == [("solved",)]
+    assert not run.stage.joinpath("gateway.sock").exists()
+
+
 @pytest.mark.slow
 def test_ranks_share_the_updates(live: Make) -> None:
     """Under torchrun a rank is killed, then Ctrl-C ends all; both times nothing is left, and the command goes on."""
@@ -136,7 +160,8 @@ def test_processes_of_an_unfinished_run_may_change() -> None:
     work = pipeline._work
     base = 'name = "a"\n'
     assert work(base + "[launch]\nengines = 1\n") == work(base + '[launch]\nengines = 2\ntransport = "disk"\n')
-    assert work(base) != work(base + "[launch]\n")
+    assert work(base) != work(base + "[launch]\n") == work(base + '[launch]\nhistory = "tokens"\n')
+    assert work(base + "[launch]\n") != work(base + '[launch]\nhistory = "text"\n')
 
 
 @pytest.mark.slow

@@ -30,7 +30,8 @@ from glm5.rl.learner import Learner
 from glm5.rl.update import update
 from glm5.tasks import trajectory_json
 
-DROPPED = ("dropped_groups", "dropped_env", "dropped_stale", "stale_responses", "padded_responses", "env_errors")
+DROPPED = ("dropped_groups", "dropped_env", "dropped_stale", "stale_responses", "padded_responses", "env_errors",
+           "excluded/toy")  # fmt: skip
 
 LIMITS: dict[str, Any] = dict(
     max_tokens=8, max_context=80, row_length=80, max_turns=4, prompts=2, group=4, record=True,

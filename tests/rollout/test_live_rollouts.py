@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from glm5 import cli
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import GradingError
+from glm5.obs.live_view import LiveView
 from glm5.records import Outcome, SamplingParams, StepResult, Trajectory
 from glm5.rollout import remote, services
 from glm5.rollout.admission import Admission
@@ -37,8 +39,10 @@ from glm5.rollout.remote import RemoteService, ServiceRegister, step_of
 from glm5.rollout.samples import rows_of
 from glm5.rollout.services import FamilyService, Job, LostRollout, TaskService
 from glm5.rollout.session import SessionOptions
+from glm5.rollout.status import status_of
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
+from glm5.rollout.text_history import mismatch, text_trajectory_of
 from glm5.rollout.waits import Waits
 from glm5.serve.errors import ApiError
 from glm5.tasks import AgentProblem, make_family, to_samples
@@ -158,6 +162,50 @@ def test_results_are_what_the_engine_sampled(live: Open) -> None:
             one.rollouts.allow(6)
             assert members(await one.take(2)) == {5: 2}
             assert await one.rollouts.finished(one.cursor, 0.05) == []
+
+    run(test())
+
+
+def test_the_text_round_trip_of_live_rollouts(live: Open, tokenizer: Tokenizer) -> None:
+    """Bytes tokenise to themselves, so that the answers' rows are equal; only the counts are new."""
+
+    async def test() -> None:
+        async with live(newest=0) as one:
+            one.rollouts.allow(2)
+            ids = await one.take(4)
+        async with live(newest=0) as two:
+            two.rollouts.trajectory_of = partial(text_trajectory_of, tokenizer=tokenizer)
+            text = await two.take(4)
+        for mine, theirs in zip(text, ids, strict=True):
+            counts = mine.detail["history"]
+            assert counts["sampled"] == sum(len(turn.output_ids) for turn in theirs.turns) > 0 == counts["mismatched"]
+            trained = [[row.ids[i] for i, on in enumerate(row.loss_mask) if on] for row in to_samples(mine)]
+            assert trained == [[row.ids[i] for i, on in enumerate(row.loss_mask) if on] for row in to_samples(theirs)]
+        assert mismatch(text)["history/mismatch"] == 0 and mismatch(ids) == {}
+
+    run(test())
+
+
+def test_the_status_has_what_the_view_shows(live: Open) -> None:
+    async def test() -> None:
+        async with live(pause=1.0, newest=0) as one:
+            one.rollouts.allow(2)
+            await asyncio.sleep(0.5)
+            now = status_of(one.rollouts)
+            assert now["families"]["sums"]["running"] == now["in_flight"] == 4 == len(now["oldest"])
+            assert now["staleness"] is None and now["oldest"][0]["waits_for"] == "model"
+            await one.take(4)
+            await one.rollouts.finished(one.cursor, 0.0)
+            now = status_of(one.rollouts)
+            counts = {name: now["families"]["sums"][name] for name in ("dispatched", "arrived", "running")}
+            assert counts == {"dispatched": 4, "arrived": 4, "running": 0} and now["staleness"] is None
+            assert now["results_waiting"] == 0
+            view = LiveView()
+            view.update(now)
+            assert "0 results wait for the learner" in view.line()
+        async with live(newest=0) as two:
+            counts = status_of(two.rollouts)["families"]["sums"]
+            assert (counts["dispatched"], counts["arrived"]) == (4, 4)  # after a restart
 
     run(test())
 

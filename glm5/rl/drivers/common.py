@@ -80,7 +80,7 @@ class Driver:
     def _counts(self) -> dict[str, float]:
         """Metrics: dropped groups and responses, and failures of environments."""
         counts = {name: float(count) for name, count in self.controller.buffer.counts.items()}
-        return {"dropped_groups": float(self.controller.buffer.dropped)} | counts | self.env_errors.numbers
+        return {"dropped_groups": float(self.controller.buffer.dropped)} | counts | self.env_errors.row()
 
     def _state(self, numbers: Mapping[str, float]) -> dict[str, Any]:
         """What a state has besides weights and optimizer; `numbers` are the last metrics."""

@@ -27,15 +27,18 @@ from glm5.config.launch import Launch
 from glm5.config.recipe import DistillStage, PolicyStage
 from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.live_view import LiveView
 from glm5.records import Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
 from glm5.rl.drivers.common import Driver, policy_id
 from glm5.rl.drivers.rollout_client import RolloutClient
 from glm5.rl.drivers.timing import TimeSpent
+from glm5.rl.drivers.watch import StatusWatch
 from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.update import rollout_numbers
+from glm5.rollout.text_history import mismatch
 from glm5.rollout.timeline import FILE as TRACE
 from glm5.rollout.timeline import Trace
 from glm5.tasks.trajectory_json import decode, encode
@@ -116,6 +119,10 @@ class LiveDriver(Driver):
         stack.callback(self._trace.close)
         with self._time.on("start"):
             self._client = stack.enter_context(RolloutClient(job, self.launch.engine_threads or cores))
+        view = LiveView()
+        stack.enter_context(StatusWatch(self._client, view.update))
+        stack.callback(self.io.show, None)
+        self.io.show(view)
 
     def _run(self, numbers: dict[str, float]) -> dict[str, float]:
         controller = self.controller
@@ -213,7 +220,7 @@ class LiveDriver(Driver):
         config = self.stage.families[row["family"]]
         if isinstance(self.stage, DistillStage):
             trajectory.teacher = self.stage.teacher_of(config) or ""
-        self.env_errors.add(self._labels[row["family"]], trajectory)
+        self.env_errors.add(self._labels[row["family"]], trajectory, self.controller.version)
         self.controller.arrived(trajectory)
 
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
@@ -243,7 +250,8 @@ class LiveDriver(Driver):
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
         with self._spent("publish"):
             client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
-        return self._counts() | self._measured | {"restarts": float(client.restarts)}
+        own = mismatch([t for group in groups for t in group]) | {"restarts": float(client.restarts)}
+        return self._counts() | self._measured | own
 
     def _noted(self) -> dict[str, float]:
         """The metrics of `_note` since the last call."""

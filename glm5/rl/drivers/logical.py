@@ -152,7 +152,7 @@ class LogicalDriver(Driver):
         context = episode.pending()
         if context is None:
             trajectory = episode.trajectory()
-            self.env_errors.add(self.prompts.label(trajectory.group), trajectory)
+            self.env_errors.add(self.prompts.label(trajectory.group), trajectory, self.controller.version)
             self.controller.ended(trajectory)
             return
         params = SamplingParams(

@@ -57,6 +57,8 @@ class RolloutClient:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     restart_seconds: float = 0.0
+    address: tuple[str, str] = ("", "")
+    """URL of the process, and its admin key."""
     _http: httpx.Client | None = None
     _ends: int = 0  # of the process, since the last result
 
@@ -188,6 +190,7 @@ class RolloutClient:
         self.job = replace(self.job, port=int(news["port"]))
         file = news["admin_key_file"]
         key = Path(file).read_text().strip() if file else os.environ["GLM5_ADMIN_KEY"]
+        self.address = (news["url"], key)
         self._close_http()
         self._http = httpx.Client(
             base_url=news["url"],

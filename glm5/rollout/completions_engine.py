@@ -1,0 +1,184 @@
+"""Servers whose `/v1/completions` takes a prompt of token ids and returns token ids with log-probabilities, as vLLM's.
+
+vLLM returns the ids if asked by `return_token_ids` (0.10.2 or newer), or as token strings "token_id:17" if asked by
+`return_tokens_as_token_ids`. Its log-probabilities are those of the model at temperature 1 unless it was started with
+`--logprobs-mode processed_logprobs`. It does not tell the version of its weights: all tokens have version 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from glm5.errors import RequestFailed, UsageError
+from glm5.records import SamplingParams
+from glm5.rollout.engines import EngineLost, EventReading, HttpEngine, native_params
+from glm5.serve.samples import Delta
+
+Flag = Literal["return_token_ids", "return_tokens_as_token_ids"]
+FLAGS: tuple[Flag, ...] = ("return_token_ids", "return_tokens_as_token_ids")
+_TOKEN = "token_id:"
+INFO_SECONDS = 10.0
+"""Timeout of a request for what a server is."""
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""Names of SGLang's sampling parameters that vLLM calls otherwise."""
+TEXT_ONLY = ("skip_special_tokens", "no_stop_trim")
+"""Parameters that change the text, which is not used."""
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Always sent: what a request leaves out, vLLM takes from the model's generation_config.json."""
+
+
+class CompletionsEngine(HttpEngine):
+    """A server with `/v1/completions`. `url` is its base URL, `model` the name that it serves, `flag` the field by
+    which it returns token ids."""
+
+    def __init__(self, url: str, api_key: str | None = None, *, model: str, flag: Flag = FLAGS[0]) -> None:
+        super().__init__(url, api_key)
+        self._model, self._flag = model, flag
+
+    def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
+        sent = native_params(params)
+        body = {NAMES.get(name, name): value for name, value in sent.items() if name not in TEXT_ONLY}
+        body |= {name: getattr(params, name) for name in PENALTIES}
+        body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}
+        return "/v1/completions", body, CompletionsReading(self.name)
+
+    async def version(self) -> int:
+        """0, if the server answers."""
+        try:
+            async with self._client() as client:
+                (await client.get("/v1/models", timeout=5.0)).raise_for_status()
+        except (httpx.HTTPError, OSError) as error:
+            raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
+        return 0
+
+
+class CompletionsReading:
+    """Reads the events of one answer. Ids and log-probabilities of a token may come in different events."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ids: list[int] = []
+        self._scores: list[float] = []
+
+    def feed(self, text: str) -> Delta:
+        """See `EventReading.feed`."""
+        try:
+            told = json.loads(text)
+        except ValueError as error:  # the connection ended within the event
+            raise EngineLost(f"{self._name} sent a broken event: {error}") from error
+        try:
+            if "error" in told:
+                raise EngineLost(f"{self._name}: {str(told['error'].get('message', ''))[:200]}")
+            choice = told["choices"][0] if told["choices"] else {}
+            ids, scores = scored_ids(choice)
+            kind = choice.get("finish_reason")
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise RequestFailed(
+                f"{self._name} sent an event not in the format of completions: {error!r:.200}."
+            ) from error
+        self._ids += ids
+        self._scores += scores
+        count = min(len(self._ids), len(self._scores))
+        if kind is not None and not len(self._ids) == len(self._scores) == count:
+            raise RequestFailed(
+                f"{self._name} sent {len(self._ids)} ids and {len(self._scores)} scores for the same tokens."
+            )
+        found = Delta(0, self._ids[:count], self._scores[:count], [], None if kind is None else str(kind), [0] * count)
+        del self._ids[:count], self._scores[:count]
+        return found
+
+
+def scored_ids(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """The token ids of a choice and their log-probabilities. Raises ValueError or TypeError for another form."""
+    scored = choice.get("logprobs") or {}
+    ids = choice.get("token_ids")
+    if ids is None:
+        texts = scored.get("tokens") or []
+        if bad := [text for text in texts if not str(text).startswith(_TOKEN)]:
+            raise ValueError(f"the token {bad[0]!r:.40} is not an id")
+        ids = [text.removeprefix(_TOKEN) for text in texts]
+    return [int(token) for token in ids], [float(score) for score in scored.get("token_logprobs") or []]
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server is. `native`: it has SGLang's native API. `model`, `flag`: see `CompletionsEngine`. `tokenizer` is
+    a folder, which may be on another machine; `max_length` the longest prompt plus answer in tokens, if it tells."""
+
+    url: str
+    native: bool
+    model: str = ""
+    flag: Flag = FLAGS[0]
+    tokenizer: str = ""
+    max_length: int | None = None
+
+    def source(self, api_key: str | None = None) -> HttpEngine:
+        if self.native:
+            return HttpEngine(self.url, api_key)
+        return CompletionsEngine(self.url, api_key, model=self.model, flag=self.flag)
+
+    def local_tokenizer(self) -> Path:
+        """The folder of the tokenizer. Raises UsageError if it is not on this machine."""
+        path = Path(self.tokenizer)
+        if not self.tokenizer or not (path / "tokenizer.json").exists():
+            text = f"The engine {self.url} names no tokenizer on this machine; give its checkpoint directory as well."
+            raise UsageError(text)
+        return path
+
+
+def find_out(url: str, api_key: str | None = None) -> ServerInfo:
+    """Ask a server which surface it has. Raises UsageError if it does not answer, or has neither."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    url = url.rstrip("/")
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=INFO_SECONDS, headers=headers) as client:
+            info = _json(client.get("/get_model_info"))
+            if isinstance(info, dict):
+                length = int(info.get("max_model_len") or 0) or None
+                return ServerInfo(url, True, tokenizer=str(info.get("tokenizer_path") or ""), max_length=length)
+            listed = _json(client.get("/v1/models"))
+            for flag in FLAGS:
+                model = listed["data"][0] if isinstance(listed, dict) and listed.get("data") else {"id": ""}
+                body = {"model": model["id"], "prompt": [0], "max_tokens": 1, "logprobs": 0, flag: True}
+                answer = _json(client.post("/v1/completions", json=body))
+                if isinstance(answer, dict) and _usable(answer):
+                    length = int(model.get("max_model_len") or 0) or None
+                    return ServerInfo(url, False, str(model["id"]), flag, str(model.get("root") or ""), length)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UsageError(
+            f"The engine {url} does not answer as an engine does: {type(error).__name__} {error}."
+        ) from None
+    raise UsageError(
+        f"The engine {url} has neither SGLang's native API nor a /v1/completions that takes and returns token ids with "
+        "log-probabilities, as vLLM 0.10.2 and newer have; an engine needs one of them."
+    )
+
+
+def _json(answer: httpx.Response) -> Any:
+    """The body of an answer; None if the server does not know the request. Raises UsageError for a wrong key or a
+    server that fails or is starting."""
+    if answer.status_code in (401, 403):
+        raise UsageError(f"The engine {answer.url} refuses the key; give the right one.")
+    if answer.status_code in (429, *range(500, 600)):
+        raise UsageError(
+            f"The engine {answer.url} answers with status {answer.status_code}; try again when it is ready."
+        )
+    try:
+        return answer.json() if answer.status_code == 200 else None
+    except ValueError:
+        return None
+
+
+def _usable(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer has one id and one log-probability for each of its tokens."""
+    try:
+        ids, scores = scored_ids(answer["choices"][0])
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return len(ids) == len(scores) == 1

@@ -1,0 +1,185 @@
+"""Agents of a family "agent" in rooms, with a gateway in this process that they reach by its Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.rollout.engines import EngineLost, EnginePool
+from glm5.rollout.gateway import Gateway, NewSession, create_gateway
+from glm5.rollout.orchestrator import Rollout
+from glm5.rollout.room_service import RoomService
+from glm5.rollout.services import Job, Result
+from glm5.rollout.session import SessionOptions
+from glm5.rollout.store import Store
+from glm5.serve.connection import Server, ServerConfig, bind_path
+from glm5.serve.options import Limits
+from glm5.serve.samples import Delta
+from glm5.tasks.agents import AgentFamily
+from tests.rollout.conftest import ADMIN, ScriptedEngine
+from tests.rooms import needs_rooms
+
+pytestmark = needs_rooms
+
+AGENT = """
+import json, os, sys, time, urllib.request
+
+def ask(text):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    request.add_header("content-type", "application/json")
+    request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["reasoning_content"]
+
+def solve(base_url, api_key, task):
+    return ask(task)
+
+if __name__ == "__main__":
+    exec(open("act.py").read())
+"""
+
+
+@dataclass
+class Opened:
+    play: Callable[[int], Awaitable[Result]]
+    gateway: Gateway
+    service: RoomService
+    engine: ScriptedEngine
+    tasks: asyncio.Task[None]
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tokenizer: Tokenizer, tmp_path: Path) -> Open:
+    @asynccontextmanager
+    async def make(*tasks: dict[str, Any], turns: int = 4, **options: Any) -> AsyncIterator[Opened]:
+        path = tmp_path / "tasks.jsonl"
+        path.write_text("\n".join(json.dumps({"id": str(i)} | task) for i, task in enumerate(tasks)))
+        options = options if "function" in options else {"command": ["python3", "agent.py"], **options}
+        family = AgentFamily(tasks=str(path), **options)
+        ordered = sorted((family.problem("rl", i) for i in range(len(tasks))), key=lambda task: task.id)
+        engine = ScriptedEngine(tokenizer, lambda prompt: "42<|user|>")
+        with Store(tmp_path / "s.db") as store, bind_path(tmp_path / "socket") as listener:
+            gateway = Gateway(EnginePool([engine]), store, tokenizer, ADMIN, 1 << 12)
+            config = ServerConfig(create_gateway(gateway), Limits(), 1.0)
+            server = Server(config, lambda _: None)
+            serving = asyncio.create_task(server.serve([listener]))
+            limits = SessionOptions(turns=turns, answer_tokens=16)
+            with RoomService(
+                lambda _, place: (ordered[place], {}), family.program, gateway, limits, str(tmp_path / "socket")
+            ) as service:
+
+                async def play(place: int) -> Result:
+                    name = f"g{place}.0.0"
+                    await gateway.create(NewSession(id=name, turns=turns, answer_tokens=16))
+                    return await service.run(Job(Rollout(place, 0, 0, 0, place), name))
+
+                yield Opened(play, gateway, service, engine, serving)
+            server.should_exit = True
+            await serving
+
+    return make
+
+
+def run(test: Awaitable[None]) -> None:
+    async def inner() -> None:
+        await test
+
+    asyncio.run(inner())
+
+
+def acts(act: str, **task: Any) -> dict[str, Any]:
+    return {"files": {"agent.py": AGENT, "act.py": act}, "grade": {"file": "out", "equals": "42"}, **task}
+
+
+KEEP = "open('out', 'w').write(ask('6 * 7'))"
+
+
+def test_how_rollouts_of_commands_end(opened: Open) -> None:
+    cases: list[tuple[dict[str, Any], str, float, dict[str, Any]]] = [
+        (acts(KEEP), "solved", 1.0, {"exit_code": 0}),
+        (acts(KEEP + "\nsys.exit(3)", grade={"exit_code": 3}), "solved", 1.0, {"exit_code": 3}),
+        (acts("ask('a'); open('out', 'w').write('41')"), "failed", 0.0, {}),
+        (acts("ask('a'); 1 / 0"), "failed", 0.0, {"exit_code": 1}),
+        (acts(KEEP + "\ntime.sleep(60)"), "truncated", 0.0, {"cut": "wall"}),
+        (acts(KEEP + "\nprint('x' * (1 << 22))"), "truncated", 0.0, {"cut": "output"}),
+        (acts("[ask(str(i)) for i in range(9)]"), "failed", 0.0, {"exit_code": 1}),
+        (acts(KEEP, grade={"command": ["grep", "42", "out"]}), "solved", 1.0, {"grade": "exit code 0"}),
+        (acts(KEEP, grade={"command": ["grep", "41", "out"]}), "failed", 0.0, {"grade": "exit code 1"}),
+        (acts(KEEP, grade={"command": ["no-such-program"]}), "env_error", 0.0, {"cause": "grading"}),
+        (acts("open('out', 'w').write('42')"), "env_error", 0.0, {"cause": "empty"}),
+    ]
+
+    async def test() -> None:
+        tasks = (case[0] for case in cases)
+        limits = {"wall_s": 6.0, "memory_mb": 512}
+        async with opened(*(task | {"id": f"{i:02}"} for i, task in enumerate(tasks)), limits=limits) as one:
+            found = await asyncio.gather(*map(one.play, range(len(cases))))
+        for (_, outcome, reward, detail), result in zip(cases, found, strict=True):
+            assert (result.outcome, result.reward) == (outcome, reward), result
+            assert detail.items() <= result.detail.items(), result
+
+    run(test())
+
+
+def test_a_function_in_workers(opened: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "their_agent.py").write_text(AGENT)
+    for path in (*folder.parents[:3], folder):
+        path.chmod(path.stat().st_mode | 0o055)
+
+    async def test() -> None:
+        tasks = [{"task": "a"}, {"task": "b", "grade": {"result": "41"}}]
+        async with opened(
+            *tasks, function="their_agent:solve", path=[str(folder)], grade={"result": "42"}, capacity=1
+        ) as one:
+            found = [await one.play(place) for place in (0, 1)]
+        assert [(result.outcome, result.reward) for result in found] == [("solved", 1.0), ("failed", 0.0)], found
+
+    run(test())
+
+
+def test_engines_that_fail_are_no_verdict(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.rollout.engines.PAUSE_SECONDS", 0.001)
+
+    async def dead(*_: Any) -> AsyncGenerator[Delta, None]:
+        raise EngineLost("it is gone.")
+        yield
+
+    async def test() -> None:
+        async with opened(acts("try: ask('a')\nexcept Exception: sys.exit(1)"), acts(KEEP)) as one:
+            stream, one.engine.stream = one.engine.stream, dead  # type: ignore[method-assign]
+            bad = await one.play(0)
+            one.engine.stream = stream  # type: ignore[method-assign]
+            good = await one.play(1)
+        assert (bad.outcome, bad.detail["cause"], good.reward) == ("env_error", "engine", 1.0)
+
+    run(test())
+
+
+def test_a_rollout_that_is_stopped_ends_its_room_at_once(opened: Open) -> None:
+    async def test() -> None:
+        async with opened(acts(KEEP + "\ntime.sleep(300)"), acts(KEEP), capacity=1) as one:
+            task = asyncio.create_task(one.play(0))
+            while not one.engine.log:
+                await asyncio.sleep(0.05)
+            began = time.monotonic()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await one.play(1)).reward == 1.0  # its place is free
+            assert time.monotonic() - began < 30
+
+    run(test())

@@ -1,0 +1,193 @@
+"""Tasks for agents in rooms: the file of tasks, options, gradings, and what a grading command may not lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm5.errors import ConfigError, DataError
+from glm5.records import Outcome
+from glm5.sandbox.agent_result import AgentRun
+from glm5.tasks import make_family
+from glm5.tasks.agents import AgentFamily, AgentTask, _merged, read_grade
+from tests.rooms import needs_rooms
+
+Make = Any
+
+
+def ran(files: dict[str, bytes] | None = None, code: int = 0, **changes: Any) -> AgentRun:
+    fields: dict[str, Any] = {"stdout": "", "stderr": "", "killed_reason": None, "wall_s": 0.1}
+    return AgentRun(code, files=files or {}, **fields | changes)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Make:
+    def make(*lines: dict[str, Any] | str, **options: Any) -> AgentFamily:
+        path = tmp_path / "tasks.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+        options = {"command": ["true"]} | options if "function" not in options else options
+        made = make_family("agent", tasks=str(path), **options)
+        assert isinstance(made, AgentFamily)
+        return made
+
+    return make
+
+
+LINE: dict[str, Any] = {"id": "a", "grade": {"exit_code": 0}}
+
+
+def test_a_task_is_a_line(family: Make) -> None:
+    made = family(
+        {"id": "a", "files": {"x/y.txt": "text", "z": {"base64": "AP8="}}, "args": ["-v"], "grade": {"exit_code": 3}},
+        "",
+        {"id": "b"},
+        command=["agent", "--fast"],
+        grade={"file": "./out.txt", "equals": "1"},
+        limits={"wall_s": 7.5, "memory_mb": 99},
+    )
+    tasks = {task.id: task for task in (made.problem("rl", index) for index in range(4))}
+    a, b = tasks["agent/a"], tasks["agent/b"]
+    assert a.files == {"x/y.txt": "text", "z": b"\0\xff"} and a.args == ("-v",)
+    assert a.program.command == ("agent", "--fast") and a.program.limits.wall_s == 7.5
+    assert (a.grading.exit_code, b.grading.file) == (3, "out.txt")
+    assert a.key != b.key and len(tasks) == 2
+    with pytest.raises(DataError, match="held_out"):
+        made.problem("heldout", 0)
+
+
+def test_a_share_of_the_tasks_is_held_out(family: Make) -> None:
+    made = family(*({"id": str(i)} for i in range(400)), grade={"exit_code": 0}, held_out=0.25)
+    found = {split: {made.problem(split, i).id for i in range(400)} for split in ("rl", "train", "heldout")}
+    assert found["rl"] == found["train"] and not found["rl"] & found["heldout"]
+    assert len(found["rl"] | found["heldout"]) == 400 and 60 < len(found["heldout"]) < 140
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "not JSON"),
+        ([1], "an object with an id"),
+        ({"id": ""}, "an object with an id"),
+        (LINE | {"command": ["rm"]}, "unknown key 'command'"),
+        (LINE | {"read_only": ["/"]}, "unknown key 'read_only'"),
+        (LINE | {"args": "-v"}, "args are strings"),
+        (LINE | {"task": 1}, "task is for a function"),
+        (LINE | {"files": ["a"]}, "files are an object"),
+        (LINE | {"files": {"../a": "x"}}, "relative path"),
+        (LINE | {"files": {"/etc/a": "x"}}, "relative path"),
+        (LINE | {"files": {"a": 1}}, "neither text nor"),
+        (LINE | {"files": {"a": {"base64": "?"}}}, "not base64"),
+        ({"id": "a"}, "no grade"),
+        ({"id": "a", "grade": {"result": "1"}}, "a command returns no result"),
+        ({"id": "a", "grade": "exit"}, "not an object"),
+        ({"id": "a", "grade": {"exit_code": True}}, "a grading is one of"),
+        ({"id": "a", "grade": {"file": "../a", "equals": ""}}, "relative path"),
+        ({"id": "a", "grade": {"command": []}}, "a grading is one of"),
+        ({"id": "a", "grade": {"command": ["a"], "read_only": ["/"]}}, "command, read_only"),
+    ],
+)
+def test_a_line_that_cannot_be_used(family: Make, line: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        family({"id": "first", "grade": {"exit_code": 0}}, line if isinstance(line, str) else json.dumps(line))
+    assert "tasks.jsonl:2: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"command": []}, "either `command`"),
+        ({"command": "agent"}, "a list of strings"),
+        ({"command": ["a"], "function": "m:f"}, "either `command`"),
+        ({"function": "solve"}, "module:function"),
+        ({"capacity": 0}, "at least 1"),
+        ({"held_out": 1.0}, "held_out"),
+        ({"limits": {"wall": 1}}, "wall"),
+        ({"wheels": 4}, "wheels"),
+    ],
+)
+def test_options_that_cannot_be_used(family: Make, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        family(LINE, **options)
+    with pytest.raises(DataError, match="cannot be read"):
+        make_family("agent", tasks="/nowhere", command=["true"])
+    with pytest.raises(DataError, match="already a task 'a'"):
+        family(LINE, LINE)
+
+
+@pytest.mark.parametrize(
+    ("grade", "run", "reward"),
+    [
+        ({"exit_code": 2}, ran(code=2), 1.0),
+        ({"exit_code": 2}, ran(), 0.0),
+        ({"file": "out", "equals": "42"}, ran({"out": b" 42\n"}), 1.0),
+        ({"file": "out", "equals": "42"}, ran({"out": b"420"}), 0.0),
+        ({"file": "out", "equals": ""}, ran({}), 0.0),
+        ({"file": "out", "equals": "\ufffd"}, ran({"out": b"\xfe"}), 1.0),
+        ({"exit_code": 0}, ran({"out": b"42"}, killed_reason="wall"), 0.0),
+        ({"exit_code": 0}, ran(killed_reason="memory"), 0.0),
+    ],
+)
+def test_gradings(family: Make, grade: dict[str, Any], run: AgentRun, reward: float) -> None:
+    task: AgentTask = family({"id": "a", "grade": grade}).problem("rl", 0)
+    found = task.grade(run)
+    assert found.reward == reward and found.done
+    outcome = Outcome.TRUNCATED if run.killed_reason else Outcome.SOLVED if reward else Outcome.FAILED
+    assert found.outcome is outcome and found.detail.get("cut") == run.killed_reason
+
+
+def test_a_function_is_graded_by_what_it_returns(family: Make) -> None:
+    task = family({"id": "a", "task": {"n": 1}, "grade": {"result": "yes"}}, function="m:f").problem("rl", 0)
+    assert task.argument == {"n": 1}
+    assert [task.grade(ran(result=said)).reward for said in ("yes ", "no", None)] == [1.0, 0.0, 0.0]
+
+
+names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
+
+
+@given(st.dictionaries(names, st.just(b"agent")), st.dictionaries(names, st.just("grader"), max_size=3))
+def test_the_graders_files_always_fit_into_the_agents_folder(made: dict[str, bytes], own: dict[str, str]) -> None:
+    def fits(paths: set[str]) -> bool:
+        return not any(a != b and b.startswith(f"{a}/") for a in paths for b in paths)
+
+    if fits(set(made)) and fits(set(own)):
+        merged = _merged(made, own)
+        assert fits(set(merged)) and {name: merged[name] for name in own} == own
+        lost = set(made) - set(merged)
+        assert all(any(a.startswith(f"{b}/") or b.startswith(f"{a}/") for b in own) for a in lost)
+
+
+CHECK = """
+import os, subprocess, sys
+assert open("kept.txt").read() == "kept" and open("tests/hidden.txt").read() == "right"
+assert not any("_BASE_URL" in name or "_API_KEY" in name for name in os.environ)
+import socket
+try:
+    socket.create_connection(("127.0.0.1", 8100), 5).recv(1) or sys.exit(0)
+except OSError:
+    sys.exit(0)
+sys.exit(9)
+"""
+
+
+@needs_rooms
+def test_a_grading_command_has_the_agents_files_its_own_and_no_network(family: Make) -> None:
+    grade = {"command": ["python3", "check.py"], "files": {"check.py": CHECK, "tests/hidden.txt": "right"}}
+    task = family({"id": "a", "grade": grade}).problem("rl", 0)
+    files = {"kept.txt": b"kept", "check.py": b"import sys; sys.exit(0)", "tests": b"a file, not a folder"}
+    found = task.grade(ran(files))
+    assert found.reward == 1.0, found
+    wrong = task.grade(ran(files | {"kept.txt": b"other"}))
+    assert (wrong.reward, wrong.detail["grade"]) == (0.0, "exit code 1") and "Assertion" in wrong.detail["graded"]
+    endless = family({"id": "a", "grade": {"command": ["sleep", "60"]}}, grade_limits={"wall_s": 0.5}).problem("rl", 0)
+    late = endless.grade(ran())
+    assert (late.reward, late.outcome, late.detail["grade"]) == (0.0, Outcome.FAILED, "wall")
+
+
+def test_gradings_have_one_form() -> None:
+    with pytest.raises(DataError, match="here: a grading is one of"):
+        read_grade({"exit_code": 0, "file": "a", "equals": ""}, "here")
