@@ -128,8 +128,9 @@ class AgentTask(AgentProblem):
         if grading.command:
             limits, files = self.program.grade_limits, _merged(run.files, grading.files)
             checked = run_agent(
-                grading.command, files, gateway_socket=None, limits=limits, read_only=self.program.read_only
-            )
+                grading.command, files, gateway_socket=None, limits=limits, read_only=self.program.read_only,
+                env={"PYTHONSAFEPATH": "1"},  # else `import json` in check.py would import a json.py of the agent
+            )  # fmt: skip
             solved = checked.exit_code == 0
             detail["grade"] = checked.killed_reason or f"exit code {checked.exit_code}"
             detail["graded"] = (checked.stdout + checked.stderr)[-MOST_TOLD:]

@@ -183,6 +183,8 @@ def test_a_grading_command_has_the_agents_files_its_own_and_no_network(family: M
     assert found.reward == 1.0, found
     wrong = task.grade(ran(files | {"kept.txt": b"other"}))
     assert (wrong.reward, wrong.detail["grade"]) == (0.0, "exit code 1") and "Assertion" in wrong.detail["graded"]
+    traps = {name: b"import os; os._exit(0)" for name in ("subprocess.py", "socket.py", "sitecustomize.py")}
+    assert task.grade(ran(files | traps | {"kept.txt": b"other"})).reward == 0.0
     endless = family({"id": "a", "grade": {"command": ["sleep", "60"]}}, grade_limits={"wall_s": 0.5}).problem("rl", 0)
     late = endless.grade(ran())
     assert (late.reward, late.outcome, late.detail["grade"]) == (0.0, Outcome.FAILED, "wall")
