@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def test_a_grading_command_has_the_agents_files_its_own_and_no_network(family: M
     assert found.reward == 1.0, found
     wrong = task.grade(ran(files | {"kept.txt": b"other"}))
     assert (wrong.reward, wrong.detail["grade"]) == (0.0, "exit code 1") and "Assertion" in wrong.detail["graded"]
-    traps = {name: b"import os; os._exit(0)" for name in ("subprocess.py", "socket.py", "sitecustomize.py")}
+    own = ".local/lib/python{}.{}/site-packages/usercustomize.py".format(*sys.version_info)
+    traps = dict.fromkeys(("subprocess.py", "socket.py", "sitecustomize.py", own), b"import os; os._exit(0)")
     assert task.grade(ran(files | traps | {"kept.txt": b"other"})).reward == 0.0
     endless = family({"id": "a", "grade": {"command": ["sleep", "60"]}}, grade_limits={"wall_s": 0.5}).problem("rl", 0)
     late = endless.grade(ran())
