@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ def main() -> None:
     if not line:
         return
     process.end_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises, so that `_serve` ends the engines
     try:
         asyncio.run(_serve(RolloutJob(**json.loads(line)), control))
     except (Glm5Error, OSError) as error:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class RayEngine:
     def __init__(self, run: str) -> None:
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
+        self._loading = threading.Lock()
         self._client = httpx.Client(timeout=None, trust_env=False)
         remove_leftovers()
 
@@ -84,8 +86,10 @@ class RayEngine:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill the process; a stopped one does not see the end of its pipe."""
+        """Kill the process, which may be stopped and not see the end of its pipe."""
         self.signal(signal.SIGKILL)
+        with self._loading:  # its files are removed now
+            return
 
     @contextlib.contextmanager
     def _folder(self, path: str, files: Files) -> Iterator[str]:
@@ -98,7 +102,7 @@ class RayEngine:
             ray.wait(list(references[index : index + AHEAD]), timeout=0)  # begins to fetch them
             return ray.get(references[index])
 
-        with arrived(self._run, pieces, read) as folder:
+        with self._loading, arrived(self._run, pieces, read) as folder:
             yield str(folder)
 
 

@@ -33,7 +33,7 @@ from glm5.serve.router.workers import Health, Worker, check_news
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import ActorDiedError, RayError
 except ImportError:
     raise MissingExtraError("ray", "ray") from None
 
@@ -47,9 +47,9 @@ ROOM_SECONDS = 20.0
 """After this time the log says that an engine waits for room."""
 OTHERS_SECONDS = 10.0
 """How long a lost engine waits for another node. Ray may then know that its old one is gone."""
-KILL_SECONDS = 2.0
+KILL_SECONDS, CONNECT_SECONDS = 2.0, 10.0
 LOST = 1 << 20
-"""Stands for the exit code of a process that was lost with its actor or node."""
+"""Stands for the exit code of a process whose node does not answer."""
 CALLS = 8
 """Calls of an engine's actor that may run at the same time; one of them waits for the end of the engine."""
 KEEP_ALIVE = [
@@ -135,7 +135,7 @@ class RayFleet(LocalFleet):
             check_news(news)
             return RayWorker(rank, actor, node["id"], news, self._key, self)
         except BaseException as error:
-            ray.kill(actor)
+            await _ended(actor)
             if isinstance(error, TimeoutError):
                 raise EngineError(f"The engine process was not ready within {seconds:g} seconds.") from None
             if isinstance(error, RayError):
@@ -214,18 +214,11 @@ class RayWorker(Worker):
         super().signal(number)
 
     def ending(self, code: int) -> str:
-        return "was lost with its actor or node" if code == LOST else super().ending(code)
+        return "was lost with its node" if code == LOST else super().ending(code)
 
     async def kill(self) -> None:
-        self._actor.end.remote()
-        try:
-            async with asyncio.timeout(KILL_SECONDS):
-                ended = await self.process.wait()
-        except TimeoutError:
-            ended = LOST
-        if ended == LOST:
+        if not await _ended(self._actor):
             self._fleet.lost[self.rank] = self._node
-        ray.kill(self._actor)
 
 
 class _Process:
@@ -238,6 +231,8 @@ class _Process:
     async def wait(self) -> int:
         try:
             return int(await _result(self._ended))
+        except ActorDiedError:
+            return -signal.SIGKILL
         except RayError:
             return LOST
 
@@ -248,13 +243,15 @@ class _Process:
 def _join(address: str) -> None:
     """Connect to the cluster. Raises EngineError if that is not possible."""
     # Ray puts the present folder on the path of the actors. This one has the package, also on nodes with the same disk.
+    named = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = named.rpartition(":")
     try:
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         with contextlib.chdir(Path(__file__).parents[2]):
             ray.init(address=address or None, include_dashboard=False, logging_level=WARNING)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise EngineError(
-            f"Cannot connect to the Ray cluster {address or '(no ray_address)'}: {_short(error)}"
-        ) from None
+        raise EngineError(f"Cannot connect to the Ray cluster {named}: {_short(error)}") from None
     found = ray.cluster_resources()
     log.warning("Ray: %d nodes, %g CPUs, %g GPUs.", _nodes(), found.get("CPU", 0), found.get("GPU", 0))
 
@@ -283,6 +280,20 @@ async def _watch(actor: Any, playing: Any) -> None:
         await playing
     except RayError as error:
         log.error("A task service on the Ray cluster ended: %s", _short(error))
+
+
+async def _ended(actor: Any) -> bool:
+    """Kill an engine and its actor. False if their node does not answer."""
+    try:
+        async with asyncio.timeout(KILL_SECONDS):
+            await actor.end.remote()
+    except ActorDiedError:
+        return True
+    except (TimeoutError, RayError):
+        return False
+    finally:
+        ray.kill(actor)
+    return True
 
 
 async def _result(reference: Any) -> Any:

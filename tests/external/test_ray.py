@@ -132,7 +132,7 @@ def live(python: Path, tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
 
 def start(cluster: Nodes, run: LiveRun, engines: int) -> None:
     run.start()
-    run.wait_for_results(8, SECONDS)
+    run.wait_for_results(run.results() + 8, SECONDS)
     cluster.wait("all engines", lambda: len(cluster.processes(ENGINE)) == engines)
 
 
@@ -167,7 +167,7 @@ def test_nodes_die_and_join(nodes: Callable[..., Nodes], live: Callable[..., Liv
 
 
 def test_actors_end_with_the_run(nodes: Callable[..., Nodes], live: Callable[..., LiveRun]) -> None:
-    """A killed actor takes its engine along, and both are replaced. A killed learner and Ctrl-C end them all."""
+    """A killed actor takes its engine along, and both are replaced. Killed drivers and Ctrl-C end them all."""
     cluster = nodes(1, 1)
     run = live(f'ray_address = "{cluster.address}"', engines=2, steps=500)
     start(cluster, run, 2)
@@ -175,6 +175,8 @@ def test_actors_end_with_the_run(nodes: Callable[..., Nodes], live: Callable[...
     os.kill(cluster.processes(b"ray::RayEngine")[0], signal.SIGKILL)
     print("lost", cluster.wait("an engine was lost", lambda: bool(before - set(cluster.processes(ENGINE)))))
     print("replaced", cluster.wait("its replacement", lambda: len(cluster.processes(ENGINE)) == 2))
+    run.wait_for_results(run.results() + 16, SECONDS)
+    run.kill("rollouts")
     run.wait_for_results(run.results() + 16, SECONDS)
     run.kill("learner")
     assert run.process is not None
