@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.schema import Frozen
+
+
+class ServiceConfig(Frozen):
+    """Task services on the nodes of a Ray cluster. Each has its own process and registers at the gateway."""
+
+    families: list[str] = Field(min_length=1)
+    """Names of families whose problems are `AgentProblem`s, registered on every node. A stage lists them as `{ name =
+    "remote", options = { family = NAME } }`."""
+    count: int = Field(1, ge=1)
+    capacity: int = Field(8, ge=1)
+    """Rollouts that one service plays at the same time."""
+    seconds: float = Field(300.0, gt=0)
+    """Longest time of a rollout."""
+    cpus: float = Field(1.0, ge=0)
+    """Cores that Ray reserves for one service."""
 
 
 class Launch(Frozen):
@@ -14,16 +29,30 @@ class Launch(Frozen):
     processes of their own and work at the same time. Without it, one process simulates that on a logical clock, with
     the same numbers in every run."""
 
+    backend: Literal["local", "ray"] = "local"
+    """Where the engines run: on this machine, or on all nodes of a Ray cluster (`pip install 'glm5[ray]'`). The
+    learner, the rollout process and its gateway stay on this machine."""
+    ray_address: str = ""
+    """HOST:PORT of the cluster's head. Without one: the cluster that RAY_ADDRESS names, else the one that `ray start`
+    started on this machine, else a new one on this machine for the time of the run ("local": always a new one)."""
+    engine_gpus: float | None = Field(None, ge=0)
+    """With "ray": GPUs per engine; None is 1 if the cluster has any."""
+    engine_resources: dict[str, float] = {}
+    """With "ray": further resources per engine, by the names that the nodes were started with."""
+    services: list[ServiceConfig] = []
+    """With "ray": task services to start on the cluster. `host` must be an address that its nodes can reach."""
     engines: int = Field(1, ge=1)
     """Engine processes that the run starts; one that dies is replaced."""
     engine_urls: list[str] = []
     """Servers with SGLang's native API to use instead. They must be able to read the folders of pushed weights."""
     engine_threads: int | None = Field(None, ge=1)
-    """CPU threads of each engine process; None divides the cores among engines and learner."""
+    """CPU threads of each engine process; None divides the cores of this machine among engines and learner. With "ray"
+    they are also the CPUs that it reserves."""
     learner_threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; None divides the cores among engines and learner."""
     transport: Literal["memory", "disk"] = "memory"
-    """How weights reach the engines: through files in shared memory (`/dev/shm`), or in the stage's folder."""
+    """How weights reach the engines: through files in shared memory (`/dev/shm`), or in the stage's folder. With "ray",
+    "memory" sends them to the nodes; for "disk" all nodes must see the stage's folder under the same path."""
     push_mode: Literal["keep", "retract", "abort", "drain"] = "keep"
     """What happens to running generations at a weight push. "keep": they go on with the new weights and the old cache.
     "retract": they go on with the new weights, and their tokens so far are computed again. "abort": their rollouts
@@ -42,3 +71,14 @@ class Launch(Frozen):
     """Make every episode wait, for this many seconds on average (lognormal, sigma 1)."""
     simulated_waits: int = Field(1, ge=1)
     """Independent waits per episode that `simulate_environment` is divided into."""
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> Self:
+        given: dict[str, Any] = {name: getattr(self, name) for name in ("ray_address", "engine_resources", "services")}
+        given["engine_gpus"] = self.engine_gpus is not None
+        for name, value in given.items():
+            if value and self.backend != "ray":
+                raise ValueError(f'{name} needs backend = "ray"')
+        if self.engine_urls and self.backend == "ray":
+            raise ValueError('engine_urls are servers that run already; leave backend = "ray" out')
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import logging
@@ -22,7 +23,7 @@ from glm5.config.load import dump_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import FamilyConfig, GradientStage, PolicyStage, RunRecipe, Stage, TokenizerStage
 from glm5.data.shards import verify_shards
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, MissingExtraError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
 from glm5.launch.stages import CORPUS, RunState, check_indexers, check_teachers, run_stage, runner_of, units
@@ -113,6 +114,8 @@ def _prepare(folder: Path) -> bool:
 def _check(recipe: RunRecipe, world: int = 1) -> None:
     """Raise errors now that would otherwise come only when their stage begins."""
     check_sinks(recipe.sinks)
+    if recipe.launch is not None and recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray")
     check_indexers(recipe)
     if world > 1 or recipe.parallel.ep > 1:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)

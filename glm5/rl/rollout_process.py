@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -90,6 +91,7 @@ def main() -> None:
     if not line:
         return
     process.end_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises, so that `_serve` ends the engines
     try:
         asyncio.run(_serve(RolloutJob(**json.loads(line)), control))
     except (Glm5Error, OSError) as error:
@@ -144,6 +146,7 @@ async def _serve(job: RolloutJob, control: TextIO) -> None:
             app.include_router(trainer_routes(gateway, live))
             app.include_router(service_routes(gateway, register))
             news = {"url": url, "port": listener.getsockname()[1], "admin_key_file": str(key_file or "")}
+            fleet.serve(url, key)
             running = asyncio.create_task(live.run())
             try:
                 config = ServerConfig(app, gateway.limits, 1.0, timeout_keep_alive=KEEP_ALIVE_SECONDS)
@@ -211,6 +214,10 @@ def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int) -> Fleet
         return RemoteFleet(launch.engine_urls)
     options = EngineOptions(exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype)
     limits = Limits(samples=2 * most, requests=2 * most + 64, tokens=stage.max_context + 1, stop_seconds=0.0)
+    if launch.backend == "ray":
+        from glm5.rollout.ray_fleet import RayFleet  # the package may be missing
+
+        return RayFleet(folder, options, limits, launch)
     return LocalFleet(folder, launch.engines, options, limits)
 
 

@@ -50,6 +50,11 @@ class TokenSource(Protocol):
 
     name: str
 
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests now, as far as is known."""
+        ...
+
     def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
         """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if another engine can sample the
         remaining tokens, EngineError for a request that cannot be computed."""
@@ -73,6 +78,7 @@ class LocalEngine:
     """The engine of this process."""
 
     name = "local"
+    ready = True
 
     def __init__(self, thread: EngineThread) -> None:
         self.thread = thread
@@ -100,6 +106,10 @@ class HttpEngine:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._idle: list[httpx.AsyncClient] = []
         self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
+
+    @property
+    def ready(self) -> bool:
+        return True
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -346,11 +356,13 @@ class EnginePool:
 
     def _pick(self, session: str) -> int:
         now = time.monotonic()
-        avoid = {rank for rank, until in self._down.items() if until > now}
+        avoid = {
+            rank for rank, engine in enumerate(self.engines) if self._down.get(rank, 0.0) > now or not engine.ready
+        }
         try:
             return self._ring.pick(session, self._load, avoid=avoid)
-        except LookupError:  # all have recently lost a generation: take the one whose pause ends first
-            return min(self._down, key=self._down.__getitem__)
+        except LookupError:  # take the one whose pause ends first
+            return min(avoid, key=lambda rank: (not self.engines[rank].ready, self._down.get(rank, 0.0)))
 
 
 def _stopped(delta: Delta, stops: StopStringDetector) -> Delta:

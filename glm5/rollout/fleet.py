@@ -20,8 +20,9 @@ from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engines import FAR, EngineLost, HttpEngine, TokenSource
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.control import expositions, tell_all
-from glm5.serve.router.pool import UPDATE, WorkerPool
+from glm5.serve.router.pool import UPDATE, Launch, WorkerPool
 from glm5.serve.router.process import WorkerJob
+from glm5.serve.router.workers import Worker, launch
 
 log = get_logger("rollout")
 
@@ -71,6 +72,9 @@ class Fleet(ABC):
     async def _metrics(self) -> Mapping[int, str]:
         """Prometheus texts by engine."""
 
+    def serve(self, gateway: str, key: str) -> None:  # noqa: B027
+        """Start the fleet's task services, if it has any, for the run of `gateway`, whose admin key is `key`."""
+
     async def signals(self) -> Signals:
         """The present load."""
         found = [_watched(text) for text in (await self._metrics()).values()]
@@ -96,8 +100,10 @@ class LocalFleet(Fleet):
     """`count` supervised engine processes. One that dies or hangs is replaced, and gets the last weights before it
     takes requests."""
 
-    def __init__(self, folder: Path, count: int, options: EngineOptions, limits: Limits) -> None:
-        self.workers = WorkerPool(count, WorkerJob(str(folder), "", "policy", limits, options))
+    def __init__(
+        self, folder: Path, count: int, options: EngineOptions, limits: Limits, launch: Launch = launch
+    ) -> None:
+        self.workers = WorkerPool(count, WorkerJob(str(folder), "", "policy", limits, options), launch=launch)
         self.sources = [WorkerEngine(self.workers, rank) for rank in range(count)]
 
     async def start(self) -> None:
@@ -135,12 +141,16 @@ class LocalFleet(Fleet):
 
 
 class WorkerEngine(HttpEngine):
-    """The present process of one rank of a `WorkerPool`, over its Unix socket."""
+    """The present process of one rank of a `WorkerPool`."""
 
     def __init__(self, workers: WorkerPool, rank: int) -> None:
         super().__init__(f"engine {rank}")
         self._workers, self._rank = workers, rank
-        self._path: Path | None = None  # the socket of the idle clients
+        self._worker: Worker | None = None  # of the idle clients
+
+    @property
+    def ready(self) -> bool:
+        return self._workers.places[self._rank].state == "up"
 
     @contextlib.asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -149,14 +159,10 @@ class WorkerEngine(HttpEngine):
         worker = place.worker
         if worker is None or place.state != "up":
             raise EngineLost(f"{self.name} is not ready.")
-        if worker.path != self._path:
+        if worker is not self._worker:
             await self.close()
-            self._path = worker.path
-        client = self._idle.pop() if self._idle else None
-        if client is None:
-            transport = httpx.AsyncHTTPTransport(uds=str(worker.path))
-            timeout = httpx.Timeout(FAR, connect=5.0)
-            client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=timeout, trust_env=False)
+            self._worker = worker
+        client = self._idle.pop() if self._idle else worker.connect(FAR)
         try:
             with worker.busy():
                 yield client
@@ -164,7 +170,7 @@ class WorkerEngine(HttpEngine):
             self._workers.suspect(worker)
             raise
         finally:
-            if worker.path == self._path:
+            if worker is self._worker:
                 self._idle.append(client)
             else:
                 await client.aclose()

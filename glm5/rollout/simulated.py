@@ -17,6 +17,7 @@ class SimulatedEngine:
     """Answers with token 0 and a stop token after `seconds`, whatever the load."""
 
     name = "simulated"
+    ready = True
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.weight_version = seconds, 0

@@ -32,6 +32,7 @@ engines = {engines}
 port = {port}
 engine_threads = 1
 learner_threads = 1
+{launch}
 
 [[stages]]
 kind = "agentic"
@@ -63,25 +64,27 @@ class LiveRun:
         engines: int = 1,
         port: int = 0,
         ranks: int = 1,
+        launch: str = "",
+        python: Path = Path(sys.executable),
         families: str = '[{ name = "arithmetic", weight = 3.0 }, { name = "toolcall" }]',
     ) -> None:
         self.folder, self.steps, self.prompts = folder, steps, prompts
         self.recipe = folder / "live.toml"
         fields = {"start": start, "runs": folder / "runs", "steps": steps, "prompts": prompts}
-        fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families}
+        fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families, "launch": launch}
         self.recipe.write_text(RECIPE.format(**fields))
-        self.ranks = ranks
+        self.ranks, self.python = ranks, python
         self.stage = folder / "runs" / "live" / "00-rl"
         self.mark = f"glm5-test-{uuid.uuid4().hex}"
         self.output = folder / "output.txt"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "GLM5_TEST_MARK": self.mark}
-        command = [sys.executable, "-P", "-m"]
+        environment = {**os.environ, "GLM5_TEST_MARK": self.mark, "PYTHONPATH": python_path()}
+        command = [str(self.python), "-P", "-m"]
         if self.ranks > 1:
             command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
-            environment |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo"}
+            environment |= {"GLOO_SOCKET_IFNAME": "lo"}
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, "glm5", "rl", str(self.recipe)],
@@ -176,8 +179,11 @@ class LiveRun:
 
     def check_nothing_left(self) -> None:
         """No process of the run is left, and no folder of weights."""
+        self.check_no_process_left()
+        assert not list(Path("/dev/shm").glob(weights_prefix(self.stage) + "*"))
+
+    def check_no_process_left(self) -> None:
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not left
-        assert not list(Path("/dev/shm").glob(weights_prefix(self.stage) + "*"))
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -14,9 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from glm5 import GLM5Config, GLM5ForCausalLM
 from glm5.chat import Tokenizer
+from glm5.config.launch import Launch
+from glm5.config.load import load_recipe
+from glm5.config.recipe import RunRecipe
+from glm5.errors import MissingExtraError
 from glm5.launch import pipeline
 from glm5.obs.metrics import read_metrics
 from glm5.rl.drivers.live import _WeightFolders
@@ -154,6 +160,43 @@ def test_weights_of_a_living_run_are_not_deleted(tmp_path: Path) -> None:
         first._lock.close()  # as if its process had been killed
         with _WeightFolders(tmp_path, "memory"):
             assert not path.exists()
+
+
+RAY = """
+name = "a"
+start = "b"
+[launch]
+backend = "ray"
+[[stages]]
+kind = "agentic"
+name = "rl"
+families = [{ name = "arithmetic" }]
+optim = { steps = 1, lr = 1e-4 }
+"""
+
+
+def test_a_run_on_ray_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "glm5.rollout.ray_fleet", raising=False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'glm5\[ray\]'"):
+        importlib.import_module("glm5.rollout.ray_fleet")
+    (tmp_path / "ray.toml").write_text(RAY)
+    with pytest.raises(MissingExtraError, match=r"pip install 'glm5\[ray\]'"):
+        pipeline._check(load_recipe(tmp_path / "ray.toml", RunRecipe))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ray_address": "head:6379"}, 'ray_address needs backend = "ray"'),
+        ({"engine_gpus": 0.0}, 'engine_gpus needs backend = "ray"'),
+        ({"services": [{"families": ["sums"]}]}, 'services needs backend = "ray"'),
+        ({"backend": "ray", "engine_urls": ["http://a"]}, "servers that run already"),
+    ],
+)
+def test_keys_of_ray_go_with_its_backend(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Launch.model_validate(keys)
 
 
 def test_processes_of_an_unfinished_run_may_change() -> None:

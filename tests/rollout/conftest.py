@@ -35,6 +35,7 @@ class ScriptedEngine:
     script: Callable[[str], str]
     seed: int = 0
     name: str = "scripted"
+    ready: bool = True
     faults: int = 0
     pause: float = 0.0
     newest: int = 3

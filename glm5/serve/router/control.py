@@ -50,8 +50,7 @@ async def tell_all(pool: WorkerPool, path: str, method: str, body: bytes) -> Res
 async def _tell(worker: Worker, method: str, path: str, body: bytes) -> httpx.Response | None:
     """The worker's answer, or None from a lost worker."""
     try:
-        headers = {"content-type": "application/json"}
-        return await worker.client.request(method, path, content=body, headers=headers)
+        return await worker.tell(method, path, body)
     except httpx.TransportError:
         return None
 

@@ -8,9 +8,10 @@ current state of the others (weights, paused or not).
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
-from collections.abc import Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from glm5.obs.logs import get_logger
 from glm5.serve.errors import ApiError, Stopping
 from glm5.serve.router.affinity import Affinity
 from glm5.serve.router.process import WorkerJob
-from glm5.serve.router.workers import Patience, Worker, ending, launch, private_folder
+from glm5.serve.router.workers import Patience, Worker, launch, private_folder
 
 log = get_logger("serve")
 
 MORE_STARTS = 2
+Launch = Callable[[int, int, WorkerJob, float], Awaitable[Worker]]
+"""Starts a worker, like `workers.launch`."""
 UPDATE, PAUSE, VERSION = "/update_weights_from_disk", "/pause_generation", "/get_weight_version"
 
 
@@ -61,10 +64,11 @@ def weights_stamp(folder: str) -> tuple[tuple[str, int, int, int], ...]:
 
 
 class WorkerPool:
-    """`count` workers for one job (the pool sets its socket). Belongs to one event loop."""
+    """`count` workers for one job (the pool sets its socket), started by `launch`. Belongs to one event loop."""
 
-    def __init__(self, count: int, job: WorkerJob, patience: Patience | None = None) -> None:
+    def __init__(self, count: int, job: WorkerJob, patience: Patience | None = None, launch: Launch = launch) -> None:
         self.patience = patience or Patience()
+        self._start = launch
         self.places = [Place(rank) for rank in range(count)]
         self.stopping = False
         self.pushing = asyncio.Lock()  # held while all workers get a request, and while one joins
@@ -79,13 +83,15 @@ class WorkerPool:
         self._folder = Path()  # folder of the sockets; created by `start`
         self._launched = 0
 
-    async def start(self) -> None:
-        """Return once all workers take requests. Raises the error of the first one that fails. Always call `close`
-        afterwards."""
+    async def start(self, first: bool = False) -> None:
+        """Return once all workers take requests; with `first`, once one does: the others join later. Raises the error
+        of the first one that fails. Always call `close` afterwards."""
         self._folder = private_folder()
         starting = [asyncio.ensure_future(self._launch_first(place.rank)) for place in self.places]
         try:
-            workers = await asyncio.gather(*starting)
+            if first:
+                await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+            workers = await asyncio.gather(*(task for task in starting if task.done() or not first))
         except BaseException:
             for task in starting:
                 task.cancel()
@@ -93,19 +99,27 @@ class WorkerPool:
                 if isinstance(outcome, Worker):
                     await self._end(outcome)
             raise
-        for place, worker in zip(self.places, workers, strict=True):
-            self._enter(place, worker)
-            self._spawn(self._keep(place, worker))
+        for worker in workers:
+            self._enter(self.places[worker.rank], worker)
+            self._spawn(self._keep(self.places[worker.rank], worker))
+        for place, task in zip(self.places, starting, strict=True):
+            if place.worker is None:
+                self._spawn(self._late(place, task))
 
     async def some_up(self) -> None:
         """Wait until a worker takes requests."""
         while not len(self._ring):
             await self._changed.wait()
 
+    @property
+    def job(self) -> WorkerJob:
+        """The job of a worker that starts now."""
+        return self._job
+
     def start_from(self, directory: str) -> None:
         """Have later workers start from this checkpoint, which has the current weights, so that older folders may be
         deleted."""
-        self._job = replace(self._job, directory=directory)
+        self._job = replace(self._job, directory=directory, version=self.version)
 
     def stop(self) -> None:
         """Take no more requests, and tell the workers to stop; their running requests may finish within the limits."""
@@ -241,13 +255,20 @@ class WorkerPool:
             await asyncio.sleep(wait)
             wait = min(2 * wait, self.patience.back_off_most)
             place.state = "starting"
-            worker = await self._successor(place)
+            worker = await self._successor(place, self._launch(place.rank))
 
-    async def _successor(self, place: Place) -> Worker | None:
+    async def _late(self, place: Place, starting: asyncio.Task[Worker]) -> None:
+        """Keep a rank alive whose first worker is still starting."""
+        try:
+            await self._keep(place, await self._successor(place, starting))
+        finally:
+            starting.cancel()
+
+    async def _successor(self, place: Place, starting: Awaitable[Worker]) -> Worker | None:
         """A new worker on the ring, or None after a failed start."""
         worker = None
         try:
-            worker = await self._launch(place.rank)
+            worker = await starting
             async with self.pushing:
                 await self._catch_up(worker)
                 self._enter(place, worker)
@@ -274,7 +295,7 @@ class WorkerPool:
     async def _launch(self, rank: int) -> Worker:
         self._launched += 1
         job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"))
-        return await launch(rank, len(self.places), job, self.patience.start)
+        return await self._start(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:
         """Apply the current weights and pause state to a worker. Raises EngineError for a folder of weights that has
@@ -285,12 +306,11 @@ class WorkerPool:
                 f"The weights in {source} have changed since version {self.version} was read from them; push the new "
                 "weights, each version from a folder of its own."
             )
-        if self.pushed is not None:
-            answer = await worker.client.post(UPDATE, json=self.pushed)
+        if self.pushed is not None and await _version(worker) != self.version:
+            answer = await worker.tell("POST", UPDATE, json.dumps(self.pushed).encode())
             if answer.status_code != 200:
                 raise EngineError(f"The engine cannot load the weights of version {self.version}: {answer.text:.500}")
-            found = (await worker.client.get(VERSION)).json()["weight_version"]
-            if int(found) != self.version:
+            if (found := await _version(worker)) != self.version:
                 raise EngineError(f"The engine has weights of version {found}, the others have {self.version}.")
         if self.paused:
             await worker.client.post(PAUSE, json={"mode": "in_place"})
@@ -305,7 +325,7 @@ class WorkerPool:
                 stirred.cancel()
                 worker.stirred.clear()
                 if ended.done():
-                    return f"ended with {ending(ended.result())}"
+                    return worker.ending(ended.result())
                 if worker.doomed:
                     return "was stopped"
                 health = await worker.health(self.patience.answer)
@@ -321,7 +341,7 @@ class WorkerPool:
                     break
             self._leave(self.places[worker.rank])
             await asyncio.wait((ended,), timeout=self._job.limits.stop_seconds + 5)
-            return f"ended with {ending(ended.result())}" if ended.done() else "did not finish in time"
+            return worker.ending(ended.result()) if ended.done() else "did not finish in time"
         finally:
             ended.cancel()
 
@@ -352,3 +372,8 @@ class WorkerPool:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _version(worker: Worker) -> int:
+    """The version of a worker's weights; -1 if it does not say."""
+    return int((await worker.client.get(VERSION)).json().get("weight_version", -1))

@@ -1,8 +1,9 @@
-"""One engine process of a router: `python -m glm5.serve.router.process`, started only by `workers`.
+"""One engine process of a router: `python -m glm5.serve.router.process`, started only by `workers` and `ray_engine`.
 
 The router writes one line of JSON to stdin and keeps that pipe open. When the router ends for any reason, the pipe
 closes and this process ends too. It answers with one line of JSON on stdout: the socket is ready, or an error. Any
-client of the socket is trusted; the socket is in a folder that only the user of this process can enter.
+client of a Unix socket is trusted: it is in a folder that only the user of this process can enter. On a network address
+every request needs the key.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from glm5 import process
 from glm5.errors import Glm5Error
-from glm5.serve.connection import fitted
+from glm5.serve.connection import bind, fitted, url_of
 from glm5.serve.options import EngineOptions, Limits
 
 KEEP_ALIVE_SECONDS = 3600
@@ -27,13 +27,17 @@ KEEP_ALIVE_SECONDS = 3600
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """A worker's input: the model, and the Unix socket to answer on."""
+    """A worker's input: the model, whose weights have this `version`, and the Unix socket to answer on. With a `host`,
+    it is a free port of this address instead, and requests need the `key`."""
 
     directory: str
     socket: str
     model_name: str | None
     limits: Limits
     options: EngineOptions
+    host: str = ""
+    key: str = ""
+    version: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,7 +57,7 @@ def main() -> None:
     if not line:
         return
     job = WorkerJob.from_json(line)
-    process.end_with_parent(lambda: _remove(Path(job.socket)))
+    process.end_with_parent(lambda: None if job.host else _remove(Path(job.socket)))
     try:
         _serve(job, control)
     except Glm5Error as error:
@@ -71,14 +75,14 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     # The client of this process is the router, which reads only as fast as its own client. The router disconnects
     # slow clients itself, so the limit here is longer.
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
-    app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, trusted=True)
-
-    def ready(sockets: Iterable[socket.socket]) -> None:
-        process.tell(control, {"ready": True})
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(job.socket)
-        listen(app, listener, ready, timeout_keep_alive=KEEP_ALIVE_SECONDS)
+    access: dict[str, Any] = {"api_key": job.key} if job.host else {"trusted": True}
+    app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, **access)
+    app.state.service.thread.engine.weight_version = job.version
+    with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
+        if not job.host:
+            listener.bind(job.socket)
+        news = {"ready": True, "url": url_of(listener) if job.host else ""}
+        listen(app, listener, lambda _: process.tell(control, news), timeout_keep_alive=KEEP_ALIVE_SECONDS)
 
 
 def _remove(path: Path) -> None:

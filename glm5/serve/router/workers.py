@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import httpx
 
@@ -23,6 +23,7 @@ from glm5.errors import EngineError, Glm5Error
 from glm5.process import python_path
 from glm5.serve.router.process import WorkerJob
 
+COMMAND = (sys.executable, "-P", "-m", "glm5.serve.router.process")
 LONGEST_SOCKET = 100
 """Maximum bytes of a socket path; the operating system allows little more."""
 
@@ -54,10 +55,25 @@ class Patience:
     wait: float = 30.0
 
 
+class Process(Protocol):
+    """What a pool needs of an engine's process: that of `asyncio.subprocess`, or a process on another machine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Its exit code; minus the number of the signal that ended it."""
+        ...
+
+    def send_signal(self, signal: int) -> None:
+        """May raise ProcessLookupError if it has ended."""
+        ...
+
+
 class Worker:
     """A running process and the HTTP client to it."""
 
-    def __init__(self, rank: int, process: asyncio.subprocess.Process, path: Path) -> None:
+    def __init__(self, rank: int, process: Process, path: Path = Path()) -> None:
         self.rank = rank
         self.process = process
         self.in_flight = 0
@@ -68,13 +84,22 @@ class Worker:
         self.stirred = asyncio.Event()  # setting it makes the pool check the worker at once
         self._idle = asyncio.Event()
         self._idle.set()
+        self.client = self.connect(None)
+
+    def connect(self, seconds: float | None) -> httpx.AsyncClient:
+        """A new client; `seconds` is the longest pause of an answer."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self.client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(path), limits=limits),
-            timeout=httpx.Timeout(None, connect=5.0),
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(self.path), limits=limits),
+            timeout=httpx.Timeout(seconds, connect=5.0),
             base_url="http://worker",
             trust_env=False,
         )
+
+    async def tell(self, method: str, path: str, body: bytes) -> httpx.Response:
+        """The answer to a request of the pool itself. Raises httpx.TransportError if the worker is lost."""
+        headers = {"content-type": "application/json"}
+        return await self.client.request(method, path, content=body, headers=headers)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -116,9 +141,13 @@ class Worker:
         """Kill the process if it still runs. Requests in flight see a lost connection."""
         self.signal(signal.SIGKILL)
         await self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        if (stdin := getattr(self.process, "stdin", None)) is not None:
+            stdin.close()
         self.path.unlink(missing_ok=True)
+
+    def ending(self, code: int) -> str:
+        """How the process ended, for the log."""
+        return f"ended with {ending(code)}"
 
     async def release(self) -> None:
         """Close the connections once no request uses them."""
@@ -130,7 +159,7 @@ async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worke
     """Start one of `count` workers and wait until it answers. Raises Glm5Error with the message of a worker that
     fails."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "glm5.serve.router.process"),
+        *COMMAND,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=_environment(count),
@@ -157,7 +186,11 @@ async def _until_ready(process: asyncio.subprocess.Process, job: WorkerJob) -> N
     said = await process.stdout.readline()
     if not said:
         raise EngineError(f"An engine process ended with {ending(await process.wait())} before it was ready.")
-    news = json.loads(said)
+    check_news(json.loads(said))
+
+
+def check_news(news: Mapping[str, Any]) -> None:
+    """Raise the error that a worker said instead of being ready."""
     if "error" in news:
         raise WorkerError(str(news["error"]), int(news["exit_code"]))
 

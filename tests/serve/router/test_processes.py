@@ -24,7 +24,11 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.process import python_path
 from glm5.serve.app import create_app
+from glm5.serve.options import EngineOptions, Limits
+from glm5.serve.router.process import WorkerJob
+from glm5.serve.router.workers import COMMAND
 
 pytestmark = pytest.mark.dist
 
@@ -441,3 +445,22 @@ def test_engines_are_killed_twenty_times_under_load(calm: Routed, expected: dict
     began = time.monotonic()
     load = kill_under_load(calm, expected, 20, seed=2)
     print(f"20 kills in {time.monotonic() - began:.0f} s: {dict(load.counts)}, slowest {load.slowest:.1f} s")
+
+
+def test_an_engine_on_a_network_address_needs_its_key(checkpoint: Path) -> None:
+    """So it runs on other machines. It ends with its stdin, like every engine process."""
+    job = WorkerJob(str(checkpoint), "", "policy", Limits(), EngineOptions(), host="127.0.0.1", key="secret")
+    process = subprocess.Popen(
+        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": python_path()}
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(job.to_json().encode() + b"\n")
+        process.stdin.flush()
+        url = json.loads(process.stdout.readline())["url"]
+        for path in ("/get_weight_version", "/pause_generation", "/generate"):
+            ask = httpx.get if path.startswith("/get") else partial(httpx.post, json={})
+            assert ask(url + path).status_code == 401
+            assert ask(url + path, headers={"authorization": "Bearer secret"}).status_code != 401
+        process.stdin.close()
+        assert process.wait(20) == 1

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -453,9 +452,11 @@ def test_a_late_worker_gets_what_the_others_have() -> None:
     played.pool.pushed, played.pool.version, played.pool.paused = {"model_path": "/w", "weight_version": 5}, 5, True
     with pytest.raises(EngineError, match="version 0, the others have 5"):
         asyncio.run(played.pool._catch_up(late[0]))
-    asyncio.run(played.pool._catch_up(late[1]))
+    paths = [request.url.path for request in played.asked[0]]
+    assert paths == ["/get_weight_version", "/update_weights_from_disk", "/get_weight_version"]
+    asyncio.run(played.pool._catch_up(late[1]))  # it started from these weights
     paths = [request.url.path for request in played.asked[1]]
-    assert paths == ["/update_weights_from_disk", "/get_weight_version", "/pause_generation"]
+    assert paths == ["/get_weight_version", "/pause_generation"]
     assert json.loads(played.asked[1][-1].content) == {"mode": "in_place"}
     with pytest.raises(EngineError, match="cannot load the weights"):
         asyncio.run(played.pool._catch_up(played.worker(0, says("no", 400))))
@@ -583,21 +584,23 @@ def test_an_engine_that_joins_late_does_not_read_other_weights_under_the_same_ve
     asked: list[str] = []
 
     class Client:
-        async def post(self, path: str, json: Any) -> httpx.Response:
+        async def request(self, method: str, path: str, **body: Any) -> httpx.Response:
             asked.append(path)
             return httpx.Response(200)
 
         async def get(self, path: str) -> httpx.Response:
-            return httpx.Response(200, json={"weight_version": "3"})
+            return httpx.Response(200, json={"weight_version": "3" if asked else "0"})
 
     async def work() -> None:
-        worker = SimpleNamespace(client=Client())
+        worker = Worker(0, Process())  # type: ignore[arg-type]
+        worker.client = Client()  # type: ignore[assignment]
         file = tmp_path / "model.safetensors"
         file.write_bytes(b"first")
         pool = WorkerPool(1, WorkerJob(str(tmp_path), "", None, Limits(), EngineOptions()))
         await pool._catch_up(worker)
         pool.pushed, pool.version = {"model_path": str(tmp_path), "weight_version": 3}, 3
         await pool._catch_up(worker)
+        await pool._catch_up(worker)  # it has them
         assert asked == ["/update_weights_from_disk"]
         (tmp_path / "new").write_bytes(b"other")
         (tmp_path / "new").rename(file)

@@ -1,0 +1,120 @@
+"""What runs on the nodes of a Ray cluster: actors that start an engine process there, or host a task service.
+
+Arguments and results of their methods are plain values and references to bytes in Ray's object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import ray
+
+from glm5 import __version__
+from glm5.errors import Glm5Error
+from glm5.process import python_path
+from glm5.rollout.node_files import Piece, arrived, remove_leftovers
+from glm5.serve.router.pool import UPDATE
+from glm5.serve.router.workers import COMMAND, ending
+
+AHEAD = 4
+"""Pieces that are on their way while one is written."""
+Files = tuple[Sequence[Piece], Sequence[Any]]
+"""Pieces of files, and the references to their bytes. Without pieces, the files are in a folder that all nodes see."""
+
+
+class RayEngine:
+    """One engine process on the node of this actor. The process ends with the actor: its stdin is a pipe from here."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loading = threading.Lock()
+        self._client = httpx.Client(timeout=None, trust_env=False)
+        remove_leftovers()
+
+    def node(self) -> dict[str, str]:
+        """Where this is."""
+        node = ray.get_runtime_context().get_node_id()
+        return {"host": ray.util.get_node_ip_address(), "id": node, "glm5": __version__}
+
+    def start(self, job: str, threads: int, files: Files) -> dict[str, Any]:
+        """Start the process for a `WorkerJob`; what it says once it is ready, or `ended` if it said nothing."""
+        fields = json.loads(job)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": python_path()}
+        with self._folder(fields["directory"], files) as directory:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            )
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(fields | {"directory": directory}).encode() + b"\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            return {"ended": ending(self._process.wait())}
+        self._client.headers["authorization"] = f"Bearer {fields['key']}"
+        news: dict[str, Any] = json.loads(line)
+        self._client.base_url = news.get("url", "")
+        return news | {"pid": self._process.pid}
+
+    def update(self, body: str, files: Files) -> tuple[int, str]:
+        """Have the engine load weights; status and text of its answer."""
+        fields = json.loads(body)
+        try:
+            with self._folder(fields["model_path"], files) as directory:
+                answer = self._client.post(UPDATE, json=fields | {"model_path": directory})
+        except (Glm5Error, OSError) as error:
+            return 500, json.dumps({"success": False, "error": {"message": str(error)}})
+        return answer.status_code, answer.text
+
+    def wait(self) -> int:
+        """The exit code of the process, once it has ended."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the process, which may be stopped and not see the end of its pipe."""
+        self.signal(signal.SIGKILL)
+        with self._loading:  # its files are removed now
+            return
+
+    @contextlib.contextmanager
+    def _folder(self, path: str, files: Files) -> Iterator[str]:
+        pieces, references = files
+        if not pieces:
+            yield path
+            return
+
+        def read(index: int) -> Any:
+            ray.wait(list(references[index : index + AHEAD]), timeout=0)  # begins to fetch them
+            return ray.get(references[index])
+
+        with self._loading, arrived(self._run, pieces, read) as folder:
+            yield str(folder)
+
+
+class RayService:
+    """A task service of families that are registered on the node of this actor."""
+
+    def serve(self, families: Sequence[str], gateway: str, key: str, capacity: int, seconds: float) -> None:
+        """Play rollouts for the live run of `gateway` until the run ends."""
+        from glm5.rollout.service_host import serve
+        from glm5.tasks.families import make_family
+
+        host = ray.util.get_node_ip_address()
+        serve(
+            {name: make_family(name) for name in families}, gateway, key, capacity=capacity, seconds=seconds, host=host
+        )
