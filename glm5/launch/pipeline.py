@@ -122,6 +122,8 @@ def _check(recipe: RunRecipe, world: int = 1) -> None:
         check_layout(recipe.parallel, world, model.n_routed_experts)
     for stage in recipe.stages:
         runner_of(stage)
+        if stage.kind == "general" and recipe.launch is not None and recipe.launch.history == "text":
+            raise ConfigError(f'{stage.name}: General RL scores whole answers, which launch.history = "text" splits.')
         if world > 1 and isinstance(stage, PolicyStage) and recipe.launch is None:
             raise ConfigError(
                 f"{stage.name}: without a section [launch], stages of kind {stage.kind} run in one process, and this "

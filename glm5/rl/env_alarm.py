@@ -7,7 +7,9 @@ A pure state machine without clock, threads or files. The rule, for each family:
 - When a window has `LEAST` rollouts, twice as many, four times as many and so on, its failures are compared with the
   earlier rollouts, of which there must be `LEAST` too, by Fisher's exact test, one-sided.
 - Look number i (from 0) at a window raises an alarm if the p-value is at most `LEVEL` / 2^(i+1). So a family that fails
-  at a constant rate raises a false alarm in at most one of 1 / `LEVEL` windows. A window has one alarm.
+  at a constant rate raises a false alarm in at most one of 1 / `LEVEL` windows, provided that its rollouts fail
+  independently. Failures of whole groups at once, as of a broken task, raise it in up to a sixth of all windows: they
+  are failures worth a look, but the level does not hold for them. A window has one alarm.
 """
 
 from __future__ import annotations

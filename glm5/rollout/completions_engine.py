@@ -23,6 +23,8 @@ from glm5.serve.samples import Delta
 Flag = Literal["return_token_ids", "return_tokens_as_token_ids"]
 FLAGS: tuple[Flag, ...] = ("return_token_ids", "return_tokens_as_token_ids")
 _TOKEN = "token_id:"
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an answer of another form raises."""
 INFO_SECONDS = 10.0
 """Timeout of a request for what a server is."""
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -70,7 +72,7 @@ class CompletionsReading:
         """See `EventReading.feed`."""
         try:
             told = json.loads(text)
-        except ValueError as error:  # the connection ended within the event
+        except (ValueError, RecursionError) as error:  # the connection ended within the event
             raise EngineLost(f"{self._name} sent a broken event: {error}") from error
         try:
             if "error" in told:
@@ -78,7 +80,7 @@ class CompletionsReading:
             choice = told["choices"][0] if told["choices"] else {}
             ids, scores = scored_ids(choice)
             kind = choice.get("finish_reason")
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except MALFORMED as error:
             raise RequestFailed(
                 f"{self._name} sent an event not in the format of completions: {error!r:.200}."
             ) from error
@@ -150,7 +152,7 @@ def find_out(url: str, api_key: str | None = None) -> ServerInfo:
                 if isinstance(answer, dict) and _usable(answer):
                     length = int(model.get("max_model_len") or 0) or None
                     return ServerInfo(url, False, str(model["id"]), flag, str(model.get("root") or ""), length)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *MALFORMED) as error:
         raise UsageError(
             f"The engine {url} does not answer as an engine does: {type(error).__name__} {error}."
         ) from None
@@ -179,6 +181,6 @@ def _usable(answer: Mapping[str, Any]) -> bool:
     """Whether an answer has one id and one log-probability for each of its tokens."""
     try:
         ids, scores = scored_ids(answer["choices"][0])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except MALFORMED:
         return False
     return len(ids) == len(scores) == 1

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import httpx
 
-from glm5.errors import EngineError
+from glm5.errors import EngineError, UsageError
 from glm5.obs.logs import get_logger
 from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engines import FAR, EngineLost, HttpEngine, TokenSource
@@ -189,10 +189,13 @@ class RemoteFleet(Fleet):
         ]
 
     async def start(self) -> None:
-        """Check that they can load weights. Raises UsageError for one that does not answer, EngineError for one with
-        another API."""
+        """Raises EngineError for a server whose API cannot load weights."""
         for source in self.sources:
-            info = await asyncio.to_thread(find_out, source.name, self._key)
+            try:
+                info = await asyncio.to_thread(find_out, source.name, self._key)
+            except UsageError as error:  # `load` decides
+                log.warning("%s", error)
+                continue
             if not info.native:
                 raise EngineError(
                     f"The engine {source.name} has vLLM's /v1/completions, which has no way to load the weights of a "

@@ -106,7 +106,15 @@ def _local(directory: Path, options: EngineOptions, limits: Limits) -> Iterator[
 
 
 def _remote(urls: Sequence[str], key: str | None, directory: Path | None) -> _Sources:
-    found = [find_out(url, key) for url in urls]
+    found, errors = [], []
+    for url in urls:
+        try:
+            found.append(find_out(url, key))
+        except UsageError as error:
+            errors.append(error)
+            log.warning("%s", error)
+    if not found:
+        raise errors[0]
     tokenizer = Tokenizer.load(directory or found[0].local_tokenizer())
     return [info.source(key) for info in found], tokenizer, found[0].max_length or 1 << 20
 

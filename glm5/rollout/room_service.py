@@ -69,7 +69,8 @@ class RoomService(TaskService):
         job.enter("agent")
         try:
             run = await self._in_thread(task.play, self._path, f"/sessions/{job.session}/v1", key, self._workers)
-            if session.failing:
+            waiting = any(not call.deltas for call in session.calls.values())
+            if session.failing or (waiting and run.killed_reason == "wall"):
                 return _failed("engine", "the agent's last request could not be answered")
             job.enter("judge")
             return checked(await self._in_thread(task.grade, run))

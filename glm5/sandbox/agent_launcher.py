@@ -376,8 +376,7 @@ def main() -> None:
     os.set_inheritable(control, False)
     channel = socket.socket(fileno=channel_fd)
     channel.set_inheritable(False)
-    launcher.libc.prctl(launcher.PR_SET_PDEATHSIG, launcher.SIGKILL, 0, 0, 0)
-    try:
+    try:  # no PR_SET_PDEATHSIG: it follows the thread that started us, and rooms of a worker outlive threads
         request = launcher.read_request(request_fd)
         uid = launcher.sandbox_uid(mode == "root")
         with open("/proc/self/oom_score_adj", "w") as stream:

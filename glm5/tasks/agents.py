@@ -35,6 +35,8 @@ from glm5.tasks.contract import SPLITS, AgentProblem, Family
 
 GRADE_LIMITS = Limits(cpu_s=120, wall_s=180.0, memory_mb=2048, processes=128, file_mb=512, output_kb=256)
 """Default limits of a grading command. Its folder must hold the agent's files and its own."""
+MOST_NAME = 255
+"""Bytes of a file's name."""
 MOST_FILES = 32_768
 """Files and folders of an agent that a grading command can get; half of what a room takes."""
 MOST_TOLD = 500
@@ -117,20 +119,20 @@ class AgentTask(AgentProblem):
         )  # fmt: skip
 
     def grade(self, run: AgentRun) -> StepResult:
-        """Reward 1 or 0. An agent that died at a limit gets 0. A grading command runs in a room without a network, on
-        the agent's files and its own, which replace those of the same name; 1 is for exit code 0. Raises GradingError
-        if that room cannot be had."""
+        """Reward 1 or 0. An agent that died at a limit gets 0. A grading command runs in a room without a network; the
+        folder `work` there has the agent's files, unless its own replace them, so it imports none of them by accident.
+        1 is for exit code 0. Raises GradingError if that room cannot be had."""
         detail: dict[str, Any] = {"exit_code": run.exit_code, "seconds": round(run.wall_s, 3)}
         detail |= {"stderr": run.stderr[-MOST_TOLD:]} if run.stderr else {}
         if (cut := run.killed_reason or ("files" if _count(run.files) > MOST_FILES else None)) is not None:
             return StepResult(done=True, outcome=Outcome.TRUNCATED, detail=detail | {"cut": cut})
         grading = self.grading
         if grading.command:
-            limits, files = self.program.grade_limits, _merged(run.files, grading.files)
+            limits, made = self.program.grade_limits, {f"work/{name}": data for name, data in run.files.items()}
+            files = _merged(made, grading.files)
             checked = run_agent(
-                grading.command, files, gateway_socket=None, limits=limits, read_only=self.program.read_only,
-                env={"PYTHONSAFEPATH": "1"},  # else `import json` in check.py would import a json.py of the agent
-            )  # fmt: skip
+                grading.command, files, gateway_socket=None, limits=limits, read_only=self.program.read_only
+            )
             solved = checked.exit_code == 0
             detail["grade"] = checked.killed_reason or f"exit code {checked.exit_code}"
             detail["graded"] = (checked.stdout + checked.stderr)[-MOST_TOLD:]
@@ -185,6 +187,9 @@ class AgentFamily(Family):
             raise ConfigError('families: "agent": `command` is a list of strings, the program and its arguments.')
         if function and not all(function.partition(":")[::2]):
             raise ConfigError(f'families: "agent": function = "{function}" is not "module:function".')
+        for name, paths in (("path", path), ("read_only", read_only)):
+            if isinstance(paths, str):
+                raise ConfigError(f'families: "agent": `{name}` is a list of paths.')
         if capacity < 1 or rollouts < 1:
             raise ConfigError('families: "agent": capacity and rollouts must be at least 1.')
         if not 0 <= held_out < 1:
@@ -195,6 +200,11 @@ class AgentFamily(Family):
             capacity, rollouts,
         )  # fmt: skip
         default = None if grade is None else read_grade(grade, "the recipe's `grade`")
+        if self.program.grade_limits.file_mb < self.program.limits.file_mb:
+            raise ConfigError('families: "agent": grade_limits.file_mb must not be below limits.file_mb.')
+        for folder in (*path, *read_only):
+            if Path(tasks).absolute().is_relative_to(Path(folder).absolute()):
+                raise ConfigError(f'families: "agent": the agent could read its grades: {folder} holds {tasks}.')
         found = _read(Path(tasks), self.program, default)
         random.Random(f"agent {seed}").shuffle(found)
         self._held_out = held_out
@@ -244,7 +254,7 @@ def read_grade(plain: object, place: str) -> Grade:
 
 def _read(path: Path, program: AgentProgram, default: Grade | None) -> list[AgentTask]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"agent: the tasks {path} cannot be read: {error}.") from error
     found: dict[str, AgentTask] = {}
@@ -284,13 +294,21 @@ def _task(line: str, place: str, program: AgentProgram, default: Grade | None) -
 
 
 def _texts(found: object) -> bool:
-    return isinstance(found, list) and all(isinstance(part, str) and "\0" not in part for part in found)
+    return isinstance(found, list) and all(isinstance(part, str) and "\0" not in part and _utf8(part) for part in found)
+
+
+def _utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _name(name: str, place: str) -> str:
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise DataError(f"{place}: the file {name!r:.80} is not a relative path without '..'.")
+    try:
+        fits = all(len(part.encode()) <= MOST_NAME for part in parts)
+    except UnicodeEncodeError:
+        fits = False
+    if not parts or not fits or name[0] == "/" or name[-1] == "/" or ".." in parts or "\0" in name:
+        raise DataError(f"{place}: the file {name!r:.80} is not the relative path of a file, without '..'.")
     return name
 
 
@@ -307,6 +325,9 @@ def _files(found: object, place: str) -> dict[str, str | bytes]:
         if not isinstance(content, str | bytes):
             raise DataError(f'{place}: the file {name!r:.80} is neither text nor {{"base64": "..."}}.')
         files[_name(name, place)] = content
+    folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
+    if both := sorted(folders & {str(PurePosixPath(name)) for name in files}):
+        raise DataError(f"{place}: {both[0]!r:.80} is a file and a folder.")
     return files
 
 

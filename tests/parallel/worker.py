@@ -255,7 +255,7 @@ def judged(stage: Any, ranks: Ranks) -> Any:
 class Recorded:
     """In place of a rollout process: gives recorded trajectories, and keeps what it is told."""
 
-    restarts, restart_seconds = 0, 0.0
+    restarts, restart_seconds, address = 0, 0.0, ("http://127.0.0.1:1", "")
     rows: list[dict[str, Any]] = []
     told: list[Any] = []
 

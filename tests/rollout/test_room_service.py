@@ -41,7 +41,9 @@ def ask(text):
     return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["reasoning_content"]
 
 def solve(base_url, api_key, task):
-    return ask(task)
+    found = ask(str(task))
+    time.sleep(task if isinstance(task, float) else 0)
+    return found
 
 if __name__ == "__main__":
     exec(open("act.py").read())
@@ -115,16 +117,18 @@ def test_how_rollouts_of_commands_end(opened: Open) -> None:
         (acts(KEEP + "\ntime.sleep(60)"), "truncated", 0.0, {"cut": "wall"}),
         (acts(KEEP + "\nprint('x' * (1 << 22))"), "truncated", 0.0, {"cut": "output"}),
         (acts("[ask(str(i)) for i in range(9)]"), "failed", 0.0, {"exit_code": 1}),
-        (acts(KEEP, grade={"command": ["grep", "42", "out"]}), "solved", 1.0, {"grade": "exit code 0"}),
-        (acts(KEEP, grade={"command": ["grep", "41", "out"]}), "failed", 0.0, {"grade": "exit code 1"}),
+        (acts(KEEP, grade={"command": ["grep", "42", "work/out"]}), "solved", 1.0, {"grade": "exit code 0"}),
+        (acts(KEEP, grade={"command": ["grep", "41", "work/out"]}), "failed", 0.0, {"grade": "exit code 1"}),
         (acts(KEEP, grade={"command": ["no-such-program"]}), "env_error", 0.0, {"cause": "grading"}),
         (acts("open('out', 'w').write('42')"), "env_error", 0.0, {"cause": "empty"}),
     ]
 
     async def test() -> None:
         tasks = (case[0] for case in cases)
-        limits = {"wall_s": 6.0, "memory_mb": 512}
-        async with opened(*(task | {"id": f"{i:02}"} for i, task in enumerate(tasks)), limits=limits) as one:
+        limits = {"wall_s": 8.0, "memory_mb": 512}
+        async with opened(
+            *(task | {"id": f"{i:02}"} for i, task in enumerate(tasks)), limits=limits, capacity=3
+        ) as one:
             found = await asyncio.gather(*map(one.play, range(len(cases))))
         for (_, outcome, reward, detail), result in zip(cases, found, strict=True):
             assert (result.outcome, result.reward) == (outcome, reward), result
@@ -133,17 +137,45 @@ def test_how_rollouts_of_commands_end(opened: Open) -> None:
     run(test())
 
 
-def test_a_function_in_workers(opened: Open, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
+def shown(folder: Path, name: str, text: str) -> str:
+    """A folder with a module that rooms may read."""
     folder.mkdir()
-    (folder / "their_agent.py").write_text(AGENT)
+    (folder / name).write_text(text)
     for path in (*folder.parents[:3], folder):
         path.chmod(path.stat().st_mode | 0o055)
+    return str(folder)
+
+
+def test_a_rollout_that_is_stopped_leaves_other_rooms_alone(opened: Open, tmp_path: Path) -> None:
+    """A room outlives the thread that built it, which ends with the rollout that is stopped."""
+    tasks = [{"id": f"{place}", "task": seconds} for place, seconds in enumerate((0.4, 1.0, 3.0, 60.0))]
+    path = shown(tmp_path / "theirs", "their_agent.py", AGENT)
+
+    async def test() -> None:
+        options: dict[str, Any] = {"function": "their_agent:solve", "path": [path], "grade": {"result": "42"}}
+        async with opened(*tasks, **options, capacity=2) as one:
+            first = asyncio.create_task(one.play(0))
+            await asyncio.sleep(0.2)
+            await asyncio.gather(first, one.play(1))
+            other = asyncio.create_task(one.play(2))
+            await asyncio.sleep(0.3)
+            stopped = asyncio.create_task(one.play(3))
+            await asyncio.sleep(1.0)
+            stopped.cancel()
+            await asyncio.gather(stopped, return_exceptions=True)
+            found = await other
+            assert found.reward == 1.0, found.detail
+
+    run(test())
+
+
+def test_a_function_in_workers(opened: Open, tmp_path: Path) -> None:
+    folder = shown(tmp_path / "theirs", "their_agent.py", AGENT)
 
     async def test() -> None:
         tasks = [{"task": "a"}, {"task": "b", "grade": {"result": "41"}}]
         async with opened(
-            *tasks, function="their_agent:solve", path=[str(folder)], grade={"result": "42"}, capacity=1
+            *tasks, function="their_agent:solve", path=[folder], grade={"result": "42"}, capacity=1
         ) as one:
             found = [await one.play(place) for place in (0, 1)]
         assert [(result.outcome, result.reward) for result in found] == [("solved", 1.0), ("failed", 0.0)], found

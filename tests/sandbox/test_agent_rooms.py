@@ -223,7 +223,7 @@ def test_nothing_stays_open(run: Run) -> None:
         run("true")
         with pytest.raises(GradingError):
             run(["nothing"])
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # what earlier tests left may be closed meanwhile
 
 
 def test_what_the_caller_may_not_ask_for(run: Run, tmp_path: Path) -> None:

@@ -164,7 +164,8 @@ def test_the_graders_files_always_fit_into_the_agents_folder(made: dict[str, byt
 
 CHECK = """
 import os, subprocess, sys
-assert open("kept.txt").read() == "kept" and open("tests/hidden.txt").read() == "right"
+import helper
+assert open("work/kept.txt").read() == "kept" and open("work/tests/hidden.txt").read() == "right"
 assert not any("_BASE_URL" in name or "_API_KEY" in name for name in os.environ)
 import socket
 try:
@@ -177,15 +178,17 @@ sys.exit(9)
 
 @needs_rooms
 def test_a_grading_command_has_the_agents_files_its_own_and_no_network(family: Make) -> None:
-    grade = {"command": ["python3", "check.py"], "files": {"check.py": CHECK, "tests/hidden.txt": "right"}}
+    own = {"check.py": CHECK, "helper.py": "", "work/tests/hidden.txt": "right"}
+    grade = {"command": ["python3", "check.py"], "files": own}
     task = family({"id": "a", "grade": grade}).problem("rl", 0)
     files = {"kept.txt": b"kept", "check.py": b"import sys; sys.exit(0)", "tests": b"a file, not a folder"}
     found = task.grade(ran(files))
     assert found.reward == 1.0, found
     wrong = task.grade(ran(files | {"kept.txt": b"other"}))
     assert (wrong.reward, wrong.detail["grade"]) == (0.0, "exit code 1") and "Assertion" in wrong.detail["graded"]
-    own = ".local/lib/python{}.{}/site-packages/usercustomize.py".format(*sys.version_info)
-    traps = dict.fromkeys(("subprocess.py", "socket.py", "sitecustomize.py", own), b"import os; os._exit(0)")
+    user = ".local/lib/python{}.{}/site-packages/usercustomize.py".format(*sys.version_info)
+    names = ("subprocess.py", "socket.py", "sitecustomize.py", "helper/__init__.py", user)
+    traps = dict.fromkeys(names, b"import os; os._exit(0)")
     assert task.grade(ran(files | traps | {"kept.txt": b"other"})).reward == 0.0
     endless = family({"id": "a", "grade": {"command": ["sleep", "60"]}}, grade_limits={"wall_s": 0.5}).problem("rl", 0)
     late = endless.grade(ran())
