@@ -146,7 +146,9 @@ def test_train_on_your_agent(tmp_path: Path) -> None:
     assert len(said) == 3 and all(found and int(found[1]) >= 4 and 0 < int(found[2]) <= 4 * 2 * 16 for found in numbers)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(p for p in EXAMPLES.rglob("*.*") if p.is_file() and p.suffix != ".pyc"), ids=lambda path: path.name
+)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 63
 

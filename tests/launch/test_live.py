@@ -111,7 +111,7 @@ headers = {"content-type": "application/json", "authorization": "Bearer " + os.e
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
 open("answer", "w").write(urllib.request.urlopen(request).read().decode())
 """
-    check = {"command": ["python3", "-c", "import json; exit('usage' not in json.load(open('answer')))"]}
+    check = {"command": ["python3", "-c", "import json; exit('usage' not in json.load(open('work/answer')))"]}
     tasks = [{"id": str(i), "files": {"task.md": f"{i}?", "ask.py": ask}, "grade": check} for i in range(8)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     agent = f'{{ command = ["python3", "ask.py"], tasks = "{tmp_path / "tasks.jsonl"}" }}'
