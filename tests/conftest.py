@@ -108,9 +108,16 @@ def stage_io(tmp_path: Path) -> Iterator[Callable[..., StageIO]]:
         yield make
 
 
-def pytest_collection_finish() -> None:
-    """What is loaded by now stays to the end; without this, every full collection of garbage looks at all of it."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """What is loaded by the end of this stays. To look through it for garbage takes longer than to load it, and again
+    and again as long as the tests run."""
+    gc.disable()
+    result = yield
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # as the command line does
+    gc.enable()
+    return result
 
 
 def pytest_configure() -> None:

@@ -77,6 +77,7 @@ def fork_engines(after: int = 0) -> None:
 def be_new(stdin: int, stdout: int, stderr: int, env: dict[str, str]) -> None:
     """In a fork: a session, an environment and standard streams of its own, and nothing else that was open."""
     gc.freeze()  # what the other process had open is not to be closed here, where its numbers mean other things
+    gc.enable()
     os.setsid()
     for place, descriptor in enumerate([os.dup(one) for one in (stdin, stdout, stderr)]):
         os.dup2(descriptor, place)
@@ -148,5 +149,6 @@ def serve(asked: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # what is imported stays
     signal.signal(signal.SIGCHLD, reap)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from glm5.agents.context import ContextPolicy, Counter, approximate_tokens, fold
 from glm5.agents.endpoint import EndpointError, Model, Reply
@@ -52,8 +52,9 @@ class Budget:
     seconds: float = 3600.0
 
 
-class View(Protocol):
-    """Shows a session. Every method may raise KeyboardInterrupt to stop it."""
+class View:
+    """Shows a session; this one shows nothing and approves everything. Every method may raise KeyboardInterrupt to stop
+    the session."""
 
     def delta(self, kind: str, text: str) -> None:
         """New characters of a reply: kind "thought" or "text"."""
@@ -63,6 +64,7 @@ class View(Protocol):
 
     def approve(self, call: ToolCall) -> str | None:
         """None to carry out a call; otherwise what the model is told instead."""
+        return None
 
     def output(self, stream: str, data: bytes) -> None:
         """Output of a running command."""
@@ -72,19 +74,6 @@ class View(Protocol):
 
     def note(self, text: str) -> None:
         """The agent itself says something."""
-
-
-class Silent:
-    """A view that shows nothing and approves everything."""
-
-    def delta(self, kind: str, text: str) -> None: ...
-    def reply(self, reply: Reply) -> None: ...
-    def approve(self, call: ToolCall) -> str | None:
-        return None
-
-    def output(self, stream: str, data: bytes) -> None: ...
-    def result(self, call: ToolCall, result: ToolResult) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 class _OutOfTime(Exception):
@@ -112,6 +101,8 @@ class Settings:
             context, budget = ContextPolicy(**plain.pop("context")), Budget(**plain.pop("budget"))
             if not all(isinstance(value, str) for value in plain.values()):
                 raise TypeError("a setting is not text")
+            if not all(type(value) in (int, float) for value in asdict(budget).values()):
+                raise TypeError("a limit is not a number")
             return cls(**plain, context=context, budget=budget)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"The log's first line has no valid settings: {error}") from None
@@ -149,7 +140,7 @@ class CodingAgent:
     model: Model
     room: Room
     log: SessionLog
-    view: View = field(default_factory=Silent)
+    view: View = field(default_factory=View)
     count: Counter = approximate_tokens
     overhead: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
@@ -245,7 +236,8 @@ class CodingAgent:
         limit = self.settings.budget.seconds
         if limit and self._seconds() >= limit:
             raise _OutOfTime
-        self.view.delta(kind, text)
+        if text:
+            self.view.delta(kind, text)
 
     def _append(self, message: Message) -> None:
         self._history.append(message)
@@ -312,17 +304,18 @@ class CodingAgent:
 
     def _resume(self) -> None:
         """Bring the session and the room to where the log ends."""
-        files = self.log.files()
-        for event in self.log.events[1:]:
-            try:
+        try:
+            files = self.log.files()
+            for event in self.log.events[1:]:
                 self._replay(event)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise DataError(f"{self.log.path} holds a malformed event: {error!r:.200}") from None
-        for path, digest in self._seen.items():
-            now = base_file(self._repo, path)
-            if (None if now is None else now.digest) not in (digest, files[path].digest if path in files else digest):
-                self.view.note(f"{path} was changed outside since the session began.")
-        restore(self.room, files)
+            for path, digest in self._seen.items():
+                now = base_file(self._repo, path)
+                kept = files[path].digest if path in files else digest
+                if (None if now is None else now.digest) not in (digest, kept):
+                    self.view.note(f"{path} was changed outside since the session began.")
+            restore(self.room, files)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{self.log.path} holds a malformed event: {error!r:.200}") from None
         self._files = files
         self._malformed = self._repeated = 0
         self.view.note(f"Resumed after {self._turns} turns.")

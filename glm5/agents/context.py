@@ -145,11 +145,9 @@ def fold(messages: Sequence[Message], policy: ContextPolicy, count: Counter, ove
     """The messages of the next prompt. Kept messages are the same objects; only observations are replaced."""
     kinds = [KINDS[message.role] for message in messages]
     sizes = [count(message) for message in messages]
-    short = [replace(m, content=OMITTED) if kind == "result" else m for m, kind in zip(messages, kinds)]
-    cost = count(Message("tool", OMITTED))
-    made = plan(kinds, sizes, [cost] * len(sizes), policy, overhead)
-    told = [short[i] if action == "omit" else messages[i] for i, action in enumerate(made.actions) if action != "drop"]
-    return Folded(told, made)
+    made = plan(kinds, sizes, [count(Message("tool", OMITTED))] * len(sizes), policy, overhead)
+    kept = ((message, action) for message, action in zip(messages, made.actions, strict=True) if action != "drop")
+    return Folded([replace(m, content=OMITTED) if action == "omit" else m for m, action in kept], made)
 
 
 def approximate_tokens(message: Message) -> int:

@@ -125,10 +125,12 @@ class Endpoint:
     ) -> Reply:
         body = self._wire.request(self.name, messages, tools) | self._options
         data = json.dumps(body, ensure_ascii=True).encode()
+        told = on_delta or (lambda kind, text: None)
         for pause in (*self._pauses, None):
             try:
-                return self._once(data, on_delta or (lambda kind, text: None))
+                return self._once(data, told)
             except _MayPass as error:
+                told("wait", "")
                 if pause is None:
                     raise EndpointError(str(error)) from error
                 time.sleep(pause)
@@ -141,7 +143,7 @@ class Endpoint:
                 if answer.status_code != 200:
                     raise self._refusal(url, answer.status_code, b"".join(_bounded(answer.iter_bytes(), 1 << 16)))
                 draft = wire.Draft(on_delta)
-                stream = _bounded(answer.iter_bytes(), MOST_BYTES, self._whole_s)
+                stream = _told(_bounded(answer.iter_bytes(), MOST_BYTES, self._whole_s), on_delta)
                 if "text/event-stream" in answer.headers.get("content-type", ""):
                     for event in _events(stream):
                         self._wire.feed(draft, event)
@@ -151,7 +153,7 @@ class Endpoint:
             raise _MayPass(f"{url} does not answer: {str(error) or type(error).__name__}.") from error
         except wire.StreamFailed as error:
             raise _MayPass(f"{url} failed in the middle of an answer: {error}") from error
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise EndpointError(f"{url} answered something that is not a reply: {error!r:.200}") from error
         if not draft.finish_reason:
             raise _MayPass(f"{url} broke off in the middle of an answer.")
@@ -160,12 +162,12 @@ class Endpoint:
 
     def _get(self, path: str) -> Any:
         try:
-            answer = self._client.get(self.base + path)
-        except httpx.TransportError as error:
+            with self._client.stream("GET", self.base + path) as answer:
+                if answer.status_code != 200:
+                    raise EndpointError(f"{self.base}{path}: status {answer.status_code}.")
+                return _json(b"".join(_bounded(answer.iter_bytes(), MOST_BYTES)))
+        except (httpx.TransportError, httpx.StreamError) as error:
             raise EndpointError(f"{self.base} does not answer: {str(error) or type(error).__name__}.") from error
-        if answer.status_code != 200:
-            raise EndpointError(f"{self.base}{path}: status {answer.status_code}.")
-        return _json(answer.content)
 
     def _refusal(self, url: str, status: int, body: bytes) -> EndpointError:
         try:
@@ -198,6 +200,13 @@ def _bounded(chunks: Iterator[bytes], most: int, seconds: float = 60.0) -> Itera
         size += len(chunk)
         if size > most:
             raise EndpointError(f"The server's answer has more than {most >> 10:,} KiB.")
+        yield chunk
+
+
+def _told(chunks: Iterator[bytes], on_delta: wire.OnDelta) -> Iterator[bytes]:
+    """Lets the caller stop an answer that only says that it is not dead."""
+    for chunk in chunks:
+        on_delta("wait", "")
         yield chunk
 
 

@@ -24,6 +24,7 @@ from glm5.records import Message
 
 START_S = 900.0
 STOP_S = 10.0
+SILENCE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def open_model(
     max_tokens: int = 8192,
     thinking: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
+    silence_s: float = SILENCE_S,
 ) -> Iterator[tuple[Endpoint, Measure]]:
-    """An endpoint, and the measure of its prompts: exact for a checkpoint, approximate for a URL.
+    """An endpoint, and the measure of its prompts: exact for a checkpoint, approximate for a URL. `silence_s`: longest
+    time without a byte of an answer.
 
     Raises:
         UsageError: `model` is neither a directory nor a URL.
@@ -56,7 +59,9 @@ def open_model(
             measure = exact_measure(Tokenizer.load(Path(model)), tools)
             key = secrets.token_urlsafe(24)
             url = stack.enter_context(_served(Path(model), key))
-        endpoint = Endpoint(url, name, dialect=dialect, key=key, max_tokens=max_tokens, thinking=thinking)
+        endpoint = Endpoint(
+            url, name, dialect=dialect, key=key, max_tokens=max_tokens, thinking=thinking, seconds=silence_s
+        )
         stack.callback(endpoint.close)
         yield endpoint, measure
 

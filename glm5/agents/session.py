@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from glm5.agents.coding import CodingAgent, Outcome, Settings, Silent, View
+from glm5.agents.coding import CodingAgent, Outcome, Settings, View
 from glm5.agents.endpoint import Dialect
-from glm5.agents.models import open_model
+from glm5.agents.models import SILENCE_S, open_model
 from glm5.agents.session_log import SessionLog
 from glm5.agents.tools import SPECS
 from glm5.agents.workspace import ROOT, apply, check_work_tree, diff, safety_commit
@@ -59,14 +59,21 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
         log = stack.enter_context(SessionLog(path, resume=options.resume))
         dialect = cast(Dialect, settings.dialect)
         opened = open_model(
-            settings.model, options.name, dialect, options.key, options.max_tokens, options.thinking, SPECS
+            settings.model,
+            options.name,
+            dialect,
+            options.key,
+            options.max_tokens,
+            options.thinking,
+            SPECS,
+            min(SILENCE_S, settings.budget.seconds or SILENCE_S),
         )
         model, measure = stack.enter_context(opened)
         limits = RoomLimits(memory_mb=options.memory_mb, disk_mb=options.disk_mb)
         room = stack.enter_context(NamespaceEnvironment({ROOT: repo}, read_only=options.show, limits=limits))
         paths = [*options.paths, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
         env = {"PATH": ":".join(paths)} if options.paths else {}
-        agent = CodingAgent(settings, model, room, log, view or Silent(), measure.count, measure.overhead, env)
+        agent = CodingAgent(settings, model, room, log, view or View(), measure.count, measure.overhead, env)
         outcome = agent.run()
     patch = diff(repo, outcome.changes.files)
     if options.in_place and outcome.changes.files and not outcome.ok:

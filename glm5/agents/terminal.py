@@ -12,8 +12,9 @@ about it, answers to them) make a new, short conversation; so a session consists
 from __future__ import annotations
 
 import json
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +22,9 @@ from glm5.agents.context import Counter, approximate_tokens
 from glm5.agents.endpoint import EndpointError, Model, Reply
 from glm5.agents.virtual_terminal import VirtualTerminal
 from glm5.records import Message
-from glm5.sandbox.programs import Room
+from glm5.sandbox.programs import ExecResult, Room
 from glm5.sandbox.room_terminal import Terminal
+from glm5.tasks.harbor.trial import Agent, TaskRoom
 
 COLUMNS, ROWS = 160, 40
 MOST_OUTPUT = 10_000
@@ -237,6 +239,7 @@ class TerminalAgent:
     Args:
         context_tokens: the model's context length.
         record: called with every message in the order of the session.
+        env: variables of the terminal's bash.
     """
 
     model: Model
@@ -247,6 +250,7 @@ class TerminalAgent:
     count: Counter = approximate_tokens
     cwd: str = "/"
     record: Callable[[Message], None] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, task: str) -> Outcome:
         """Play a task to its end. Raises GradingError if the room fails."""
@@ -257,7 +261,8 @@ class TerminalAgent:
         reason: Reason = "turns"
         with self.room.terminal(COLUMNS, ROWS, self.cwd) as terminal:
             watched = Watched(terminal)
-            watched.press(Command("", 0.5))
+            exports = " ".join(shlex.quote(f"{name}={value}") for name, value in self.env.items())
+            watched.press(Command(f"export {exports}; clear\n" if exports else "", 0.5))
             self._begin(INSTRUCTIONS.format(columns=COLUMNS, rows=ROWS, task=task, screen=watched.new()))
             try:
                 while turn < self.turns:
@@ -314,16 +319,17 @@ class TerminalAgent:
             if not error.too_long or len(self._pieces[-1]) < 3:
                 raise
         kept = list(self._pieces[-1])
-        while len(kept) > 1 and self._free(kept) < UNWIND_TO:
+        most = min(self.context_tokens, self._size(kept)) - UNWIND_TO  # the server may count more, or allow less
+        while len(kept) > 1 and self._size(kept) > most:
             del kept[-2:]
         self._summarise(kept[:-1] if kept[-1].role == "user" and len(kept) > 1 else kept, watched)
         return self._ask(self._pieces[-1])
 
-    def _free(self, messages: Sequence[Message]) -> int:
-        return self.context_tokens - sum(map(self.count, messages))
+    def _size(self, messages: Sequence[Message]) -> int:
+        return sum(map(self.count, messages))
 
     def _make_room(self, watched: Watched) -> None:
-        if len(self._pieces[-1]) > 2 and self._free(self._pieces[-1]) < SUMMARISE_BELOW:
+        if len(self._pieces[-1]) > 2 and self.context_tokens - self._size(self._pieces[-1]) < SUMMARISE_BELOW:
             self._summarise(self._pieces[-1][:-1], watched)
 
     def _summarise(self, history: Sequence[Message], watched: Watched) -> None:
@@ -342,3 +348,20 @@ class TerminalAgent:
         self._pieces.append([first, Message("assistant", summary), Message("user", f"{screen}\n\nAny questions?")])
         self._add(self._pieces[-1], Message("assistant", questions))
         self._say(GO_ON.format(answers=answers))
+
+
+def trial_agent(model: Model, ended: Callable[[Outcome], None] = lambda _: None, **settings: Any) -> Agent:
+    """A `TerminalAgent` with `settings` as the agent of trials (`TaskRoom.trial`), with the time, folder and variables
+    of the task. `ended` gets its outcome. It raises EndpointError if the model's server fails."""
+
+    def play(room: Room, task: TaskRoom) -> ExecResult | None:
+        agent = TerminalAgent(model, room, seconds=task.agent_timeout_s, cwd=task.workdir, env=task.env, **settings)
+        outcome = agent.run(task.folder.instruction)
+        ended(outcome)
+        if outcome.reason == "endpoint":
+            raise EndpointError(outcome.why)
+        if outcome.reason == "interrupted":
+            raise KeyboardInterrupt
+        return ExecResult(-9, b"", b"", "wall", outcome.seconds) if outcome.reason == "seconds" else None
+
+    return play

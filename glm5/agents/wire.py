@@ -11,7 +11,7 @@ from glm5.chat.messages import function_of
 from glm5.records import Message, ToolCall
 
 OnDelta = Callable[[str, str], None]
-"""Gets ("thought" or "text", new characters) while a reply comes."""
+"""Gets ("thought" or "text", new characters) while a reply comes, ("wait", "") whenever anything comes or fails."""
 MOST_CALLS = 64
 """Maximum calls of one reply; further ones are cut off."""
 MOST_DEPTH = 64
@@ -34,7 +34,11 @@ class SignedMessage(Message):
 class _Call:
     id: str = ""
     name: str = ""
-    arguments: str = ""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.parts)
 
 
 @dataclass
@@ -42,8 +46,7 @@ class Draft:
     """A reply as it grows."""
 
     on_delta: OnDelta
-    text: str = ""
-    thought: str = ""
+    parts: dict[str, list[str]] = field(default_factory=lambda: {"text": [], "thought": []})
     calls: dict[int, _Call] = field(default_factory=dict)
     blocks: dict[int, dict[str, str]] = field(default_factory=dict)
     """Thinking blocks of Messages, by their number."""
@@ -54,8 +57,12 @@ class Draft:
     def add(self, kind: str, text: Any) -> None:
         """Append to the text or the thought; anything but a string is ignored."""
         if isinstance(text, str) and text:
-            setattr(self, kind, getattr(self, kind) + text)
+            self.parts[kind].append(text)
             self.on_delta(kind, text)
+
+    def finish(self, reason: Any) -> None:
+        """Why the reply ended; anything but a string is ignored."""
+        self.finish_reason = reason if isinstance(reason, str) and reason else self.finish_reason
 
     def call(self, index: int) -> _Call:
         return self.calls.setdefault(index, _Call())
@@ -65,18 +72,19 @@ class Draft:
         calls, broken = [], {}
         for i, index in enumerate(sorted(self.calls)[:MOST_CALLS]):
             call = self.calls[index]
+            arguments = call.arguments
             try:
-                value = json.loads(call.arguments or NO_ARGUMENTS, parse_constant=_refuse)
+                value = json.loads(arguments or NO_ARGUMENTS, parse_constant=_refuse)
                 json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
                 if _deeper(value, MOST_DEPTH):
                     raise ValueError("nested too deeply")
             except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
-                broken[i], value = call.arguments, {}
+                broken[i], value = arguments, {}
             name = call.name[:64] if call.name.isprintable() else ""
             calls.append(ToolCall(name or "unnamed", value, call.id[:128] or f"call_{i}"))
-        text, thought = (_unicode(t) for t in (self.text, self.thought))
+        text, thought = (_unicode("".join(self.parts[kind])) for kind in ("text", "thought"))
         if any(block.get("signature") or block.get("data") for block in self.blocks.values()):
             blocks = tuple({key: _unicode(value) for key, value in b.items()} for _, b in sorted(self.blocks.items()))
             return SignedMessage("assistant", text, thought or None, tuple(calls), True, blocks), broken
@@ -121,7 +129,8 @@ class OpenAI:
     def whole(cls, draft: Draft, value: Any) -> None:
         choice = value["choices"][0]
         cls._part(draft, choice["message"])
-        draft.finish_reason = choice.get("finish_reason") or "stop"
+        draft.finish("stop")
+        draft.finish(choice.get("finish_reason"))
         cls._usage(draft, value)
 
     @classmethod
@@ -131,7 +140,7 @@ class OpenAI:
         for choice in value.get("choices") or ():
             if choice.get("index", 0) == 0:
                 cls._part(draft, choice.get("delta") or {})
-                draft.finish_reason = choice.get("finish_reason") or draft.finish_reason
+                draft.finish(choice.get("finish_reason"))
         cls._usage(draft, value)
 
     @staticmethod
@@ -147,9 +156,9 @@ class OpenAI:
         for i, told in enumerate(part.get("tool_calls") or ()):
             call, function = draft.call(int(told.get("index", i))), told.get("function") or {}
             call.id = str(told.get("id") or call.id)
-            call.name += str(function.get("name") or "")
+            call.name = (call.name + str(function.get("name") or ""))[:200]
             arguments = function.get("arguments")
-            call.arguments += json.dumps(arguments) if isinstance(arguments, dict) else str(arguments or "")
+            call.parts.append(json.dumps(arguments) if isinstance(arguments, dict) else str(arguments or ""))
 
 
 class Anthropic:
@@ -205,8 +214,9 @@ class Anthropic:
         for i, block in enumerate(value["content"]):
             cls._block(draft, i, block)
             if block.get("type") == "tool_use":
-                draft.call(i).arguments = json.dumps(block.get("input") or {})
-        draft.finish_reason = value.get("stop_reason") or "end_turn"
+                draft.call(i).parts = [json.dumps(block.get("input") or {})]
+        draft.finish("end_turn")
+        draft.finish(value.get("stop_reason"))
         cls._usage(draft, value.get("usage"))
 
     @classmethod
@@ -227,9 +237,9 @@ class Anthropic:
                     block = draft.blocks[int(index)]
                     block[key] = block.get(key, "") + delta[key]
             if delta.get("type") == "input_json_delta":
-                draft.call(int(index)).arguments += str(delta.get("partial_json") or "")
+                draft.call(int(index)).parts.append(str(delta.get("partial_json") or ""))
         elif kind == "message_delta":
-            draft.finish_reason = (value.get("delta") or {}).get("stop_reason") or draft.finish_reason
+            draft.finish((value.get("delta") or {}).get("stop_reason"))
             cls._usage(draft, value.get("usage"))
 
     @staticmethod

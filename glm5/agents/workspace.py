@@ -31,6 +31,8 @@ MOST_FILE, MOST_ALL, MOST_FILES = 4 << 20, 64 << 20, 2000
 MOST_DIFF_LINES = 20_000
 """A file with more lines is shown as replaced; a line by line comparison could take minutes."""
 GIT_S = 60.0
+_QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")
+"""The repository may come from anywhere: none of its programs is to run here."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def safety_commit(repo: Path, name: str, paths: Iterable[str] = ()) -> str:
     them. The index and the branch stay as they are. Returns the commit. Raises UsageError if git fails."""
     check_work_tree(repo)
     with tempfile.TemporaryDirectory(prefix="glm5-index-") as folder:
-        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        index = {"GIT_INDEX_FILE": f"{folder}/index"} | _without_filters(repo)
         head = _git(repo, ["rev-parse", "--verify", "--quiet", "HEAD"], check=False)
         if head:
             _git(repo, ["read-tree", "HEAD"], index)
@@ -259,12 +261,23 @@ def safety_commit(repo: Path, name: str, paths: Iterable[str] = ()) -> str:
     return commit
 
 
+def _without_filters(repo: Path) -> dict[str, str]:
+    """Variables that have git store files as they are, whatever programs the repository names to convert them."""
+    told = _git(repo, ["config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"], check=False)
+    names = told.splitlines()
+    found = {"GIT_CONFIG_COUNT": str(len(names))} if names else {}
+    for number, name in enumerate(names):
+        found[f"GIT_CONFIG_KEY_{number}"] = name
+        found[f"GIT_CONFIG_VALUE_{number}"] = "false" if name.endswith(".required") else ""
+    return found
+
+
 def _git(
     repo: Path, arguments: Sequence[str], env: Mapping[str, str] | None = None, check: bool = True, stdin: bytes = b""
 ) -> str:
     try:
         done = subprocess.run(
-            ["git", "-C", str(repo), *arguments],
+            ["git", "-C", str(repo), *_QUIET, *arguments],
             capture_output=True,
             timeout=GIT_S,
             input=stdin,

@@ -253,6 +253,10 @@ class Tokenizer:
         """SHA-256 of tokenizer.json: equal hashes mean equal ids for every text."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
+    def equals(self, other: Tokenizer) -> bool:
+        """Whether the two have the same tokenizer.json, however it is formatted."""
+        return self._json == other._json or json.loads(self._json) == json.loads(other._json)
+
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Ids of `text`. With `allow_special`, strings of special tokens become their ids: only for trusted text."""
         if not allow_special:

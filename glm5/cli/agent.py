@@ -48,7 +48,7 @@ def agent(
     from glm5.agents.context import ContextPolicy
     from glm5.agents.session import Options, play
     from glm5.agents.session_log import read_log
-    from glm5.serve.access import find_key
+    from glm5.serve.keys import find_key
     from glm5.terminal.agent_view import AgentView
     from glm5.terminal.screen import Screen
 

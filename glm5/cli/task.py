@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from glm5.cli.options import Json, app, show
 from glm5.errors import UsageError
+
+if TYPE_CHECKING:
+    from glm5.agents.endpoint import Dialect
+    from glm5.agents.terminal import Outcome
+    from glm5.records import Message
 
 task_app = typer.Typer(help="Tasks in Harbor's folder format.")
 build_app = typer.Typer(help="Make tasks with a factory.")
@@ -78,28 +84,67 @@ def check(
 @task_app.command("run")
 def run(
     folder: TaskFolder,
-    agent: Annotated[str, typer.Option(help="oracle, nop, or a command line that runs in the room.")],
+    agent: Annotated[str, typer.Option(help="oracle, nop, terminal, or a command line that runs in the room.")],
     timeout: Annotated[float | None, typer.Option(min=0.1, help="Seconds of the agent; default: the task's.")] = None,
     env: Given = [],  # noqa: B006
     base: Bases = [],  # noqa: B006
+    model: Annotated[str | None, typer.Option(help="Of terminal: URL of a server, or a checkpoint directory.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
+    dialect: Annotated[str, typer.Option(help="openai (Chat Completions) or anthropic (Messages).")] = "openai",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Replies of the model.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens of one reply.")] = 8192,
+    context_tokens: Annotated[int, typer.Option(min=1, help="Context length of the model.")] = 128_000,
+    sft: Annotated[
+        Path | None, typer.Option(help="File for the session as SFT data, if the reward is above 0.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run an agent on a task and print the reward. A command finds the task in /logs/agent/instruction.md."""
+    """Run an agent on a task and print the reward. A command finds the task in /logs/agent/instruction.md; "terminal"
+    lets a model work on the room's terminal."""
     from glm5.tasks.harbor.folder import TaskFolder as Folder
     from glm5.tasks.harbor.trial import TaskRoom, command_agent, nop, oracle
 
     task = Folder.read(folder)
     for warning in task.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    chosen = {"oracle": oracle, "nop": nop}.get(agent) or command_agent(agent)
-    with TaskRoom(task, env=_pairs(env, "--env"), bases=_bases(base), agent_timeout_s=timeout) as room:
-        result = room.trial(chosen)
-    failure = result.failure
+    if (agent == "terminal") != (model is not None):
+        raise UsageError("--agent terminal and --model need each other.")
+    chosen, played = {"oracle": oracle, "nop": nop}.get(agent) or command_agent(agent), list["Outcome"]()
+    with contextlib.ExitStack() as stack:
+        if model is not None:
+            from glm5.agents.models import open_model
+            from glm5.agents.terminal import trial_agent
+            from glm5.serve.keys import find_key
+
+            key = find_key("api", None, api_key_file)
+            opened = open_model(model, name, cast("Dialect", dialect), key, max_tokens)
+            endpoint, measure = stack.enter_context(opened)
+            chosen = trial_agent(
+                endpoint, played.append, turns=turns, context_tokens=context_tokens, count=measure.count,
+                record=None if as_json else _shown,
+            )  # fmt: skip
+        room = TaskRoom(task, env=_pairs(env, "--env"), bases=_bases(base), agent_timeout_s=timeout)
+        result = stack.enter_context(room).trial(chosen)
     values = {"task": task.name, "reward": result.reward, "rewards": dict(result.rewards), "error": result.error}
-    values |= {"cause": failure.cause if failure else None, "message": result.message, "seconds": dict(result.seconds)}
+    values |= {"cause": result.cause, "message": result.message, "seconds": dict(result.seconds)}
     values |= {"agent_output": result.agent_output, "verifier_output": result.verifier_output}
+    values |= {"ended": played[0].reason, "turns": played[0].turns} if played else {}
+    if played and sft is not None and (result.reward or 0.0) > 0:
+        from glm5.agents.sft import terminal_conversations
+        from glm5.data.sft import write_conversations
+
+        write_conversations(sft, terminal_conversations(played[0].pieces))
     show(values, as_json)
     raise typer.Exit(0 if result.rewards else 1)
+
+
+def _shown(message: Message) -> None:
+    """Show a message of a session as it comes."""
+    from glm5.terminal.screen import Screen
+
+    screen = Screen()
+    screen.write(f"{message.reasoning or ''}{message.content}\n", style="" if message.role == "assistant" else "dim")
 
 
 @build_app.command("terminal")

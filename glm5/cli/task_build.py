@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from glm5.cli.options import Json, Out, show
 from glm5.cli.task import build_app
 
 Only = Annotated[list[str], typer.Option("--only", help="Package of the list to use; may be repeated.")]
-Kinds = Annotated[list[str], typer.Option("--source", help="versions or mutate; default: both.")]
+Kinds = Annotated[list[str], typer.Option("--source", help="versions, patches or mutate; default: all.")]
 Modules = Annotated[list[str], typer.Option("--stdlib", help="Module of Python's library to use instead of packages.")]
 Repos = Annotated[list[Path], typer.Option("--repo", help="Local git repository to use instead of packages.")]
 Requires = Annotated[list[str], typer.Option("--requires", help="Package that the tests of --repo need.")]
@@ -34,7 +35,10 @@ def build_swe(
     seed: Annotated[int, typer.Option(help="Seed of the choice of candidates.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Packages to build at a time.")] = 2,
     derived: Annotated[bool, typer.Option(help="Also make tasks to write the test and to pick the patch.")] = False,
-    work: Annotated[Path | None, typer.Option(help="Folder for downloads; default: OUT/work.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Build only the tasks of this manifest.jsonl.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Folder for downloads; default: OUT/work, which otherwise becomes a link.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make SWE tasks (Harbor folders) from packages' own tests. A build that was stopped goes on."""
@@ -43,9 +47,13 @@ def build_swe(
     def told(line: str) -> None:
         typer.echo(line, err=True)
 
+    beside = out / "work"  # where tasks find their dependencies
+    if work is not None and not os.path.lexists(beside) and work.resolve() != beside.resolve():
+        out.mkdir(parents=True, exist_ok=True)
+        beside.symlink_to(work.resolve())
     result = make(
-        out, work=work or out / "work", listed=packages, only=only, sources=source or SOURCES, modules=stdlib,
+        out, work=work or beside, listed=packages, only=only, sources=source or SOURCES, modules=stdlib,
         repos=repo, requires=requires, per_package=per_package, count=count, seed=seed, at_once=jobs,
-        derived=derived, language=language, told=told,
+        derived=derived, language=language, manifest=manifest, told=told,
     )  # fmt: skip
     show(result, as_json)

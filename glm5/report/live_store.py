@@ -73,8 +73,10 @@ def _session(db: sqlite3.Connection, found: LiveStage) -> str:
     if row is None:
         return ""
     session, task, reward, trained, turns = row
+    details = db.execute("SELECT detail FROM results WHERE session = ?", (session,)).fetchone()
+    diffs = json.loads(details[0]).get("diffs", []) if details else []
     text = "SELECT messages, versions, finish, cause FROM turns WHERE session = ? ORDER BY id LIMIT 50"
-    for messages, versions, finish, cause in db.execute(text, (session,)):
+    for turn, (messages, versions, finish, cause) in enumerate(db.execute(text, (session,))):
         *given, reply = json.loads(messages)
         for message in given:
             found.session.append((message["role"], _text(message), ""))
@@ -83,6 +85,8 @@ def _session(db: sqlite3.Connection, found: LiveStage) -> str:
         fork = f", fork: {cause}" if cause else ""
         note = f"{len(array('i', versions))} tokens by {weights}, ended by {finish}{fork}"
         found.session.append((reply["role"], _text(reply), note))
+        if diff := "".join(diffs[turn : turn + 1]):
+            found.session.append(("changes", diff[:MOST_TEXT], "in the working folder"))
     many = f"{turns} turn{'s' if turns > 1 else ''}"
     return f"{session}, {task}: {many}, reward {reward:g}, trained on in update {trained}."
 

@@ -46,7 +46,7 @@ from glm5.rollout.trainer_routes import trainer_routes
 from glm5.rollout.weight_push import Parts, SenderAddress
 from glm5.seeds import derive_seed
 from glm5.serve.access import KEY_ALONE, hosts_answered
-from glm5.serve.connection import Server, ServerConfig, bind, bind_path, fitted, url_of
+from glm5.serve.connection import Server, ServerConfig, bind, bind_path, fitted, run_fast, url_of
 from glm5.serve.options import EngineOptions, Limits
 from glm5.tasks.agents import AgentTask
 from glm5.tasks.contract import AgentProblem
@@ -97,7 +97,7 @@ def main() -> None:
     process.end_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises, so that `_serve` ends the engines
     try:
-        asyncio.run(_serve(RolloutJob(**json.loads(line)), control))
+        run_fast(_serve(RolloutJob(**json.loads(line)), control))
     except (Glm5Error, OSError) as error:
         process.tell(control, {"error": str(error), "exit_code": getattr(error, "exit_code", 1)})
         sys.exit(1)

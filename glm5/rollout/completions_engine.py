@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import httpx
 
+from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed, UsageError
 from glm5.records import SamplingParams
-from glm5.rollout.engines import EngineLost, EventReading, HttpEngine
+from glm5.rollout.engines import VERSION_SECONDS, EngineLost, EventReading, HttpEngine
 from glm5.rollout.native_params import native_params
 from glm5.serve.samples import Delta
 
@@ -55,10 +56,12 @@ class CompletionsEngine(HttpEngine):
     async def version(self) -> int:
         """0, if the server answers."""
         try:
-            async with self._client() as client:
-                (await client.get("/v1/models", timeout=5.0)).raise_for_status()
-        except (httpx.HTTPError, OSError) as error:
+            async with self._client() as client, asyncio.timeout(VERSION_SECONDS):
+                status, _ = await client.request("GET", "/v1/models")
+        except OSError as error:
             raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
+        if status != 200:
+            raise EngineLost(f"{self.name} answers with status {status}.")
         return 0
 
 
@@ -135,6 +138,12 @@ class ServerInfo:
             text = f"The engine {self.url} names no tokenizer on this machine; give its checkpoint directory as well."
             raise UsageError(text)
         return path
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises UsageError if the server's tokenizer is on this machine and is another one."""
+        path = Path(self.tokenizer)
+        if self.tokenizer and (path / "tokenizer.json").exists() and not Tokenizer.load(path).equals(tokenizer):
+            raise UsageError(f"The engine {self.url} has another tokenizer than the gateway: {path}.")
 
 
 def find_out(url: str, api_key: str | None = None) -> ServerInfo:

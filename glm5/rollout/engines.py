@@ -11,14 +11,11 @@ import asyncio
 import contextlib
 import json
 import math
-import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-
-import httpx
 
 from glm5.engine.hash_ring import HashRing
 from glm5.engine.stops import StopStringDetector
@@ -28,6 +25,7 @@ from glm5.records import SamplingParams
 from glm5.rollout.native_params import native_params
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, EngineFailed
+from glm5.serve.http_client import HttpClient
 from glm5.serve.samples import Delta, Part
 
 log = get_logger("gateway")
@@ -38,8 +36,8 @@ ATTEMPTS = 8
 """Maximum number of attempts per generation, each on a newly picked engine."""
 PAUSE_SECONDS = 0.2
 """Seconds to wait before a lost generation is retried. Doubles after each loss without a new token."""
-FAR = 86_400.0
-"""HTTP timeout of a generation in seconds (one day). The real deadline is set by the session."""
+VERSION_SECONDS = 5.0
+"""Longest time in which an engine must tell the version of its weights."""
 
 
 class EngineLost(EngineError):
@@ -104,27 +102,16 @@ class HttpEngine:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.name = url
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._idle: list[httpx.AsyncClient] = []
-        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
+        self._http = HttpClient(url, {"authorization": f"Bearer {api_key}"} if api_key else {})
 
     @property
     def ready(self) -> bool:
         return True
 
     @contextlib.asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A client for one request at a time: httpx scans all connections of a client on every request."""
-        client = self._idle.pop() if self._idle else None
-        if client is None:  # trust_env: do not send requests to engines through a proxy
-            timeout = httpx.Timeout(FAR, connect=5.0)
-            client = httpx.AsyncClient(
-                base_url=self.name, headers=self._headers, timeout=timeout, trust_env=False, verify=self._verify
-            )
-        try:
-            yield client
-        finally:
-            self._idle.append(client)
+    async def _client(self) -> AsyncIterator[HttpClient]:
+        """The client for a request."""
+        yield self._http
 
     def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
         """Path, body and reader of the events of a generation."""
@@ -141,19 +128,19 @@ class HttpEngine:
         path, body, reading = self._request(ids, params)
         last: Delta | None = None
         try:
-            sending: Any = {"json": body, "headers": {"x-session-id": session}}
-            async with self._client() as client, client.stream("POST", path, **sending) as response:
-                if response.status_code != 200:
-                    raise _refused(response.status_code, (await response.aread()).decode("utf-8", "replace"))
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and line[5:].strip() != "[DONE]" and last is None:
-                        delta = reading.feed(line[5:])
+            raw, named = json.dumps(body, separators=(",", ":")).encode(), {"x-session-id": session}
+            async with self._client() as client, client.send("POST", path, raw, named) as answer:
+                if answer.status != 200:
+                    raise _refused(answer.status, (await answer.read()).decode("utf-8", "replace"))
+                async for line in answer.lines():
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]" and last is None:
+                        delta = reading.feed(line[5:].decode("utf-8", "replace"))
                         if delta.finish_reason is None:
                             if delta.token_ids:
                                 yield delta
                         else:
-                            last = delta  # yield it after the response is read to its end: the connection can be reused
-        except (httpx.HTTPError, OSError) as error:
+                            last = delta  # yield it after the answer is read to its end: the connection can be reused
+        except OSError as error:
             if last is None:
                 raise EngineLost(f"{self.name} was lost: {type(error).__name__} {error}") from error
         if last is None:
@@ -162,15 +149,14 @@ class HttpEngine:
 
     async def version(self) -> int:
         try:
-            async with self._client() as client:
-                answer = await client.get("/get_weight_version", timeout=5.0)
-            return _number(answer.json().get("weight_version"))
-        except (httpx.HTTPError, OSError, ValueError, AttributeError) as error:
+            async with self._client() as client, asyncio.timeout(VERSION_SECONDS):
+                _, told = await client.request("GET", "/get_weight_version")
+            return _number(json.loads(told).get("weight_version"))
+        except (OSError, ValueError, AttributeError) as error:
             raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
 
     async def close(self) -> None:
-        while self._idle:
-            await self._idle.pop().aclose()
+        self._http.close()
 
 
 class Reading:

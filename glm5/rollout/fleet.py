@@ -17,8 +17,9 @@ import httpx
 from glm5.errors import EngineError, UsageError
 from glm5.obs.logs import get_logger
 from glm5.rollout.completions_engine import find_out
-from glm5.rollout.engines import FAR, EngineLost, HttpEngine, TokenSource
+from glm5.rollout.engines import EngineLost, HttpEngine, TokenSource
 from glm5.rollout.weight_push import PART, Engine, GroupPool, Parts, SenderAddress, WeightPush
+from glm5.serve.http_client import HttpClient
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.control import CONTINUE, expositions, tell_all
 from glm5.serve.router.pool import PAUSE, UPDATE, Launch, WorkerPool
@@ -169,16 +170,16 @@ class WorkerEngine(HttpEngine):
     """The present process of one rank of a `WorkerPool`."""
 
     def __init__(self, workers: WorkerPool, rank: int) -> None:
-        super().__init__(f"engine {rank}")
+        self.name = f"engine {rank}"
         self._workers, self._rank = workers, rank
-        self._worker: Worker | None = None  # of the idle clients
+        self._worker: Worker | None = None  # that of `_http`
 
     @property
     def ready(self) -> bool:
         return self._workers.places[self._rank].state == "up"
 
     @contextlib.asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _client(self) -> AsyncIterator[HttpClient]:
         await self._workers.some_up()  # otherwise no other engine could go on either
         place = self._workers.places[self._rank]
         worker = place.worker
@@ -186,19 +187,17 @@ class WorkerEngine(HttpEngine):
             raise EngineLost(f"{self.name} is not ready.")
         if worker is not self._worker:
             await self.close()
-            self._worker = worker
-        client = self._idle.pop() if self._idle else worker.connect(FAR)
+            self._worker, self._http = worker, worker.own_client()
         try:
             with worker.busy():
-                yield client
-        except httpx.TransportError:
+                yield self._http
+        except OSError:
             self._workers.suspect(worker)
             raise
-        finally:
-            if worker is self._worker:
-                self._idle.append(client)
-            else:
-                await client.aclose()
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            await super().close()
 
 
 class RemoteFleet(Fleet):
@@ -211,7 +210,7 @@ class RemoteFleet(Fleet):
         self._taken_over = False
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._clients = [
-            httpx.AsyncClient(base_url=url, headers=headers, timeout=httpx.Timeout(FAR, connect=5.0), trust_env=False)
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=httpx.Timeout(None, connect=5.0), trust_env=False)
             for url in urls
         ]
 

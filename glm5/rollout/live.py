@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import statistics
 import time
 from collections import Counter, defaultdict, deque
@@ -38,7 +39,7 @@ log = get_logger("rollout")
 
 WATCH_SECONDS = 0.5
 """Time between two looks at the engines' load."""
-ACCOUNT_SECONDS = 0.02
+ACCOUNT_SECONDS = 0.05
 DRAIN_SECONDS = 0.01
 PAUSE_SECONDS = 0.5
 """Pause before a lost rollout starts again; doubles with each attempt."""
@@ -83,6 +84,7 @@ class LiveRollouts:
     waits: Waits = field(default_factory=Waits)
     trajectory_of: Callable[[ResultRow, Sequence[Node], Mapping[Node, str]], Trajectory] = trajectory_of
     """What the learner gets of a result."""
+    _rows: list[int] = field(default_factory=list)  # of the timeline, free again
     _losses: Counter[tuple[int, int]] = field(default_factory=Counter)
     _last_end: float = field(default_factory=time.monotonic)
     _lengths: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # seconds of finished rollouts
@@ -193,17 +195,21 @@ class LiveRollouts:
     async def finished(self, after: int, seconds: float) -> list[dict[str, Any]]:
         """Results with ids above `after` as JSON objects, in the order of their ids. Waits up to `seconds` for the
         first one. Raises RolloutError if there is none and the fleet cannot go on."""
+        await self.arrival(after, seconds)
+        if self.results <= after:
+            if self.fleet.failed:
+                raise RolloutError(self.fleet.failed)
+            return []
+        return await asyncio.to_thread(self._read, after)
+
+    async def arrival(self, after: int, seconds: float) -> None:
+        """Wait up to `seconds` for a result with an id above `after`."""
         self.taken = max(self.taken, after)
         if self.results <= after and seconds > 0:
             arrived = self._arrived
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await arrived.wait()
-        if self.results <= after:
-            if self.fleet.failed:
-                raise RolloutError(self.fleet.failed)
-            return []
-        return await asyncio.to_thread(self._read, after)
 
     def _read(self, after: int) -> list[dict[str, Any]]:
         found = []
@@ -220,8 +226,7 @@ class LiveRollouts:
     def _begin(self, rollout: Rollout) -> None:
         key = (rollout.group, rollout.member)
         job = Job(rollout, f"g{rollout.group}.{rollout.member}.{rollout.attempt}")
-        used = {other.row for other in self.jobs.values()}
-        job.row = next(row for row in range(len(used) + 1) if row not in used)
+        job.row = heapq.heappop(self._rows) if self._rows else len(self.jobs)
         self.jobs[key] = job
         self.dispatched[rollout.family] += 1
         job.task = asyncio.create_task(self._play(key, job))
@@ -268,6 +273,7 @@ class LiveRollouts:
             self.admission.ended(result.outcome is not Outcome.ENV_ERROR)
         finally:
             self._record(job)
+            heapq.heappush(self._rows, job.row)
             del self.jobs[key]
             self._changed.set()
 
@@ -348,9 +354,14 @@ class LiveRollouts:
         """Add up what engines and rollouts do."""
         while True:
             await asyncio.sleep(ACCOUNT_SECONDS)
-            stages = Counter(job.stage for job in self.jobs.values())
-            idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.has_allowance else "none"
-            self.waits.add(time.monotonic(), stages, self.pool.running, idle)
+            self.account()
+
+    def account(self) -> Waits:
+        """The waits up to now."""
+        stages = Counter(job.stage for job in self.jobs.values())
+        idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.has_allowance else "none"
+        self.waits.add(time.monotonic(), stages, self.pool.running, idle)
+        return self.waits
 
 
 def _own(detail: Mapping[str, Any], stale_at: int | None) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -38,19 +40,22 @@ def arrived(run: str, pieces: Sequence[Piece], read: Callable[[int], Any]) -> It
     folder = _private(_parent(sum(size for _, size, _ in pieces))) / f"{run}-{digest(json.dumps(pieces).encode())[:16]}"
     while True:
         with _locked(folder, fcntl.LOCK_SH) as lock:
-            if (folder / COMPLETE).exists():
+            if lock and (folder / COMPLETE).exists():
                 try:
                     yield folder
                 finally:
                     _remove_if_last(folder, lock)
                 return
-        with _locked(folder, fcntl.LOCK_EX):
-            if not (folder / COMPLETE).exists():
+        # Without waiting: those who hold the folder may have found it complete meanwhile, and hold it for long.
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
+            if lock and not (folder / COMPLETE).exists():
                 try:
                     _write(folder, pieces, read)
                 except BaseException:
                     _remove(folder)
                     raise
+        if not lock:
+            time.sleep(random.uniform(0.001, 0.01))
 
 
 def remove_leftovers() -> None:
@@ -83,14 +88,20 @@ def _private(parent: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[IO[bytes]]:
+def _locked(folder: Path, kind: int) -> Iterator[IO[bytes] | None]:
+    """The lock of the folder, which is made; None if others have it and `kind` says not to wait."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             lock = (folder / LOCK).open("ab")
         except FileNotFoundError:  # the folder has been removed meanwhile
             continue
-        fcntl.flock(lock, kind)
+        try:
+            fcntl.flock(lock, kind)
+        except BlockingIOError:
+            lock.close()
+            yield None
+            return
         if _present(folder, lock):
             break
         lock.close()

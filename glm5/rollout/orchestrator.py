@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from glm5.errors import ConfigError
 
+SPAN = 4
+"""The average of a family's pending groups is over the last `SPAN` times `slack` trained groups."""
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -36,12 +39,14 @@ class _Group:
 @dataclass
 class Counts:
     """Numbers of groups of one family. A group is pending from its start until the learner has trained on it or dropped
-    it. `base` is `kept` at the time when a family last came or left."""
+    it. `base` is `kept` at the time when a family last came or left. `lead` is by how many groups more than its share
+    of all pending ones are pending, on average: those of a slow family are for longer."""
 
     pending: int = 0
     trained: int = 0
     dropped: int = 0
     base: int = 0
+    lead: float = 0.0
 
     @property
     def kept(self) -> int:
@@ -53,9 +58,10 @@ class Orchestrator:
     `shares`.
 
     The next group belongs to the family that is furthest below its share of trained and pending groups, among those
-    with free capacity. A family more than `slack` groups above its share waits, even if nothing else can start. Without
-    this rule, fast families would fill the time in which a slow one has no free capacity. Dropped groups do not count,
-    so they are made up for.
+    with free capacity. A slow family gets more than its share of the pending groups, by its average `lead`; otherwise
+    it would stay that many trained groups behind. A family more than `slack` groups above its share waits, even if
+    nothing else can start. Without this rule, fast families would fill the time in which a slow one has no free
+    capacity. Dropped groups do not count, so they are made up for.
     Open groups are finished before new ones start.
     """
 
@@ -121,6 +127,15 @@ class Orchestrator:
                     counts = self.counts[family]
                     counts.pending -= 1
                     setattr(counts, name, getattr(counts, name) + 1)
+                    if name == "trained":
+                        self._follow()
+
+    def _follow(self) -> None:
+        """Move the leads of the families that run towards their present numbers of pending groups."""
+        running = [(self.counts[i], self.shares[i]) for i in self._present]
+        pending, whole = sum(counts.pending for counts, _ in running), sum(share for _, share in running)
+        for counts, share in running:
+            counts.lead += (counts.pending - share / whole * pending - counts.lead) / (SPAN * self.slack)
 
     def family_of(self, group: int) -> int | None:
         """The family of a group; None if the group is unknown or spent."""
@@ -178,6 +193,9 @@ class Orchestrator:
             return None
         whole = sum(self.shares[i] for i in present)
         total = sum(self.counts[i].kept - self.counts[i].base for i in present) + 1
-        missing = {i: self.shares[i] / whole * total - (self.counts[i].kept - self.counts[i].base) for i in present}
+        missing = {
+            i: self.shares[i] / whole * total + self.counts[i].lead - (self.counts[i].kept - self.counts[i].base)
+            for i in present
+        }
         free = [i for i in present if self._free(i) and missing[i] > -self.slack]
         return max(free, key=lambda i: (missing[i], -i), default=None)

@@ -14,16 +14,17 @@ from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.errors import CheckpointError, UsageError
+from glm5.errors import CheckpointError, Glm5Error, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engines import EngineLost, EnginePool, LocalEngine, TokenSource
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
-from glm5.serve.access import KEY_ALONE, find_key, hosts_answered
+from glm5.serve.access import KEY_ALONE, hosts_answered
 from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted, url_of
 from glm5.serve.engine_thread import EngineThread
+from glm5.serve.keys import find_key
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.samples import Delta
 
@@ -143,20 +144,32 @@ def _remote(urls: Sequence[str], key: str | None, directory: Path | None) -> _So
     if not found:
         raise errors[0]
     tokenizer = Tokenizer.load(directory or found[0].local_tokenizer())
+    for info in found if directory is None else ():
+        info.check_tokenizer(tokenizer)
     return sources, tokenizer, min(info.max_length or 1 << 20 for info in found)
 
 
 def join(sources: list[TokenSource], key: str | None, gateway: Gateway, ended: threading.Event) -> None:
     """Ask the absent engines among `sources`, the engines of `gateway`, until each has answered and taken its place.
-    Runs in a thread of its own until `ended`."""
+    One with another tokenizer does not take it. Runs in a thread of its own until `ended`."""
+    refused: dict[str, str] = {}
     while any(isinstance(source, AbsentEngine) for source in sources) and not ended.wait(PROBE_SECONDS):
         for rank, source in enumerate(sources):
             if isinstance(source, AbsentEngine) and not ended.is_set():
-                with contextlib.suppress(UsageError):
+                try:
                     info = find_out(source.name, key)
-                    gateway.max_length = min(gateway.max_length, info.max_length or gateway.max_length)
-                    sources[rank] = info.source(key)
-                    log.info("The engine %s has joined.", source.name)
+                except UsageError:
+                    continue
+                try:
+                    info.check_tokenizer(gateway.tokenizer)
+                except Glm5Error as error:
+                    if refused.get(source.name) != str(error):  # else the log knows
+                        log.error("It does not join: %s", error)
+                    refused[source.name] = str(error)
+                    continue
+                gateway.max_length = min(gateway.max_length, info.max_length or gateway.max_length)
+                sources[rank] = info.source(key)
+                log.info("The engine %s has joined.", source.name)
 
 
 def admin_key_of(file: Path | None, store: Path) -> tuple[str, Path | None]:

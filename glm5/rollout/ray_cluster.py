@@ -26,6 +26,8 @@ OLDEST = (2, 60)
 """The first version of Ray whose own clusters have a token by default."""
 CONNECT_SECONDS = 10.0
 BEAT_SECONDS = 10.0
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The frame with which each side of HTTP/2 begins, without settings."""
 NO_TOKEN = "Ray would start a cluster without authentication for this run; unset RAY_AUTH_MODE, or set it to token."
 
 
@@ -41,8 +43,8 @@ def join(address: str) -> None:
         address = address or "auto"  # starts none
     host, _, port = named.rpartition(":")
     try:
-        if port.isdigit():  # Ray itself would try for two minutes
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        if port.isdigit():
+            _probe(host.strip("[]"), int(port))
         # Ray puts the present folder on the path of the actors. This one has the package, also on nodes with the same
         # disk.
         with contextlib.chdir(Path(__file__).parents[2]):
@@ -58,6 +60,18 @@ def join(address: str) -> None:
         raise EngineError(f"Cannot connect to the Ray cluster {named}: {told}") from None
     found = ray.cluster_resources()
     log.warning("Ray: %d nodes, %g CPUs, %g GPUs.", nodes(), found.get("CPU", 0), found.get("GPU", 0))
+
+
+def _probe(host: str, port: int) -> None:
+    """Raises OSError unless something listens there that speaks HTTP/2, as Ray's head does (gRPC). Ray itself would try
+    for two minutes."""
+    with socket.create_connection((host, port), CONNECT_SECONDS) as trial:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        trial.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
+        with trial.makefile("rb") as answer:
+            if answer.read(len(SETTINGS))[3:4] != SETTINGS[3:4]:
+                raise OSError("what listens there is no Ray head.")
 
 
 def nodes() -> int:

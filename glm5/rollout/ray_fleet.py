@@ -25,6 +25,7 @@ from glm5.obs.logs import get_logger
 from glm5.rollout.fleet import LocalFleet
 from glm5.rollout.node_files import Piece, digest
 from glm5.rollout.weight_push import Parts, SenderAddress
+from glm5.serve.http_client import HttpClient
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.pool import UPDATE
 from glm5.serve.router.process import WorkerJob
@@ -201,11 +202,14 @@ class RayWorker(Worker):
         super().__init__(rank, _Process(actor, news["pid"]))
         pulse.silent.add_done_callback(lambda _: self.stirred.set())
 
-    def connect(self, seconds: float | None) -> httpx.AsyncClient:
+    def own_client(self) -> HttpClient:
+        return HttpClient(self._url, {"authorization": f"Bearer {self._key}"}, options=KEEP_ALIVE)
+
+    def connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
-            timeout=httpx.Timeout(seconds, connect=5.0),
+            timeout=httpx.Timeout(None, connect=5.0),
             base_url=self._url,
             headers={"authorization": f"Bearer {self._key}"},
             trust_env=False,

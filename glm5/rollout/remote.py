@@ -18,8 +18,8 @@ import contextlib
 import json
 import re
 import secrets
-import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ from glm5.rollout.gateway import Gateway
 from glm5.rollout.services import Job, LostRollout, Result, TaskService
 from glm5.rollout.session import SessionOptions, key_of
 from glm5.serve.errors import ApiError
+from glm5.serve.http_client import HttpClient
 from glm5.serve.http_io import read_body
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.schema import parse
@@ -56,17 +57,18 @@ ANSWER_SECONDS = 10.0
 
 @dataclass
 class Registered:
-    """A service. `running` are the futures of its rollouts by run id. One that does not answer gets no new rollouts."""
+    """A service. `running` are the futures of its rollouts by run id, `playing` their number by family. One that does
+    not answer gets no new rollouts."""
 
     name: str
-    url: str
-    key: str
+    client: HttpClient
     families: frozenset[str]
     capacity: int
     until: float
     registration: str
     answers: bool = True
     running: dict[str, asyncio.Future[Mapping[str, Any]]] = field(default_factory=dict)
+    playing: Counter[str] = field(default_factory=Counter)
     polling: asyncio.Task[None] | None = None
 
 
@@ -77,7 +79,6 @@ class ServiceRegister:
         self.services: dict[str, Registered] = {}
         self.instance = secrets.token_hex(8)
         """Makes run ids unique: a service may outlive a run, and the next one has sessions of the same names."""
-        self._verify = ssl.create_default_context()  # takes tens of milliseconds, so create it once
         self._changed = changed
 
     def register(
@@ -97,7 +98,8 @@ class ServiceRegister:
                 )
             self.leave(name)
             registration = secrets.token_urlsafe(16)
-            service = Registered(name, url, key, frozenset(families), capacity, until, registration)
+            client = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {})
+            service = Registered(name, client, frozenset(families), capacity, until, registration)
             self.services[name] = service
             service.polling = asyncio.create_task(self._poll(service))
             log.info("The task service %s offers %s.", name, ", ".join(sorted(families)))
@@ -114,6 +116,7 @@ class ServiceRegister:
         del self.services[name]
         if service.polling is not None:
             service.polling.cancel()
+        service.client.close()
         for future in service.running.values():
             if not future.done():
                 future.set_exception(LostRollout(f"the task service {name} is gone"))
@@ -126,10 +129,7 @@ class ServiceRegister:
 
     def capacity(self, family: str) -> int:
         """Maximum number of rollouts of a family in flight: those that run, and those that services have room for."""
-        return sum(
-            len([run for run in one.running if run.startswith(f"{family} ")]) + one.capacity - len(one.running)
-            for one in self._offering(family)
-        )
+        return sum(one.playing[family] + one.capacity - len(one.running) for one in self._offering(family))
 
     def least_busy(self, family: str) -> Registered:
         """The service to run the next rollout of a family. Raises LostRollout without a service."""
@@ -154,44 +154,49 @@ class ServiceRegister:
         """Have a service play a rollout; returns its event. Raises LostRollout if the service is gone. If this is
         cancelled, so is the rollout."""
         service = self.least_busy(family)
-        run = f"{family} {body['run_id']}"
+        run = str(body["run_id"])
         future = service.running[run] = asyncio.get_running_loop().create_future()
+        service.playing[family] += 1
         future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # maybe nobody waits any more
         try:
-            async with self._client(service) as client:
-                answer = await client.post("/run", json=dict(body))
-                if answer.status_code >= 300:
-                    if answer.status_code >= 500 or answer.status_code == 429:
-                        self._answers(service, False)
-                        asyncio.get_running_loop().call_later(REFUSED_SECONDS, self._answers, service, True)
-                    raise LostRollout(f"the task service {service.name} refused a rollout: {answer.text:.300}")
+            status, text = await self._post(service, "/run", body)
+            if status >= 300:
+                if status >= 500 or status == 429:
+                    self._answers(service, False)
+                    asyncio.get_running_loop().call_later(REFUSED_SECONDS, self._answers, service, True)
+                said = text.decode("utf-8", "replace")
+                raise LostRollout(f"the task service {service.name} refused a rollout: {said:.300}")
             return await future
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (OSError, ValueError) as error:
             self._answers(service, False)
             raise LostRollout(f"the task service {service.name} is lost: {type(error).__name__} {error}") from error
         except asyncio.CancelledError:
-            with contextlib.suppress(httpx.HTTPError):
-                async with self._client(service) as client:
-                    await client.post("/cancel", json={"run_id": body["run_id"]})
+            with contextlib.suppress(OSError, ValueError):
+                await self._post(service, "/cancel", {"run_id": run})
             raise
         finally:
             service.running.pop(run, None)
+            service.playing[family] -= 1
             self._changed()
+
+    @staticmethod
+    async def _post(service: Registered, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await service.client.request("POST", path, json.dumps(dict(body)).encode(), most=MOST_BYTES)
 
     async def _poll(self, service: Registered) -> None:
         """Take the events of a service until its lease ends."""
         after = 0
         while time.monotonic() < service.until:
             try:
-                async with self._client(service, POLL_SECONDS) as client:
-                    while time.monotonic() < service.until:
-                        events = await _events(client, after)
-                        self._answers(service, True)
-                        for event in events:
-                            after = max(after, int(event["id"]))
-                            self._take(service, event)
-                        if not events:
-                            await asyncio.sleep(EMPTY_SECONDS)  # it may answer at once instead of waiting
+                while time.monotonic() < service.until:
+                    events = await _events(service.client, after)
+                    self._answers(service, True)
+                    for event in events:
+                        after = max(after, int(event["id"]))
+                        self._take(service, event)
+                    if not events:
+                        await asyncio.sleep(EMPTY_SECONDS)  # it may answer at once instead of waiting
             except Exception as error:  # whatever it sends harms only its own rollouts
                 log.warning("The task service %s does not answer: %r", service.name, error)
                 self._answers(service, False)
@@ -201,31 +206,20 @@ class ServiceRegister:
         self.leave(service.name)
 
     def _take(self, service: Registered, event: Mapping[str, Any]) -> None:
-        for run, future in service.running.items():
-            if run.partition(" ")[2] == event["run_id"] and not future.done():
-                future.set_result(event)
-
-    def _client(self, service: Registered, more: float = 0.0) -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {service.key}"} if service.key else {}
-        timeout = httpx.Timeout(ANSWER_SECONDS + more, connect=5.0)
-        return httpx.AsyncClient(
-            base_url=service.url, headers=headers, timeout=timeout, trust_env=False, verify=self._verify
-        )
+        future = service.running.get(event["run_id"])
+        if future is not None and not future.done():
+            future.set_result(event)
 
 
-async def _events(client: httpx.AsyncClient, after: int) -> list[Any]:
+async def _events(client: HttpClient, after: int) -> list[Any]:
     """The events of a service with ids above `after`. Raises ValueError for an answer that is too long or of another
     form."""
-    whole = bytearray()
-    async with client.stream("GET", "/events", params={"after": after, "seconds": POLL_SECONDS}) as answer:
-        answer.raise_for_status()
-        async for piece in answer.aiter_bytes():
-            whole += piece
-            if len(whole) > MOST_BYTES:
-                raise ValueError(f"the events are longer than {MOST_BYTES:,} bytes")
-    found = json.loads(whole)["events"]
+    async with asyncio.timeout(ANSWER_SECONDS + POLL_SECONDS):
+        path = f"/events?after={after}&seconds={POLL_SECONDS}"
+        status, whole = await client.request("GET", path, most=MOST_BYTES)
+    found = json.loads(whole)["events"] if status == 200 else None
     if not isinstance(found, list):
-        raise ValueError("the events are not a list")
+        raise ValueError(f"status {status} without a list of events")
     return found
 
 

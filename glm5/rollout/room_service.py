@@ -16,7 +16,7 @@ from glm5.rollout.session import Session, SessionOptions, key_of
 from glm5.sandbox.agent_room import mechanism
 from glm5.sandbox.agent_workers import IMPORT_S
 from glm5.sandbox.cancel import CURRENT, CancelToken
-from glm5.sandbox.sandbox import MOST_STRETCH, START_S
+from glm5.sandbox.clock import MOST_STRETCH, START_S
 from glm5.tasks.agents import AgentProgram, AgentTask
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.episode import MOST_ERROR_TEXT, checked

@@ -1,10 +1,11 @@
 """The learner's routes of a rollout process; all need the admin key.
 
-GET  /trainer/results?after=ID&seconds=S  finished rollouts, as JSON objects of `trajectory_json`; waits for one
+GET  /trainer/results?after=ID&seconds=S  finished rollouts, as JSON objects of `trajectory_json`; waits for one;
+                                          `waits` has the seconds of this waiting by cause, `engines` those so far
 POST /trainer/allow {groups}              maximum number of groups started since the beginning
-POST /trainer/updated {version, sessions, trained, dropped}   an update was made; durable when the answer arrives
+POST /trainer/updated {version, sessions, trained, dropped}   an update was made; durable when the answer arrives, which
+                                          has `engines` at the time when it was asked
 POST /trainer/weights {version, folder, mode, parts}          load weights into all engines; {seconds}
-GET  /trainer/clock                       seconds so far of rollouts and engines (see `waits`)
 GET  /trainer/status                                          what happens now
 """
 
@@ -67,7 +68,12 @@ def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
     @routes.get("/results")
     async def results(request: Request, after: int = 0, seconds: float = 0.0) -> Response:
         gateway.check_admin(request)
-        return json_answer({"results": await live.finished(after, min(seconds, MOST_SECONDS))})
+        before = dict(live.account().rollouts)
+        await live.arrival(after, min(seconds, MOST_SECONDS))
+        now = live.account()
+        waits = {cause: spent - before.get(cause, 0.0) for cause, spent in now.rollouts.items()}
+        clock = {"waits": waits, "engines": dict(now.engines)}
+        return json_answer({"results": await live.finished(after, 0.0), **clock})
 
     @routes.post("/allow")
     async def allow(request: Request) -> dict[str, Any]:
@@ -77,18 +83,14 @@ def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
     @routes.post("/updated")
     async def updated(request: Request) -> dict[str, Any]:
         body = await read(request, Update)
+        engines = dict(live.account().engines)
         await live.updated(body.version, body.sessions, body.trained, body.dropped)
-        return {"status": "ok"}
+        return {"engines": engines}
 
     @routes.post("/weights")
     async def weights(request: Request) -> dict[str, Any]:
         body = await read(request, Weights)
         return {"seconds": await live.push(Path(body.folder), body.version, body.mode, body.parts)}
-
-    @routes.get("/clock")
-    async def clock(request: Request) -> dict[str, dict[str, float]]:
-        gateway.check_admin(request)
-        return {"rollouts": live.waits.rollouts, "engines": live.waits.engines}
 
     @routes.get("/status")
     async def status(request: Request) -> dict[str, Any]:

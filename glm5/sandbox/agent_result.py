@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from glm5.errors import GradingError
-from glm5.sandbox.launcher import stream_rows
-from glm5.sandbox.sandbox import _signal_name
 
 NEARLY = 0.9  # a process that ended with an error after this share of the memory limit ended because of it
 
@@ -40,10 +36,6 @@ class AgentRun:
     folders: tuple[str, ...] = ()
 
 
-class StartedTooLate(GradingError):
-    """The room was not ready in time. The cause is the machine, not the agent."""
-
-
 class Stale(GradingError):
     """A waiting room was killed from outside. No agent has run in it."""
 
@@ -60,23 +52,12 @@ def reason_of(code: int, large: bool, full: bool, crowded: bool) -> str | None:
         return "disk"
     if crowded:
         return "processes"
-    return f"signal {_signal_name(-code)}" if code < 0 else None
+    return f"signal {signal_name(-code)}" if code < 0 else None
 
 
-def run_of(
-    code: int, killed: str | None, captured: Mapping[str, bytes], most: int, wall_s: float, rows: BinaryIO
-) -> AgentRun:
-    files, names, result = dict[str, bytes](), defaultdict[bytes, list[str]](list), None
-    for kind, first, *rest in stream_rows(rows):
-        if kind == b"result":
-            result = first.decode(errors="replace")
-            continue
-        name = first.decode("utf-8", "surrogateescape")
-        names[kind].append(name)
-        if kind in (b"file", b"program"):
-            files[name] = rest[0]
-    stdout, stderr = (captured[name][:most].decode(errors="replace") for name in ("stdout", "stderr"))
-    return AgentRun(
-        code, stdout, stderr, killed, wall_s, files, tuple(names[b"left"]), result,
-        frozenset(names[b"program"]), tuple(names[b"folder"]),
-    )  # fmt: skip
+def signal_name(number: int) -> str:
+    """`SIGABRT`, or `SIGRTMIN+6` for real-time signals, which have no names in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN{number - signal.SIGRTMIN:+d}"

@@ -1,9 +1,9 @@
 """Imports an agent once, then forks a process per rollout. Runs inside an agent's room (see `agent_workers`).
 
-`agent_worker.py MODULE:FUNCTION PATHS ORDERS ANSWERS CPU_S`: PATHS is a JSON list of folders to import from, ORDERS
-is a SEQPACKET socket, ANSWERS a pipe, CPU_S the CPU limit of a process of a rollout. First answer: `{"loaded": true}`
-or `{"error": WHY}`. An order is a message with four descriptors: a memory file `{"environment": {...}, "task": ...}`,
-a pipe for the result, stdout and stderr. Its answer is `{"end": wait status, "peak": KB}`. Answers are JSON lines.
+`agent_worker.py MODULE:FUNCTION PATHS CPU_S`: PATHS is a JSON list of folders to import from, CPU_S the CPU limit of a
+process of a rollout. Stdin is a SEQPACKET socket. The first message on it is `{"loaded": true}` or `{"error": WHY}`. An
+order is a message with four descriptors: a memory file `{"environment": {...}, "task": ...}`, a pipe for the result,
+stdout and stderr. Its answer is `{"end": wait status, "peak": KB}`.
 
 This process reads neither orders nor results: what it held in memory, later rollouts could read.
 """
@@ -94,10 +94,11 @@ def play(function: Callable[..., object], given: list[int], cpu_s: int) -> None:
 
 
 def main() -> None:
-    place, paths, channel, answers, cpu_s = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:6])
-    for descriptor in (channel, answers):
-        os.set_inheritable(descriptor, False)
-    orders = socket.socket(fileno=channel)
+    place, paths, cpu_s = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    orders = socket.socket(fileno=os.dup(0))
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # rollouts must not change this process for later ones
     sys.argv[1:] = []
     sys.path[:0] = paths
@@ -105,10 +106,10 @@ def main() -> None:
         module, _, name = place.partition(":")
         function = getattr(importlib.import_module(module), name)
     except BaseException as error:
-        os.write(answers, json.dumps({"error": f"{type(error).__name__}: {error}"[:800]}).encode() + b"\n")
+        orders.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:800]}).encode())
         return
     sys.stdout.flush()  # else every rollout would print it again
-    os.write(answers, b'{"loaded": true}\n')
+    orders.send(b'{"loaded": true}')
     gc.collect()
     gc.freeze()
     while True:
@@ -117,13 +118,12 @@ def main() -> None:
             return
         pid = os.fork()
         if pid == 0:
-            for descriptor in (channel, answers):
-                os.close(descriptor)
+            orders.close()
             play(function, given, cpu_s)
         for descriptor in given:
             os.close(descriptor)
         _, end, usage = os.wait4(pid, 0)
-        os.write(answers, json.dumps({"end": end, "peak": usage.ru_maxrss}).encode() + b"\n")
+        orders.send(json.dumps({"end": end, "peak": usage.ru_maxrss}).encode())
 
 
 if __name__ == "__main__":

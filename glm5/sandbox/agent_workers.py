@@ -21,7 +21,7 @@ from pathlib import Path
 
 from glm5.sandbox.agent_request import WORKER, Task, base_environment
 from glm5.sandbox.agent_result import AgentRun, Stale
-from glm5.sandbox.agent_room import AGENT_LIMITS, Room
+from glm5.sandbox.agent_room import AGENT_LIMITS, AgentRoom
 from glm5.sandbox.cancel import CancelToken
 from glm5.sandbox.forward import Address
 from glm5.sandbox.room import Limits, interpreter
@@ -59,7 +59,7 @@ class AgentWorkers:
         self._command = [str(python or interpreter()), "-B", WORKER, agent, json.dumps(folders)]
         self._gateway, self._limits, self._shown = gateway_socket, limits, [*read_only, *folders]
         self._env, self._idle, self._rollouts = dict(env or {}), idle, rollouts
-        self._free: list[tuple[Room, int]] = []  # with the number of its rollouts
+        self._free: list[tuple[AgentRoom, int]] = []  # with the number of its rollouts
         self._lock, self._closed = threading.Lock(), False
 
     def run(
@@ -85,7 +85,7 @@ class AgentWorkers:
             if room is None:
                 room = self._new_room(token)
             try:
-                return room.run(job, token)
+                return room.play(job, token)
             except Stale:
                 if not played:
                     raise
@@ -96,8 +96,8 @@ class AgentWorkers:
         """Have a worker ready. Raises GradingError if it cannot be built, or the agent cannot be imported."""
         self._give_back(self._new_room(None), 0)
 
-    def _new_room(self, token: CancelToken | None) -> Room:
-        return Room(
+    def _new_room(self, token: CancelToken | None) -> AgentRoom:
+        return AgentRoom(
             self._command,
             self._gateway,
             self._limits,
@@ -105,23 +105,23 @@ class AgentWorkers:
             texts={WORKER: SOURCE.read_text(encoding="utf-8")},
             worker_env=base_environment() | self._env,
             token=token,
-            start_s=IMPORT_S,
+            import_s=IMPORT_S,
         )
 
-    def _give_back(self, room: Room, played: int) -> None:
+    def _give_back(self, room: AgentRoom, played: int) -> None:
         with self._lock:
             keep = not (self._closed or room.spent) and played < self._rollouts and len(self._free) < self._idle
             if keep:
                 self._free.append((room, played))
         if not keep:
-            room.close()
+            room.stop()
 
     def close(self) -> None:
         """End the waiting workers; those at work end with their rollouts."""
         with self._lock:
             self._closed, rooms, self._free = True, self._free, []
         for room, _ in rooms:
-            room.close()
+            room.stop()
 
     def __enter__(self) -> AgentWorkers:
         return self

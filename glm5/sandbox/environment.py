@@ -6,7 +6,7 @@ out, and limits. Mechanisms: namespaces as root, or inside a user namespace. Sev
 services live on between them.
 
 A verifier room judges the result: every process of the agent is dead before it opens; it has the agent's files as a
-frozen layer, its own network, `/tmp` and user (as root), and the folders of the tests fresh.
+frozen layer, its own network, disk space, `/tmp` and user (as root), and the folders of the tests fresh.
 
 The limits are of the room as a whole: to exceed them is the program's failure (`ExecResult.stopped`). A GradingError is
 the machine's fault. Memory is measured four times a second while a program runs; a single process cannot allocate more
@@ -24,17 +24,18 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, GradingError
-from glm5.sandbox.agent_request import LINKS, PORT, SHOWN, TEXTS
+from glm5.sandbox import trial
+from glm5.sandbox.agent_request import LINKS, SHOWN, TEXTS
+from glm5.sandbox.clock import MECHANISMS, START_S
 from glm5.sandbox.forward import Address
 from glm5.sandbox.programs import LIMITS, ExecResult, Room, RoomLimits
-from glm5.sandbox.room import interpreter
+from glm5.sandbox.room import PACKAGE, PORT, inside, interpreter, last_capability
 from glm5.sandbox.room_files import RoomFileError
-from glm5.sandbox.sandbox import MECHANISMS, START_S
 from glm5.sandbox.starter import STARTER, Keeper
 
 __all__ = ["ExecResult", "NamespaceEnvironment", "RoomFileError", "RoomLimits", "Snapshot"]
@@ -67,7 +68,12 @@ MORE_TEXTS = {
     "/etc/inputrc": "set enable-bracketed-paste off\n",
 }
 LOCAL = ("bin", "etc", "include", "lib", "sbin", "share", "src")  # of /usr/local, where programs may be installed
+MOST_LAYERS = 200  # mount options are a page
 RESERVED = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/proc", "/dev", "/etc", "/sys")
+
+
+class StartedTooLate(GradingError):
+    """The room was not ready in time. The cause is the machine, not the program."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,11 @@ class NamespaceEnvironment(Room):
         gateway: Address | None = None,
         mode: str | None = None,
     ) -> None:
+        self._set_up(_request(dict(trees or {}), read_only, writable), limits, gateway, mode or environment_mechanism())
+
+    def _set_up(self, request: dict[str, Any], limits: RoomLimits, gateway: Address | None, mode: str) -> None:
         super().__init__(limits, gateway)
-        self._mode = mode or environment_mechanism()
-        self._request = _request(dict(trees or {}), read_only, writable, limits)
-        self._paths = [path for path, _, _ in self._request["trees"]]
+        self._mode, self._request = mode, request
         self._keeper: Keeper | None = None
         self._below: tuple[int, ...] = ()
         self._layer = self._newest = 0
@@ -159,8 +166,12 @@ class NamespaceEnvironment(Room):
     def _hear(self, expected: str, most: int = 0) -> tuple[list[str], list[int]]:
         try:
             text, descriptors, _, _ = socket.recv_fds(self._orders, 4096, most, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError as error:
+            raise StartedTooLate(f"{MECHANISMS[self._mode]}: a room was not ready in time.") from error
         except OSError as error:
             raise GradingError(f"{MECHANISMS[self._mode]}: the room does not answer: {error}.") from error
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # some versions of Python ignore the flag
         kind, *words = text.decode(errors="replace").split(" ")
         if kind != expected:
             for descriptor in descriptors:
@@ -170,7 +181,9 @@ class NamespaceEnvironment(Room):
         return words, descriptors
 
     def snapshot(self) -> Snapshot:
-        """The files as they are now. Every process of the room ends."""
+        """The files as they are now. Every process of the room ends. Raises GradingError for too many in a row."""
+        if len(self._below) >= MOST_LAYERS:
+            raise GradingError(f"a room cannot have more than {MOST_LAYERS} layers; restore an earlier snapshot first.")
         layers = self._close()
         self._kept.update(layers)
         self._open(layers)
@@ -195,12 +208,12 @@ class NamespaceEnvironment(Room):
         links of the top folder are the machine's again, and the loader preloads nothing.
 
         `writable` are folders that are empty whatever the agent left there, such as those of the tests and of the
-        reward; `/tmp` is one of them. `files` (absolute path to data) are laid in. The environment's own room is gone
-        afterwards; `restore` brings it back to a snapshot.
+        reward; `/tmp` is one of them. `files` (absolute path to data) are laid in. The space of `limits` is new,
+        whatever the agent wrote. The environment's own room is gone afterwards; `restore` brings it back to a snapshot.
         """
         layers = self._close()
         agent, gateway = self.limits, self.gateway
-        self.limits, self.gateway = replace(limits or agent, disk_mb=agent.disk_mb), None
+        self.limits, self.gateway = limits or agent, None
         try:
             self._open(layers, ["/tmp", *writable], judge=True)
             self.upload(files or {})
@@ -214,10 +227,7 @@ _Row = tuple[str, list[str], list[str]]
 
 
 def _request(
-    trees: dict[str, Path | str | Sequence[Path | str]],
-    read_only: Sequence[str | Path],
-    writable: Sequence[str],
-    limits: RoomLimits,
+    trees: dict[str, Path | str | Sequence[Path | str]], read_only: Sequence[str | Path], writable: Sequence[str]
 ) -> dict[str, Any]:
     """The keeper's input; see `environment_launcher.Keeper`."""
     rows: list[_Row] = []
@@ -247,80 +257,33 @@ def _request(
         if real_path != os.path.abspath(given):
             links[os.path.abspath(given)] = real_path
         kept.append(real_path)
-    kept = sorted({path for path in kept if not _inside(path, [*kept, local]) and not path.startswith("/dev/")})
+    kept = sorted({path for path in kept if not inside(path, [*kept, local]) and not path.startswith("/dev/")})
     kept += python_files(interpreter(), sys.base_prefix, local)
-    package = Path(__file__).parents[1]
-    hidden = str(package if package.parent.name.endswith("-packages") else package.parent)
-    with open("/proc/sys/kernel/cap_last_cap") as stream:
-        last_capability = int(stream.read())
+    hidden = str(PACKAGE if PACKAGE.parent.name.endswith("-packages") else PACKAGE.parent)
     return {
         "trees": sorted(rows),
         "shown": kept,
-        "hidden": [hidden] if _inside(hidden, [*kept, local]) else [],
+        "hidden": [hidden] if inside(hidden, [*kept, local]) else [],
         "links": [*links.items(), *(link for link in LINKS if link[0] not in ("/dev/random", "/dev/shm")),
                   ("/dev/ptmx", "pts/ptmx")],
         "folders": FOLDERS,
         "texts": list((TEXTS | MORE_TEXTS).items()),
-        "limits": asdict(limits),
         "port": PORT,
-        "last_capability": last_capability,
+        "sealed": None,
+        "plain": False,
+        "given": [],
+        "last_capability": last_capability(),
     }  # fmt: skip
 
 
 def python_files(program: str, prefix: str, local: str) -> list[str]:
     """What an agent must not replace if the machine's Python lies in /usr/local, which agents may write: the program,
     its library and the standard library. Verifiers run it."""
-    if not _inside(program, [local]):
+    if not inside(program, [local]):
         return []
     return sorted(
         {program, *map(os.path.realpath, glob.glob(f"{prefix}/lib/libpython*")), os.path.dirname(os.__file__)}
     )
-
-
-# Tries every barrier from the inside and prints the missing ones. Its arguments are its limits, the name of an abstract
-# socket outside the room, and a folder of the machine.
-TRIAL = """\
-import os, resource, socket, sys, time
-memory_mb, processes, disk_mb = map(int, sys.argv[1].split())
-
-def refused(attempt):
-    try:
-        attempt()
-    except (OSError, MemoryError):
-        return True
-    return False
-
-def fork():
-    if os.fork() == 0:
-        time.sleep(60)
-        os._exit(0)
-
-def connect(family, address):
-    with socket.socket(family) as made:
-        made.settimeout(5)
-        made.connect(address)
-
-space = os.statvfs(".")
-shown = os.listdir("/proc")
-barriers = {
-    "an unprivileged identity": 0 not in (*os.getresuid(), *os.getresgid(), *os.getgroups()),
-    "no other network": refused(lambda: connect(socket.AF_INET, ("1.1.1.1", 443))),
-    "no sockets of the machine": refused(lambda: connect(socket.AF_UNIX, "\\0" + sys.argv[2])),
-    "sockets of few kinds": all(refused(lambda: socket.socket(*kind)) for kind in ((16, 3), (17, 3), (2, 3), (2, 5))),
-    "a read-only machine": refused(lambda: os.mkdir("/usr/lib/glm5-x")),
-    "no folders of the machine": not os.path.exists(sys.argv[3]),
-    "a file system of its own": not refused(lambda: os.mkdir("/x")),
-    "a view of its own processes only": not {"sys", "kcore", "net", "meminfo"} & set(shown) and len(shown) < 9,
-    "no /sys": not os.path.exists("/sys/kernel"),
-    "processes of its own": os.getppid() == 1,
-    "no privileges": refused(lambda: os.chroot(".")) and refused(lambda: os.setuid(0)),
-    "a limited disk": space.f_blocks * space.f_frsize <= disk_mb << 20,
-    "a memory limit": refused(lambda: bytearray(memory_mb << 20)),
-    "a CPU limit": resource.getrlimit(resource.RLIMIT_CPU)[1] != resource.RLIM_INFINITY,
-    "a process limit": refused(lambda: [fork() for _ in range(processes + 3)]),
-}
-print("missing: " + ", ".join(name for name, holds in barriers.items() if not holds))
-"""
 
 
 @functools.cache
@@ -335,12 +298,8 @@ def environment_mechanism() -> str:
         limits = RoomLimits(memory_mb=128, processes=8, disk_mb=4, cpu_s=10, output_kb=16)
         numbers = f"{limits.memory_mb} {limits.processes} {limits.disk_mb}"
         with NamespaceEnvironment(limits=limits, mode=mode) as room:
-            run = room.exec([interpreter(), "-I", "-c", TRIAL, numbers, folder, folder])
+            run = room.exec([interpreter(), "-I", "-c", trial.ROOM, numbers, folder])
     if (run.exit_code, run.stdout) != (0, b"missing: \n"):
         found = (run.stdout or run.stderr[-300:]).decode(errors="replace").strip()
         raise GradingError(f"cannot build rooms here; {MECHANISMS[mode]}: {found}.")
     return mode
-
-
-def _inside(path: str, folders: Sequence[str]) -> bool:
-    return any(path.startswith(f"{folder}/") for folder in folders)

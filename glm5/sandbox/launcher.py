@@ -1,13 +1,7 @@
-"""Runs inside the sandbox process tree: builds the locked room, then starts the untrusted program in it.
+"""What locks programs in: namespaces, identity, capabilities, resource limits, system-call filter. Runs inside of rooms
+and imports nothing of `glm5`; the tables are those of the judge's programs, `room_filter.py` has those of all others.
 
-`glm5.sandbox.sandbox` starts this file with `python -I -S -B`. It imports nothing of `glm5` and only cheap standard
-modules, because every run of every rollout pays for the imports. The order of the steps is essential: namespaces, file
-system, identity, capabilities, resource limits, system-call filter, `execve`.
-
-The request arrives as netstrings (`<length>:<bytes>`) on one descriptor. The result leaves as text lines on another:
-`error WHY` (the room could not be built), or `ready` followed by `exit CODE` or `signal NUMBER`. The program never sees
-the second descriptor, and it cannot kill this process, which is process 1 of its namespace. A byte or the end of file
-on the control descriptor makes the outer process end the room; the outer process exits after the room is gone.
+The order of the steps is essential: namespaces, file system, identity, capabilities, limits, filter, `execve`.
 """
 
 from __future__ import annotations
@@ -15,13 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import struct
-import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import BinaryIO
+    from collections.abc import Callable, Iterable, Mapping
 
     Calls = Mapping[str, tuple[int, int]]
     Rules = Iterable[tuple[tuple[int, int], int, tuple[int, ...], int]]
@@ -30,13 +23,12 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_PRIVATE, MNT_DETACH = 1 << 14, 1 << 18, 2
 NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, uts, ipc, pid, network
 CLONE_NEWUSER = 0x10000000
-AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442
+AT_RECURSIVE, SYS_MOUNT_SETATTR = 0x8000, 442
 ATTR_NO_DEVICES = 4
 ATTR_READ_ONLY = 1 | 2 | ATTR_NO_DEVICES  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-SIGINT, SIGKILL, EPERM, ENOSYS = 2, 9, 1, 38
+SIGKILL, EPERM, ENOSYS = 9, 1, 38
 NOBODY = 65534
-BOX = "/box"
 
 # System calls that no exercise needs, as (x86_64, aarch64) numbers. Some reach the network, risky parts of the kernel,
 # its log, the scheduling of other processes or memory outside the limits. With others (locks, caches, watches, load),
@@ -92,59 +84,6 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
     check(libc.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]), f"mount {target}")
 
 
-def netstrings(blob: bytes) -> Iterator[bytes]:
-    at = 0
-    while at < len(blob):
-        colon = blob.index(b":", at)
-        end = colon + 1 + int(blob[at:colon])
-        yield blob[colon + 1 : end]
-        at = end
-
-
-def stream_rows(stream: BinaryIO) -> Iterator[list[bytes]]:
-    """The rows of a stream (see `read_request`), one copy of each field. Raises ValueError if it ends early."""
-
-    def count() -> int:
-        digits = b""
-        while (byte := stream.read(1)) not in (b":", b""):
-            digits += byte
-        return int(digits or -1)
-
-    while (length := count()) >= 0:
-        fields, end = list[bytes](), stream.tell() + length
-        while stream.tell() < end:
-            fields.append(stream.read(count()))
-        if stream.tell() != end:
-            raise ValueError("the rows end early")
-        yield fields
-
-
-def read_request(descriptor: int) -> dict[str, list[list[str]]]:
-    """Rows grouped by their first field. A row is `[kind, field, ...]`, encoded as a netstring of netstrings."""
-    with os.fdopen(descriptor, "rb") as stream:
-        blob = stream.read()
-    request: dict[str, list[list[str]]] = {}
-    for row in netstrings(blob):
-        kind, *fields = (part.decode("utf-8", "surrogateescape") for part in netstrings(row))
-        request.setdefault(kind, []).append(fields)
-    return request
-
-
-def enter_namespaces(as_root: bool) -> None:
-    """Enter new namespaces of every kind. An ordinary user needs a user namespace to create the others."""
-    uid, gid = os.getuid(), os.getgid()
-    check(libc.unshare(NAMESPACES | (0 if as_root else CLONE_NEWUSER)), "unshare")
-    if not as_root:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{NOBODY} {uid} 1"),
-            ("gid_map", f"{NOBODY} {gid} 1"),
-        ):
-            with open(f"/proc/self/{name}", "w") as stream:
-                stream.write(text)
-    check(libc.sethostname(b"sandbox", 7), "sethostname")
-
-
 def sandbox_uid(as_root: bool, maps: tuple[str, ...] = ("/proc/self/uid_map", "/proc/self/gid_map")) -> int:
     """A user id that owns nothing. Root takes a different one per run, because runs must not share a process count. In
     a container with few ids, it is one above those of system and users."""
@@ -163,77 +102,6 @@ def is_mapped(number: int, path: str) -> bool:
     return any(first <= number < first + count for first, _, count in ranges)
 
 
-def build_root(root: str, request: dict[str, list[list[str]]], uid: int, file_mb: int) -> None:
-    """Build a tmpfs with read-only views of the interpreter's paths and one writable folder; make it the only root."""
-    mount_root(root, request.get("link", []))
-    for (path,) in request.get("bind", []):
-        mount_view(root, path)
-    for (path,) in request.get("hide", []):
-        hide(root, path)
-    os.mkdir(root + BOX)
-    if file_mb:  # otherwise the folder is part of the read-only root
-        mount_folder(root + BOX, uid, file_mb, 4096)
-    enter_root(root)
-
-
-def mount_root(root: str, links: list[list[str]]) -> None:
-    mount(None, "/", None, MS_REC | MS_PRIVATE)
-    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path, link in links:
-        os.makedirs(os.path.dirname(root + path), exist_ok=True)
-        os.symlink(link, root + path)
-
-
-def mount_view(root: str, path: str) -> None:
-    """Show a file or folder of the machine read-only, at the same path."""
-    target = root + path
-    if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        open(target, "x").close()
-    mount(path, target, None, MS_BIND | MS_REC)
-    # a device node must stay a device: if read-only, its data is writable, but not its owner, mode and times
-    attributes = struct.pack("=4Q", ATTR_READ_ONLY & ~(ATTR_NO_DEVICES if path.startswith("/dev/") else 0), 0, 0, 0)
-    check(
-        libc.syscall(
-            ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, target.encode(), AT_RECURSIVE, attributes,
-            ctypes.c_size_t(len(attributes)),
-        ),
-        f"mount_setattr {target}",
-    )  # fmt: skip
-
-
-def hide(root: str, path: str) -> None:
-    mount("tmpfs", root + path, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,mode=755")
-
-
-def mount_folder(target: str, uid: int, size_mb: int, inodes: int) -> None:
-    """A writable folder in memory for the program."""
-    options = f"size={size_mb}m,nr_inodes={inodes},mode=700,uid={uid},gid={uid}"
-    mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, options)
-
-
-def enter_root(root: str) -> None:
-    os.chdir(root)
-    check(libc.pivot_root(b".", b"."), "pivot_root")  # stacks the old root on top of the new one ...
-    check(libc.umount2(b".", MNT_DETACH), "umount old root")  # ... and removes it
-    os.chdir("/")
-    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def write_files(files: list[list[str]], uid: int) -> None:
-    for name, text in files:
-        path = f"{BOX}/{name}"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-            stream.write(text)
-    if files and os.getuid() == 0:
-        for folder, _, names in os.walk(BOX):
-            for entry in (folder, *(f"{folder}/{name}" for name in names)):
-                os.chown(entry, uid, uid)
-
-
 def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
     for which, value in (
         (resource.RLIMIT_AS, memory_mb << 20),
@@ -241,7 +109,7 @@ def limit(cpu_s: int, memory_mb: int, processes: int, file_mb: int) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_NPROC, processes + 2),  # process 1 and, in a user namespace, its parent count too
+        (resource.RLIMIT_NPROC, processes),
     ):
         resource.setrlimit(which, (value, value))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
@@ -302,52 +170,34 @@ def reset_signals() -> None:
         libc.signal(number, None)
 
 
-def start_program(executable: str, machine: str, program: list[str]) -> int:
-    """Fork and execute the interpreter with `program`. Returns the child's process id after a successful start. Raises
-    SetupError if it fails: our failure must not look like the program's."""
+def start_program(argv: list[str], environment: dict[str, str], prepare: Callable[[], None]) -> int:
+    """Fork, call `prepare` in the child and execute `argv` there. Returns the child's process id after a successful
+    start. Raises SetupError if it fails: our failure must not look like the program's. Other programs of the same user
+    can stop the child before it executes anything."""
     failed, report = os.pipe()  # both ends close themselves in the program
     child = os.fork()
     if child:
         os.close(report)
-        why = os.read(failed, 300).decode(errors="replace")
+        poll = select.poll()
+        poll.register(failed, select.POLLIN)
+        why = ""
+        while not why and not poll.poll(200):
+            if os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                os.kill(child, SIGKILL)
+                why = "another program stopped it"
+        why = why or os.read(failed, 300).decode(errors="replace")
         os.close(failed)
         if why:
-            raise SetupError(why)
+            raise SetupError(f"start of {argv[0]}: {why}")
         return child
     try:
         reset_signals()
-        filter_system_calls(machine)
-        os.chdir(BOX)
-        environment = {"PATH": "/usr/bin", "HOME": BOX, "TMPDIR": BOX}
-        os.execve(executable, [executable, "-I", "-S", "-B", "-X", "utf8", *program], environment)
+        prepare()
+        os.execvpe(argv[0], argv, environment)
     except BaseException as error:  # a fork must never return into the parent's code
-        os.write(report, f"start of the program: {error}".encode()[:300])
+        os.write(report, f"{error}".encode(errors="replace")[:300])
+    finally:
         os._exit(127)
-
-
-def be_process_one(request: dict[str, list[list[str]]], mode: str, root: str, status: int, uid: int) -> None:
-    """Build the room, run the program, report. Our exit ends every process of the room."""
-    (executable, last_capability) = request["program"][0]
-    cpu_s, memory_mb, processes, file_mb = (int(value) for value in request["limits"][0])
-    machine = os.uname().machine
-    if machine not in MACHINES:
-        raise SetupError(f"no system-call table for {machine}; x86_64 and aarch64 are supported")
-    if mode != "bubblewrap":
-        build_root(root, request, uid, file_mb)
-    os.umask(0o022)
-    write_files(request.get("file", []), uid)
-    libc.signal(SIGINT, None)  # Python's handler would let the program interrupt process 1
-    drop_privileges(uid, int(last_capability))
-    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)  # the change of user id clears it
-    limit(cpu_s, memory_mb, processes, file_mb)
-    child = start_program(executable, machine, request["python"][0])
-    os.write(status, b"ready\n")
-    while True:
-        pid, code = os.wait()
-        if pid == child:
-            break
-    verdict = f"signal {os.WTERMSIG(code)}" if os.WIFSIGNALED(code) else f"exit {os.WEXITSTATUS(code)}"
-    os.write(status, f"{verdict}\n".encode())
 
 
 def guard_room(first: int, status: int, control: int) -> None:
@@ -358,28 +208,3 @@ def guard_room(first: int, status: int, control: int) -> None:
     os.kill(first, SIGKILL)
     os.waitpid(first, 0)  # process 1 ends after all others of its namespace
     os._exit(0)
-
-
-def main() -> None:
-    """`launcher.py MODE REQUEST_FD STATUS_FD CONTROL_FD ROOT`; MODE is root, user or bubblewrap."""
-    mode, request_fd, status, control, root = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
-    os.set_inheritable(status, False)
-    os.set_inheritable(control, False)
-    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-    try:
-        request = read_request(request_fd)
-        uid = sandbox_uid(mode == "root")
-        if mode != "bubblewrap":  # bubblewrap has built the room and made us its process 1
-            enter_namespaces(mode == "root")
-            first = os.fork()
-            if first:
-                guard_room(first, status, control)
-        os.close(control)
-        be_process_one(request, mode, root, status, uid)
-    except (SetupError, OSError, ValueError) as error:
-        os.write(status, f"error {error}\n".encode())
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

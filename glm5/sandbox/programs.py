@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -21,10 +21,10 @@ from glm5.errors import GradingError
 from glm5.sandbox.agent_result import NEARLY, reason_of
 from glm5.sandbox.agent_watch import measure
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
+from glm5.sandbox.clock import INTERRUPTED, START_S, Clock
 from glm5.sandbox.forward import Address, ForwarderThread
 from glm5.sandbox.room import memory_file
 from glm5.sandbox.room_files import RoomFiles
-from glm5.sandbox.sandbox import INTERRUPTED, START_S, _Clock, _waited_for_a_core
 
 if TYPE_CHECKING:
     from glm5.sandbox.room_terminal import Terminal
@@ -77,7 +77,8 @@ class Room:
         self._stack = contextlib.ExitStack()
         self._channel: socket.socket | None = None
         self._files: RoomFiles | None = None
-        self._pid = 0
+        self._pid = self._spared = 0  # the launcher outside, and a program inside that `clear` spares
+        self._sum_of_cpu = False  # whether `cpu_s` holds for all processes together as well
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +96,10 @@ class Room:
         self._channel = self._stack.enter_context(socket.socket(fileno=channel))
         self._stack.callback(os.close, root)
         self._channel.settimeout(START_S)
-        self._stack.enter_context(ForwarderThread(socket.socket(fileno=listener), self.gateway))
+        self._listen(socket.socket(fileno=listener))
+
+    def _listen(self, listener: socket.socket) -> None:
+        self._stack.enter_context(ForwarderThread(listener, self.gateway))
 
     def _leave(self) -> None:
         self._channel = self._files = None
@@ -153,9 +157,10 @@ class Room:
         if not argv or any("\0" in part for part in argv):
             raise GradingError("a command must not be empty, nor hold null characters.")
         with contextlib.ExitStack() as stack:
-            run = _Run(self, stack, on_output)
-            run.begin(argv, cwd, env, stdin)
-            return run.finish(timeout_s, token or current_cancel_token())
+            run = Run(self, stack, on_output)
+            run.begin(argv, cwd, environment_of(env), stdin)
+            done = run.finish(timeout_s, token or current_cancel_token())
+            return done if run.failed is None else replace(done, stderr=f"{run.failed}\n".encode())
 
     def terminal(self, columns: int = 160, rows: int = 40, cwd: str = "/") -> Terminal:
         """A terminal with an interactive bash; close it."""
@@ -163,11 +168,11 @@ class Room:
 
         return Terminal(self, columns, rows, cwd)
 
-    def clear(self) -> None:
-        """Kill every program of the room, services included."""
-        self._ask(b"clear", 0)
+    def clear(self) -> bool:
+        """Kill every program of the room, services included. True unless some could not be killed in time."""
+        return self._ask(b"clear %d" % self._spared)[0] == b"cleared"
 
-    def _ask(self, message: bytes, most: int) -> list[int]:
+    def _ask(self, message: bytes, most: int = 0) -> tuple[bytes, list[int]]:
         """Send a message that process 1 answers."""
         if self._channel is None:
             raise GradingError("the room is not open.")
@@ -176,23 +181,27 @@ class Room:
             text, descriptors, _, _ = socket.recv_fds(self._channel, 64, most, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             raise GradingError(f"{GONE} ({error})") from error
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
         if not text:
             raise GradingError(GONE)
-        return descriptors
+        return text, descriptors
 
     def _start(
         self,
         argv: Sequence[str],
         cwd: str,
-        env: Mapping[str, str] | None,
+        environment: Mapping[str, str],
         streams: Sequence[int],
         terminal: bool = False,
+        limits: Mapping[str, int] | None = None,
     ) -> int:
-        """Start a program with three streams; returns the pipe on which its end is told."""
+        """Start a program with three streams; returns the pipe on which its end is told. `limits` replace some of the
+        room's."""
         if self._channel is None:
             raise GradingError("the room is not open.")
-        environment = environment_of(env)
-        described = {"argv": list(argv), "cwd": cwd, "env": environment, "terminal": terminal}
+        described = {"argv": list(argv), "cwd": cwd, "env": dict(environment), "terminal": terminal}
+        described["limits"] = dict(limits or {})
         status, theirs = os.pipe()
         message = memory_file(json.dumps(described).encode())
         try:
@@ -210,10 +219,9 @@ class Room:
             if self._channel is not None:
                 self._channel.send(b"kill %d" % session)
 
-    def use(self) -> tuple[int, int, bool]:
-        """Bytes of memory in use, threads, and whether the disk is full."""
-        use, space = measure(self._pid, self.limits.memory_mb << 20), os.fstatvfs(self.files.root)
-        return use.memory, use.threads, min(space.f_bavail, space.f_favail) == 0
+    def _full(self) -> bool:
+        space = os.fstatvfs(self.files.root)
+        return min(space.f_bavail, space.f_favail) == 0
 
 
 def environment_of(more: Mapping[str, str] | None) -> dict[str, str]:
@@ -226,52 +234,66 @@ def environment_of(more: Mapping[str, str] | None) -> dict[str, str]:
     return base | dict(more or {})
 
 
-class _Run:
-    """One program from start to end."""
+class Run:
+    """One program from start to end. `selector` and `failed` (why it could not be started) are for the room."""
 
-    def __init__(self, room: Room, stack: contextlib.ExitStack, on_output: Callable[[str, bytes], None] | None) -> None:
+    def __init__(
+        self, room: Room, stack: contextlib.ExitStack, on_output: Callable[[str, bytes], None] | None = None
+    ) -> None:
         self._room, self._stack, self._on_output = room, stack, on_output
-        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self.selector = stack.enter_context(selectors.DefaultSelector())
         self._taken = {"stdout": bytearray(), "stderr": bytearray()}
         self._said = b""
         self._open = True  # the status pipe
+        self.failed: str | None = None
         self._started = time.monotonic()
 
-    def begin(self, argv: Sequence[str], cwd: str, env: Mapping[str, str] | None, stdin: bytes) -> None:
-        theirs = [memory_file(stdin)]
+    def begin(
+        self,
+        argv: Sequence[str],
+        cwd: str,
+        environment: Mapping[str, str],
+        stdin: bytes,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        streams = [memory_file(stdin)]
         try:
-            for name in self._taken:
-                read, write = os.pipe()
-                theirs.append(write)
-                self._watch(read, functools.partial(self._read, read, name))
-                if self._room.files.owner is not None:
-                    os.fchown(write, self._room.files.owner, -1)  # /dev/stdout opens it anew
-            self._status = self._room._start(argv, cwd, env, theirs)
+            self._open_streams(streams)
+            self._status = self._room._start(argv, cwd, environment, streams, limits=limits)
         finally:
-            for descriptor in theirs:
+            for descriptor in streams:
                 os.close(descriptor)
         self._watch(self._status, self._hear)
 
-    def _watch(self, descriptor: int, call: Callable[[], bool]) -> None:
+    def _open_streams(self, theirs: list[int]) -> None:
+        """Append the program's ends of new pipes for stdout and stderr."""
+        for name in self._taken:
+            read, write = os.pipe()
+            theirs.append(write)
+            self._watch(read, functools.partial(self._read, read, name))
+            if self._room.files.owner is not None:
+                os.fchown(write, self._room.files.owner, -1)  # /dev/stdout opens it anew
+
+    def _watch(self, descriptor: int, call: Callable[[int], object]) -> None:
         os.set_blocking(descriptor, False)
         self._stack.callback(os.close, descriptor)
-        self._selector.register(descriptor, selectors.EVENT_READ, call)
+        self.selector.register(descriptor, selectors.EVENT_READ, call)
 
-    def _hear(self) -> bool:
+    def _hear(self, mask: int = 0) -> bool:
         chunk = os.read(self._status, 4096)
         if not chunk:
             self._open = False
-            self._selector.unregister(self._status)
+            self.selector.unregister(self._status)
         self._said += chunk
         return bool(chunk)
 
-    def _read(self, descriptor: int, name: str) -> bool:
+    def _read(self, descriptor: int, name: str, mask: int = 0) -> bool:
         try:
             chunk = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return False
         if not chunk:
-            self._selector.unregister(descriptor)
+            self.selector.unregister(descriptor)
             return False
         space = self._most + 1 - len(self._taken[name])
         self._taken[name] += chunk[: max(space, 0)]
@@ -283,7 +305,7 @@ class _Run:
     def _most(self) -> int:
         return self._room.limits.output_kb << 10
 
-    def _interrupt(self) -> bool:
+    def _interrupt(self, mask: int) -> None:
         raise GradingError(INTERRUPTED)
 
     def finish(self, timeout_s: float, token: CancelToken | None) -> ExecResult:
@@ -291,7 +313,7 @@ class _Run:
             if token.cancelled:
                 self._end()
                 raise GradingError(INTERRUPTED)
-            self._selector.register(token.descriptor, selectors.EVENT_READ, self._interrupt)
+            self.selector.register(token.descriptor, selectors.EVENT_READ, self._interrupt)
         try:
             stopped, crowded = self._serve(timeout_s)
         except BaseException:
@@ -304,34 +326,42 @@ class _Run:
                 if time.monotonic() > deadline:
                     raise GradingError("a program of the room could not be ended.")
                 self._select(0.1)
-        for key in list(self._selector.get_map().values()):  # what is left in the pipes
-            if isinstance(key.data, functools.partial):
+        for key in list(self.selector.get_map().values()):  # what is left in the pipes
+            if isinstance(key.data, functools.partial) and key.data.func == self._read:
                 while len(self._taken[key.data.args[1]]) <= self._most and key.data():
                     pass
+        if stopped is None and self._too_much():
+            stopped = "output"
         return self._result(stopped, crowded)
 
     def _select(self, seconds: float) -> None:
-        for key, _ in self._selector.select(max(seconds, 0.0)):
-            key.data()
+        for key, mask in self.selector.select(max(seconds, 0.0)):
+            key.data(mask)
+
+    def _too_much(self) -> bool:
+        return any(len(data) > self._most for data in self._taken.values())
 
     def _serve(self, timeout_s: float) -> tuple[str | None, bool]:
         """Until the program ends or must be ended: the reason to end it, and whether it was at its process limit."""
-        room, crowded = self._room, False
-        clock = _Clock(room._pid, timeout_s, _waited_for_a_core(room._pid))
-        clock.program_runs()
+        room, limits, crowded = self._room, self._room.limits, False
+        clock = Clock(room._pid, timeout_s)
         look = time.monotonic() + WATCH_S
+        before = measure(room._pid, sys.maxsize).cpu_s if room._sum_of_cpu else 0.0
         while self._open:
-            if (left := clock.left()) <= 0:
-                return "wall", crowded
+            left = clock.left()
             self._select(min(left, look - time.monotonic()))
-            if any(len(data) > self._most for data in self._taken.values()):
+            if self._too_much():
                 return "output", crowded
+            if left <= 0 and self._open:  # this thread may have slept longer than the program ran
+                return "wall", crowded
             if time.monotonic() >= look:
-                memory, threads, _ = room.use()
-                crowded = crowded or threads >= room.limits.processes
-                if memory > room.limits.memory_mb << 20:
+                use = measure(room._pid, limits.memory_mb << 20)
+                crowded = crowded or use.threads >= limits.processes
+                if use.memory > limits.memory_mb << 20:
                     room.clear()  # services count too
                     return "memory", crowded
+                if room._sum_of_cpu and use.cpu_s - before > limits.cpu_s:
+                    return "cpu", crowded
                 look = time.monotonic() + WATCH_S
         return None, crowded
 
@@ -339,27 +369,32 @@ class _Run:
         """Kill the program's session; before it is known that it has started, wait for that."""
         deadline = time.monotonic() + START_S
         while self._open and b"\n" not in self._said and time.monotonic() < deadline:
-            for key, _ in self._selector.select(0.1):
+            for key, _ in self.selector.select(0.1):
                 if key.fd == self._status:
                     self._hear()
         first = self._said.partition(b"\n")[0].split()
         if first[:1] == [b"started"]:
             self._room._kill(int(first[1]))
 
-    def _result(self, stopped: str | None, crowded: bool) -> ExecResult:
-        seconds = time.monotonic() - self._started
-        out, err = (bytes(data[: self._most]) for data in self._taken.values())
+    def _ended(self) -> tuple[int, int]:
+        """Its exit code, and the KB of its largest process."""
         *_, last = self._said.decode(errors="replace").splitlines() or [""]
         kind, _, rest = last.partition(" ")
         if kind == "error":
-            return ExecResult(127, out, f"{rest}\n".encode(), None, seconds)
+            self.failed = rest
+            return 127, 0
         if kind not in ("exit", "signal"):
             raise GradingError(GONE)
         code, peak = (int(word) for word in rest.split())
-        code = -code if kind == "signal" else code
-        if stopped is None:
-            large = peak >> 10 >= NEARLY * self._room.limits.memory_mb
-            stopped = None if code == 0 else reason_of(code, large, self._room.use()[2], crowded)
-        else:
+        return -code if kind == "signal" else code, peak
+
+    def _result(self, stopped: str | None, crowded: bool) -> ExecResult:
+        seconds = time.monotonic() - self._started
+        out, err = (bytes(data[: self._most]) for data in self._taken.values())
+        code, peak = self._ended()
+        if stopped is not None:
             code = -signal.SIGKILL
+        elif self.failed is None:
+            large = peak >> 10 >= NEARLY * self._room.limits.memory_mb
+            stopped = reason_of(code, large, self._room._full(), crowded)
         return ExecResult(code, out, err, stopped, seconds)

@@ -1,23 +1,22 @@
-"""The sandbox's room: its limits, the visible paths of the machine, and the request to the launcher.
-
-`glm5.sandbox.sandbox` starts and watches the room; `launcher.py` builds it from the inside.
-"""
+"""The room of one program of the judge (`glm5.sandbox.sandbox`): its limits and the visible paths of the machine."""
 
 from __future__ import annotations
 
 import fcntl
 import functools
 import os
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from glm5.errors import ConfigError
 
-LAUNCHER = Path(__file__).with_name("launcher.py")
+PACKAGE = Path(__file__).parents[1]
+BOX = "/box"  # the writable folder
+PORT = 8100  # of the gateway
 LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -62,81 +61,48 @@ def view() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[str, ...
     libraries += ["/nix/store"] if executable.startswith("/nix/store/") else []
     links = tuple((path, os.readlink(path)) for path in libraries if os.path.islink(path))
     folders = sorted({path for path in libraries if os.path.isdir(path) and not os.path.islink(path)})
-    shown = [path for path in folders if not _inside(path, folders)]
-    links += () if _inside(executable, ["/tmp"]) or _inside(sys.base_prefix, ["/tmp"]) else (("/tmp", "/box"),)
+    shown = [path for path in folders if not inside(path, folders)]
+    links += () if inside(executable, ["/tmp"]) or inside(sys.base_prefix, ["/tmp"]) else (("/tmp", "/box"),)
     files = [path for path in (executable, "/etc/ld.so.cache", "/dev/null", "/dev/urandom") if os.path.exists(path)]
-    secret = {str(LAUNCHER.parents[2]), *(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))}
+    secret = {str(PACKAGE.parent), *(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))}
     standard = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_prefix})
     secret |= {f"{standard[key]}/{name}" for key in ("stdlib", "platstdlib") for name in ("site-packages", "test")}
     secret |= {"/usr/lib/python3/dist-packages", f"{sys.base_prefix}/lib/python3/dist-packages"}
-    hidden = sorted(path for path in secret if os.path.isdir(path) and _inside(path, shown))
-    outer = [path for path in hidden if not _inside(path, hidden)]
-    return tuple(shown + [path for path in files if not _inside(path, shown)]), links, tuple(outer)
+    hidden = sorted(path for path in secret if os.path.isdir(path) and inside(path, shown))
+    outer = [path for path in hidden if not inside(path, hidden)]
+    return tuple(shown + [path for path in files if not inside(path, shown)]), links, tuple(outer)
 
 
-def _inside(path: str, folders: Iterable[str]) -> bool:
+def inside(path: str, folders: Iterable[str]) -> bool:
     return any(path.startswith(f"{folder}/") for folder in folders)
 
 
-def netstring(data: bytes) -> bytes:
-    return b"%d:%s" % (len(data), data)
+def last_capability() -> int:
+    with open("/proc/sys/kernel/cap_last_cap") as stream:
+        return int(stream.read())
 
 
-def request_of(limits: Limits, job: Job) -> bytes:
-    """The launcher's input: rows of netstrings (see `launcher.read_request`). Raises ConfigError if a file name
-    is not allowed, or there are files but no folder."""
-    shown, links, hidden = view()
-    rows: list[tuple[str, ...]] = [("bind", path) for path in shown]
-    rows += [("link", *link) for link in links]
-    rows += [("hide", path) for path in hidden]
+def files_of(limits: Limits, job: Job) -> dict[str, bytes]:
+    """The files of a program by their paths in the room. Raises ConfigError if a file name is not allowed, or there are
+    files but no folder."""
     if job.files and not limits.file_mb:
         raise ConfigError("sandbox: file_mb is 0, so the program gets no files; give it a folder or use stdin.")
     for name in job.files:
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name or parts == ("main.py",):
             raise ConfigError(f"sandbox file {name!r}: use a relative path without '..' other than main.py.")
-    if limits.file_mb:
-        rows += [("python", "main.py"), ("file", "main.py", job.source)]
-        rows += [("file", name, text) for name, text in job.files.items()]
-    else:
-        rows.append(("python", "-c", job.source))
-    with open("/proc/sys/kernel/cap_last_cap") as stream:
-        last_capability = stream.read().strip()
-    rows.append(("program", interpreter(), last_capability))
-    rows.append(("limits", *(str(v) for v in (limits.cpu_s, limits.memory_mb, limits.processes, limits.file_mb))))
-    return b"".join(
-        netstring(b"".join(netstring(part.encode("utf-8", "surrogateescape")) for part in row)) for row in rows
-    )
+    files = {"main.py": job.source, **job.files} if limits.file_mb else {}
+    return {f"{BOX}/{name}": text.encode("utf-8", "surrogateescape") for name, text in files.items()}
 
 
-def _bubblewrap_command(limits: Limits) -> list[str]:
+def request_of(limits: Limits) -> dict[str, Any]:
+    """The keeper's input (`environment_launcher.Keeper`): a room for one program of the judge."""
     shown, links, hidden = view()
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-user",
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-    ]
-    command += ["--die-with-parent", "--as-pid-1", "--clearenv", "--uid", "65534", "--gid", "65534"]
-    command += ["--cap-drop", "ALL", "--hostname", "sandbox"]
-    for path, target in links:
-        command += ["--symlink", target, path]
-    command += ["--ro-bind", str(LAUNCHER), "/launcher.py"]
-    for path in shown:
-        device = _inside(path, ["/dev"])
-        command += ["--dev-bind", path, path, "--remount-ro", path] if device else ["--ro-bind", path, path]
-    for path in hidden:
-        command += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
-    command += ["--size", str(limits.file_mb << 20), "--tmpfs", "/box"] if limits.file_mb else ["--dir", "/box"]
-    return [*command, "--remount-ro", "/", "--"]
-
-
-def command_of(mode: str, limits: Limits, descriptors: Iterable[int], root: str) -> list[str]:
-    room = _bubblewrap_command(limits) if mode == "bubblewrap" else []
-    launcher = "/launcher.py" if room else str(LAUNCHER)
-    return [*room, interpreter(), "-I", "-S", "-B", launcher, mode, *map(str, descriptors), root]
+    return {
+        "trees": [], "shown": shown, "hidden": hidden, "links": links, "folders": [BOX], "texts": [], "port": PORT,
+        "sealed": [BOX] if limits.file_mb else [], "inodes": 4096, "plain": True, "given": [],
+        "last_capability": last_capability(),
+    }  # fmt: skip
 
 
 def memory_file(*data: bytes) -> int:

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from glm5.sandbox import agent_launcher, launcher
+    from glm5.sandbox import launcher, room_filter
 else:
-    import agent_launcher
     import launcher
+    import room_filter
 
 CHOWN, DAC_OVERRIDE, FOWNER, FSETID = 0, 1, 3, 4
 KEPT = (CHOWN, DAC_OVERRIDE, FOWNER, FSETID)
 """Capabilities of a room's programs that root starts: files of the trees belong to others, and are theirs to change."""
 MASK = sum(1 << capability for capability in KEPT)
 PR_SET_KEEPCAPS, PR_CAP_AMBIENT, AMBIENT_RAISE = 8, 47, 2
-DENIED = {name: numbers for name, numbers in agent_launcher.DENIED.items() if name not in ("sync", "syncfs")}
+KILL_S = 2.0  # time to end all processes but one
 
 
 def keep_privileges(uid: int, last_capability: int) -> None:
@@ -60,19 +60,30 @@ class ProcessOne:
         if self.machine not in launcher.MACHINES:
             raise launcher.SetupError(f"no system-call table for {self.machine}; x86_64 and aarch64 are supported")
         os.umask(0o022)
-        self.uid, self.limits = uid, limits
+        self.uid, self.limits, sealed = uid, limits, fixed["sealed"] is not None
+        self.plain = fixed["plain"]  # a room for one program of the judge
+        self.uncounted = 2 if os.getuid() == 0 else 3  # process 1; in a user namespace, the keeper and its child too
+        self.denied = {
+            name: call for name, call in room_filter.DENIED.items() if sealed or name not in ("sync", "syncfs")
+        }
         root = build()
-        self.listener = agent_launcher.open_loopback(fixed["port"])
+        self.listener = room_filter.open_loopback(fixed["port"])
         os.fchdir(root)
         launcher.check(launcher.libc.pivot_root(b".", b"."), "pivot_root")
         launcher.check(launcher.libc.umount2(b".", launcher.MNT_DETACH), "umount old root")
         os.chdir("/")
         os.close(root)
-        if os.getuid() == 0:
+        if sealed:
+            flags = launcher.MS_REMOUNT | launcher.MS_BIND | launcher.MS_RDONLY | launcher.MS_NOSUID | launcher.MS_NODEV
+            launcher.mount(None, "/", None, flags)
+        if os.getuid() == 0 and not sealed:
             keep_privileges(uid, fixed["last_capability"])
         else:
             launcher.drop_privileges(uid, fixed["last_capability"])
         launcher.libc.prctl(launcher.PR_SET_PDEATHSIG, launcher.SIGKILL, 0, 0, 0)  # the change of user id clears it
+        for path in fixed["given"]:
+            if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+                raise launcher.SetupError(f"the room's user may not read {path}")
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         wake, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -114,11 +125,7 @@ class ProcessOne:
         elif kind == "kill":
             self._kill(int(argument))
         elif kind == "clear":
-            while self._reap():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)
-                time.sleep(0.001)
-            self.channel.send(b"cleared")
+            self.channel.send(b"cleared" if self._clear(int(argument)) else b"left")
         elif kind == "terminal":
             pair = os.openpty()
             socket.send_fds(self.channel, [b"terminal"], pair)
@@ -141,31 +148,24 @@ class ProcessOne:
             os.close(descriptor)
 
     def _fork(self, program: dict[str, Any], streams: Sequence[int]) -> int:
-        failed, report = os.pipe()
-        child = os.fork()
-        if child:
-            os.close(report)
-            why = os.read(failed, 300).decode(errors="replace")
-            os.close(failed)
-            if why:
-                raise launcher.SetupError(why)
-            return child
-        try:
-            launcher.reset_signals()
+        def prepare() -> None:
             for number, descriptor in enumerate(streams):
                 os.dup2(descriptor, number)
             os.setsid()
             if program["terminal"]:
                 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            agent_launcher.limit(*(self.limits[name] for name in ("cpu_s", "memory_mb", "processes", "disk_mb")))
-            rules = agent_launcher.extra_rules(launcher.MACHINES[self.machine][0])
-            launcher.filter_system_calls(self.machine, DENIED, agent_launcher.BY_ARGUMENT, rules)
+            limits = self.limits | program["limits"]
+            most = limits["cpu_s"], limits["memory_mb"], limits["processes"] + self.uncounted, limits["disk_mb"]
+            if self.plain:
+                launcher.limit(*most)
+                launcher.filter_system_calls(self.machine)
+            else:
+                room_filter.limit(*most)
+                rules = room_filter.extra_rules(launcher.MACHINES[self.machine][0])
+                launcher.filter_system_calls(self.machine, self.denied, room_filter.BY_ARGUMENT, rules)
             os.chdir(program["cwd"])
-            os.execvpe(program["argv"][0], program["argv"], program["env"])
-        except BaseException as error:  # a fork must never return into the parent's code
-            os.write(report, f"{program['argv'][0]}: {error}".encode(errors="replace")[:300])
-        finally:
-            os._exit(127)
+
+        return launcher.start_program(program["argv"], program["env"], prepare)
 
     def _reap(self) -> bool:
         """Take the ends of processes; False if no process is left."""
@@ -181,8 +181,26 @@ class ProcessOne:
                 _tell(status, f"{said} {usage.ru_maxrss}")
                 os.close(status)
 
+    def _clear(self, kept: int) -> bool:
+        """Kill every process, or all but `kept`; False if some stay for long."""
+        deadline = time.monotonic() + KILL_S
+        while self._reap():
+            others = [-1]
+            if kept:
+                others = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in (1, kept)]
+                if not others or time.monotonic() > deadline:
+                    return not others
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+        return not kept
+
     def _kill(self, session: int) -> None:
         """Kill a session's processes, and those that a dying one has just made."""
+        if not os.path.exists("/proc/self"):  # nothing shows sessions
+            self._clear(0)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(session, signal.SIGKILL)
         for _ in range(20):

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from glm5.errors import GradingError
-from glm5.sandbox.programs import CHUNK, GONE
+from glm5.sandbox.programs import CHUNK, GONE, environment_of
 
 if TYPE_CHECKING:
     from glm5.sandbox.programs import Room
@@ -21,11 +21,13 @@ class Terminal:
         import termios
 
         self._room = room
-        self._master, slave = room._ask(b"terminal", 2)
+        self._master, slave = room._ask(b"terminal", 2)[1]
         try:
             termios.tcsetwinsize(slave, (rows, columns))
             argv = ["/bin/bash", "--noprofile", "--norc", "-i"]
-            self._status = room._start(argv, cwd, {"TERM": "xterm-256color"}, [slave] * 3, terminal=True)
+            self._status = room._start(
+                argv, cwd, environment_of({"TERM": "xterm-256color"}), [slave] * 3, terminal=True
+            )
         finally:
             os.close(slave)
         os.set_blocking(self._master, False)

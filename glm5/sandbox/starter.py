@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import socket
@@ -11,8 +12,8 @@ import threading
 from pathlib import Path
 
 from glm5.errors import GradingError
+from glm5.sandbox.clock import KILL_S
 from glm5.sandbox.room import interpreter, memory_file
-from glm5.sandbox.sandbox import KILL_S
 
 LAUNCHER = Path(__file__).with_name("environment_launcher.py")
 
@@ -70,7 +71,8 @@ class Starter:
             self._owner = os.getpid()
             command = [interpreter(), "-E", "-s", "-S", "-B", str(LAUNCHER), str(theirs.fileno())]
             nothing = subprocess.DEVNULL
-            with theirs:
+            with theirs, contextlib.ExitStack() as stack:
+                stack.enter_context(orders)
                 process = subprocess.Popen(
                     command,
                     stdin=nothing,
@@ -81,6 +83,7 @@ class Starter:
                     env={},
                     cwd="/",
                 )
+                stack.pop_all()
             self._server = orders, process
         return self._server[0]
 

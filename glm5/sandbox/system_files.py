@@ -1,19 +1,81 @@
-"""What programs of a verifier room must not take from the agent: Python's start-up files, programs of /usr/local.
+"""What programs of a verifier room must not take from the agent: files that languages load by themselves or before
+their own libraries, below /usr/local and at the top of the room, where agents may write.
 
 The verifier room itself has the machine's links and loader again (`NamespaceEnvironment.verifier`). `restore_startup`
-puts right, from outside, what would run inside of Python before the first line of the verifier's own programs.
+puts right what would run inside of Python, Ruby, Perl, Node, a compiler or pytest before the verifier's own first line.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from glm5.sandbox.environment import Room, RoomFileError
 from glm5.sandbox.programs import environment_of
+from glm5.sandbox.room import interpreter
 
-STARTUP_FOLDER = "/usr/local/lib"
-STARTUP_FILES = ("sitecustomize.py", "usercustomize.py")
+PYTHON = r"/usr/local/lib/(.*/)?((sitecustomize|usercustomize|apport_python_hook)\b.*|[^/]*\.pth)"
+LIBRARIES = r"/usr/local/(lib|share)/(.*/)?(site_ruby|site_perl|perl|perl5|lua)(/.*)?"
+PLACES = ("/usr/local/lib", "/usr/local/share/perl", "/usr/local/share/lua", "/usr/local/include", "/usr/pyvenv.cfg")
+TOP = (
+    "/pytest.ini", "/.pytest.ini", "/pyproject.toml", "/tox.ini", "/setup.cfg", "/conftest.py", "/__init__.py",
+    "/package.json", "/node_modules", "/.npmrc", "/.cargo", "/.rspec", "/phpunit.xml",
+)  # fmt: skip
+"""Settings for tests in any folder: tools look for them in the folders above."""
+LOOK_S = 60.0
+
+# Prints what of these files there is, as JSON of path to a stamp that no program can choose. With "known", removes what
+# differs from it; "left" is what could not be removed. Links to folders count, for what lies behind them is not seen.
+LOOK = r"""
+import json, os, re, stat, sys
+order = json.load(sys.stdin)
+ours = [re.compile(pattern, re.DOTALL) for pattern in order["patterns"]]
+local, system = "/usr/local/include/", ["/usr/include/"]
+if os.path.isdir(system[0]):
+    system += [f"/usr/include/{name}/" for name in os.listdir(system[0]) if "-linux-" in name]
+
+def counts(path, mode):
+    if path in order["places"] or any(f"{path}/".startswith(f"{top}/") for top in order["top"]):
+        return True
+    if stat.S_ISLNK(mode) and os.path.isdir(path):
+        return True
+    if path.startswith(local):
+        return any(os.path.lexists(folder + path[len(local):]) for folder in system)
+    return any(pattern.fullmatch(path) for pattern in ours)
+
+def look():
+    found, todo = {}, [*order["places"], *order["top"]]
+    while todo:
+        path = todo.pop()
+        try:
+            status = os.lstat(path)
+            if stat.S_ISDIR(status.st_mode):
+                todo += [entry.path for entry in os.scandir(path)]
+            elif counts(path, status.st_mode):
+                found[path] = f"{status.st_mode:o} {status.st_ctime_ns} {status.st_size}"
+        except OSError:  # missing, closed, or with too long a path: programs cannot load it either
+            pass
+    return found
+
+found, left = look(), []
+if order["known"] is not None:
+    for path in [path for path, stamp in found.items() if stamp != order["known"].get(path)]:
+        try:
+            os.unlink(path)
+            del found[path]
+        except OSError:
+            left.append(path)
+print(json.dumps({"found": found, "left": left}))
+"""
+
+
+@dataclass(frozen=True)
+class StartupFile:
+    """A file as it was before the agent came. `data` is None if it is no regular file."""
+
+    stamp: str
+    data: bytes | None
 
 
 def verifier_path() -> str:
@@ -22,23 +84,36 @@ def verifier_path() -> str:
     return ":".join(sorted(folders, key=lambda folder: folder.startswith("/usr/local")))
 
 
-def restore_startup(room: Room, startup: Mapping[str, bytes]) -> None:
-    """Restore Python's start-up files below /usr/local; `startup` is `startup_files` of the room before the agent came.
-    Raises RoomFileError or OSError if what the agent left does not allow it."""
-    found = startup_files(room)
-    for path in found.keys() | startup.keys():
-        if found.get(path) != startup.get(path, b""):
-            room.upload({path: startup.get(path, b"")})
+def startup_files(room: Room, workdir: str = "/app") -> dict[str, StartupFile]:
+    """The files that matter, before the agent comes. Those at the top of the room are left out if it is the working
+    folder."""
+    found = _look(room, workdir, None)
+    files = dict[str, StartupFile]()
+    for path, stamp in found.items():
+        try:
+            files[path] = StartupFile(stamp, room.download(path))
+        except RoomFileError:
+            files[path] = StartupFile(stamp, None)
+    return files
 
 
-def startup_files(room: Room) -> dict[str, bytes]:
-    """Python's start-up files below /usr/local: sitecustomize, usercustomize and .pth files. What is no regular file
-    counts as an empty one. Raises RoomFileError for a folder that cannot be read whole."""
-    found = dict[str, bytes]()
-    for entry in room.files.entries(STARTUP_FOLDER):
-        name = entry.path.rsplit("/", 1)[-1]
-        if name in STARTUP_FILES or name.endswith(".pth"):
-            found[entry.path] = b"\0"  # differs from every text
-            with contextlib.suppress(RoomFileError):
-                found[entry.path] = room.download(entry.path)
-    return found
+def restore_startup(room: Room, startup: Mapping[str, StartupFile], workdir: str = "/app") -> None:
+    """Remove what the agent added or changed, and restore what it removed; `startup` is `startup_files` of the room
+    before the agent came. Raises RoomFileError if what the agent left does not allow it."""
+    found = _look(room, workdir, {path: file.stamp for path, file in startup.items()})
+    room.upload({p: file.data for p, file in startup.items() if p not in found and file.data is not None})
+
+
+def _look(room: Room, workdir: str, known: Mapping[str, str] | None) -> dict[str, str]:
+    top = [] if workdir.rstrip("/") == "" else [path for path in TOP if not f"{workdir}/".startswith(f"{path}/")]
+    order = {"places": PLACES, "top": top, "patterns": [PYTHON, LIBRARIES], "known": known}
+    command = [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LOOK]
+    run = room.exec(command, stdin=json.dumps(order).encode(), timeout_s=LOOK_S)
+    try:
+        answer = json.loads(run.stdout)
+        if not answer["left"]:
+            return dict(answer["found"])
+        why = f"{answer['left'][0]!r:.200} cannot be removed"
+    except (ValueError, LookupError, TypeError):
+        why = f"they cannot be listed ({run.stopped or run.exit_code})"
+    raise RoomFileError(f"start-up files of the room: {why}.")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 import re
-import stat
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -49,8 +46,6 @@ WORKERS_PATH = "/workers"
 ADMIN_PATHS."""
 UNCOUNTED = (*OPEN_PATHS, "/metrics")
 """Not counted as concurrent requests: these, and ADMIN_PATHS, must work while a server is full."""
-MAX_KEY_BYTES = 4096
-"""Maximum bytes of a key, and of its file."""
 FORWARDED = frozenset(("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"))
 """Headers of a proxy, or of a client that poses as one. They are believed only from a trusted proxy."""
 
@@ -295,39 +290,3 @@ def hosts_answered(host: str, api_key: str | None, access: Access) -> set[str] |
         raise UsageError(f"Other machines can reach {host}; give an API key, or serve on 127.0.0.1.")
     pages = {name for origin in access.origins if (name := urlsplit(origin).hostname) is not None}
     return None if api_key else {*LOOPBACK_NAMES, host, *pages}
-
-
-def find_key(name: str, given: str | None, file: Path | None) -> str | None:
-    """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
-    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
-
-    Raises:
-        UsageError: more than one source, a file that others may read, or a value that is not a valid key.
-    """
-    variable = f"GLM5_{name.upper()}_KEY"
-    found = {
-        f"--{name}-key": given,
-        f"--{name}-key-file": None if file is None else _read_key(file),
-        variable: os.environ.pop(variable, None),
-    }
-    there = {source: key for source, key in found.items() if key is not None}
-    if len(there) > 1:
-        raise UsageError(f"The {name} key is given more than once: {' and '.join(there)}; keep one.")
-    for source, key in there.items():
-        if not key or len(key) > MAX_KEY_BYTES or not (key.isascii() and key.isprintable()) or " " in key:
-            raise UsageError(f"{source} is not a valid key; use visible ASCII characters without spaces.")
-        return key
-    return None
-
-
-def _read_key(file: Path) -> str:
-    """The content of a key file, without the line end. A pipe works too."""
-    try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            if stat.S_ISREG(mode) and mode & 0o077:
-                raise UsageError(f"Other users can read {file}; run: chmod 600 {file}")
-            raw = opened.read(MAX_KEY_BYTES + 2)
-    except OSError as error:
-        raise UsageError(f"Cannot read the key file {file}: {(error.strerror or str(error)).lower()}.") from None
-    return raw.decode("utf-8", "replace").rstrip("\r\n")

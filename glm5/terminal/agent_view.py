@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from glm5.agents.coding import Outcome
+from glm5.agents.coding import Outcome, View
 from glm5.agents.endpoint import Reply
 from glm5.agents.tools import CHANGING, ToolResult
 from glm5.records import ToolCall
@@ -14,7 +14,7 @@ SHOWN_LINES = 12
 """Lines of a result that are shown."""
 
 
-class AgentView:
+class AgentView(View):
     """Shows a session on a screen. With `approve`, calls that may change something wait for the user.
 
     Thoughts are folded: while the model thinks, one line counts the words; afterwards it is gone, and `thoughts` of the

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-# Escape sequences in a model's output could rewrite the screen, or worse.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Escape sequences in a model's output could rewrite the screen, or worse; marks of direction could show a patch in
+# another order than it has.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Screen:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import typer.main
 from rich.console import Console
+from typer.testing import CliRunner, Result
 
 from glm5 import cli
 from glm5.agents.session_log import read_log
@@ -73,9 +74,9 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "glm5", "agent", *map(str, arguments)]
 
 
-def glm5(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    env = environment(tmp_path)
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=env, timeout=120)
+def glm5(tmp_path: Path, *arguments: object) -> Result:
+    """In this process: a second for each would be too long."""
+    return CliRunner().invoke(cli.app, ["agent", *map(str, arguments)], env=environment(tmp_path))
 
 
 def test_a_killed_session_goes_on(repo: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -99,7 +100,7 @@ def test_a_killed_session_goes_on(repo: Path, tmp_path: Path) -> None:  # noqa: 
         process.stdout.close()
         assert [e["kind"] for e in read_log(log)[0]].count("reply") == 2
         done = glm5(tmp_path, "--resume", log, "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["ok"] and told["reason"] == "done" and told["turns"] == 4 and told["changed"] == ["sums.py"]
     assert "+    return a + b" in told["diff"] and told["log"] == str(log)
@@ -113,7 +114,7 @@ def test_in_place_with_the_text_view(repo: Path, tmp_path: Path) -> None:  # noq
     with ScriptedModel(FIX) as model:
         options = ("--repo", repo, "--model", model.url, "--dialect", "anthropic", *TEST)
         done = glm5(tmp_path, "Fix add.", *options, "--in-place", "--diff", tmp_path / "patch")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     assert "Fixed the sign." in done.stdout and "+    return a + b" in done.stdout
     assert "Look first." not in done.stdout + done.stderr and "Thought, 2 words." in done.stderr
     assert "done: 1 files changed; 4 turns" in done.stderr and "restore --source refs/glm5/agent-" in done.stderr
@@ -166,7 +167,6 @@ def test_questions_on_a_terminal(repo: Path, tmp_path: Path) -> None:  # noqa: F
     ],
 )
 def test_refusals(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process: a second for each would be too long."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     monkeypatch.setattr(sys, "argv", ["glm5", "agent", *arguments])

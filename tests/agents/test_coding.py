@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +203,8 @@ def test_context_is_folded_before_each_request(repo: Path, tmp_path: Path) -> No
     results = [m["content"] for m in model.bodies[-1]["messages"] if m["role"] == "tool"]
     assert results[:5] == [OMITTED] * 5 and "number 5" in results[5]
     limit = 60 + sum(map(approximate_tokens, opening(Settings("Fix add.", str(repo), "", test_command="x" * 24))))
-    outcome, model = play(repo, script, tmp_path / "log2", context=ContextPolicy("discard-all", limit=limit))
+    policy, budget = ContextPolicy("discard-all", limit=limit), Budget(turns=25)
+    outcome, model = play(repo, script, tmp_path / "log2", context=policy, budget=budget)
     sizes = [len(body["messages"]) for body in model.bodies]
     assert sizes.count(2) > 5 and max(sizes) < 10  # the script begins anew with the conversation
     assert outcome.reason == "turns"
@@ -252,6 +255,7 @@ def test_an_endpoint_that_misbehaves(repo: Path, tmp_path: Path) -> None:
             (200, "[]", "not a reply"),
             (200, '{"choices": []}', "not a reply"),
             (200, "{" * 100_000, "not JSON"),
+            (200, '{"choices": [{"message": {"tool_calls": [{"index": Infinity}]}}]}', "not a reply"),
             (302, "", "status 302"),
         ):
             model.refuse = [(status, body)]
@@ -259,6 +263,8 @@ def test_an_endpoint_that_misbehaves(repo: Path, tmp_path: Path) -> None:
                 endpoint.complete(ask, [])
         model.refuse = [(200, 'data: {"choices": []}\n\n')]  # no end; asked again
         model.refuse_kind = "text/event-stream"
+        assert endpoint.complete(ask, []).message.tool_calls
+        model.refuse = [(200, 'data: {"choices": [{"finish_reason": {}}]}\n\n')]  # not text
         assert endpoint.complete(ask, []).message.tool_calls
         model.refuse = [(200, 'data: {"error": {"message": "overloaded"}}\n\n')] * 2
         with pytest.raises(EndpointError, match="overloaded"):
@@ -279,6 +285,78 @@ def test_an_endpoint_that_misbehaves(repo: Path, tmp_path: Path) -> None:
     for url in ("ftp://x", "nothing", "http://"):
         with pytest.raises(UsageError):
             Endpoint(url)
+
+
+def test_an_endpoint_that_never_ends(repo: Path, tmp_path: Path) -> None:
+    class Drip(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"x" * (1 << 20))
+
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b": not dead\n\n")
+                    time.sleep(0.05)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(EndpointError, match="more than"):
+            _ = Endpoint(url).name
+        settings = settings_for("x", repo, url, budget=Budget(seconds=0.5))
+        with NamespaceEnvironment({ROOT: repo}) as room, SessionLog(tmp_path / "log") as log:
+            outcome = CodingAgent(settings, Endpoint(url, "name"), room, log).run()
+        assert outcome.reason == "seconds" and outcome.seconds < 10
+        server.shutdown()
+
+
+@pytest.mark.parametrize("change", [
+    {"settings": {"budget": {"seconds": "x"}}}, {"files": "x"}, {"files": {"a": {}}}, {"files": {"a": {"digest": 5}}},
+    {"seen": {"": None}}, {"content": 5}, {"name": None, "ok": [], "content": None}, {"seconds": []},
+])  # fmt: skip
+def test_a_damaged_log_is_refused(repo: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    play(repo, FIX, tmp_path / "log")
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    number = 0 if "settings" in change else next(i for i, row in enumerate(rows) if "files" in row)
+    if "settings" in change:
+        rows[0]["settings"]["budget"] |= change["settings"]["budget"]
+    else:
+        rows[number] |= change
+    (tmp_path / "log").write_text("".join(json.dumps(row) + "\n" for row in rows[: number + 1]))
+    with ScriptedModel(FIX) as model, contextlib.suppress(DataError):
+        settings = Settings.of(read_log(tmp_path / "log")[0][0])
+        with opened(settings, model, tmp_path / "log", resume=True) as agent:
+            agent.run()
+
+
+def test_no_program_of_the_repository_runs_outside_of_the_room(repo: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $0 >> {ran}\ncat\n")
+    program.chmod(0o755)
+    subprocess.run(["git", "init", "-q", str(repo)], check=True)
+    for name in ("post-index-change", "reference-transaction"):
+        (repo / ".git/hooks").mkdir(exist_ok=True)
+        (repo / ".git/hooks" / name).symlink_to(program)
+    for key in ("core.fsmonitor", "filter.x.clean", "filter.x.process"):
+        subprocess.run(["git", "-C", str(repo), "config", key, str(program)], check=True)
+    subprocess.run(["git", "-C", str(repo), "config", "filter.x.required", "true"], check=True)
+    (repo / ".gitattributes").write_text("* filter=x\n")
+    safety_commit(repo, "agent-test", ["sums.py"])
+    kept = subprocess.run(["git", "-C", str(repo), "cat-file", "blob", "refs/glm5/agent-test:sums.py"],
+                          capture_output=True, check=True)  # fmt: skip
+    assert kept.stdout == (repo / "sums.py").read_bytes() and not ran.exists()
 
 
 def test_a_hostile_repository(repo: Path, tmp_path: Path) -> None:

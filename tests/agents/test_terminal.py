@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from glm5.agents.endpoint import Endpoint
+from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.terminal import (
     MOST_OUTPUT,
     QUESTIONS,
@@ -22,9 +23,13 @@ from glm5.agents.terminal import (
     parse,
 )
 from glm5.agents.virtual_terminal import MOST_HISTORY, VirtualTerminal
+from glm5.cli.options import app
+from glm5.data.sft import read_conversations
+from glm5.errors import UsageError
 from glm5.sandbox.environment import NamespaceEnvironment
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.rooms import needs_rooms
+from tests.tasks.harbor.tasks import make_task
 
 
 def screen(data: bytes, columns: int = 10, rows: int = 4) -> list[str]:
@@ -202,3 +207,52 @@ def test_an_overflow_unwinds_and_limits_end_a_session(tmp_path: Path) -> None:
         model.refuse = [(400, "no")]
         assert TerminalAgent(endpoint, room).run("Nothing.").reason == "endpoint"
         endpoint.close()
+
+
+@needs_rooms
+def test_a_context_that_is_smaller_than_told(tmp_path: Path) -> None:
+    """The server refuses long before the agent's own limit: turns are dropped before the summary is asked for."""
+    summarised: list[int] = []
+
+    def script(body: dict[str, Any], turn: int) -> Say:
+        last, size = body["messages"][-1]["content"], sum(len(message["content"]) for message in body["messages"])
+        summarised.extend([size] * (last == SUMMARY))
+        if last == SUMMARY or last.startswith((QUESTIONS[:30], "The colleague")):
+            return Say("text")
+        if size > 20_000:
+            model.refuse.append((400, '{"error": {"message": "maximum context length"}}'))
+        done = last.startswith("Here are the answers") or "You say that" in last
+        return Say(reply(complete=True) if done else reply(("seq 1 9000\n", 0.3)))
+
+    model = ScriptedModel(script)
+    work = tmp_path / "work"
+    work.mkdir()
+    with model, NamespaceEnvironment({"/work": work}) as room:
+        endpoint = Endpoint(model.url, pauses=())
+        assert TerminalAgent(endpoint, room, turns=9).run("Nothing.").reason == "done"
+        endpoint.close()
+    assert len(summarised) == 1 and summarised[0] < 20_000
+
+
+@needs_rooms
+def test_a_task_is_played_and_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`glm5 task run --agent terminal`: the variables of the image, the verdict, the session as SFT data."""
+    docker = "FROM ubuntu\nWORKDIR /app\nENV WORD='hel lo'\n"
+    test = "#!/bin/bash\n[ \"$(cat /app/out.txt)\" = 'hel lo' ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    task = make_task(tmp_path / "task", environment__Dockerfile=docker, tests__test_dot_sh=test)
+    script = [Say(reply(('echo "$WORD" > out.txt\n', 0.2))), Say(reply(complete=True)), Say(reply(complete=True))]
+    monkeypatch.setattr("glm5.agents.endpoint.PAUSES_S", ())
+    with ScriptedModel(script) as model:
+
+        def run(*words: str) -> Result:
+            line = ["task", "run", str(task), "--agent", "terminal", *words, "--json"]
+            return CliRunner().invoke(app, line)
+
+        done = run("--model", model.url, "--sft", str(tmp_path / "sft.jsonl"))
+        said = json.loads(done.stdout)
+        assert (said["reward"], said["ended"], said["turns"], said["error"]) == (1.0, "done", 3, None)
+        assert len(list(read_conversations(tmp_path / "sft.jsonl"))) == 1
+        assert json.loads(run("--model", model.url, "--timeout", "0.1").stdout)["error"] == "AgentTimeoutError"
+        model.refuse = [(400, "no")]
+        assert isinstance(run("--model", model.url).exception, EndpointError)
+        assert isinstance(run().exception, UsageError)

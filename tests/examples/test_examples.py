@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from glm5 import GLM5Config, GLM5ForCausalLM
 from glm5.chat import Tokenizer
+from glm5.config.load import load_recipe
+from glm5.config.recipe import RunRecipe
 from glm5.data.documents import Document
 from tests.forks import Forks
 from tests.rooms import needs_rooms
@@ -109,6 +111,11 @@ def test_what_an_example_adds_is_its_own_file(example: str) -> None:
     assert roots <= {"glm5", "torch", "pydantic", *sys.stdlib_module_names}
 
 
+@pytest.mark.parametrize("name", ["agent_in_a_recipe", "live_rl", "small", "two_teachers"])
+def test_a_recipe_can_be_read(name: str) -> None:
+    assert load_recipe(EXAMPLES / f"{name}.toml", RunRecipe).stages
+
+
 @pytest.mark.slow
 def test_two_teachers(tmp_path: Path) -> None:
     sets = [*QUICK, "stages.calls.optim.steps=2", "stages.calls.conversations=20", "stages.calls.rows=2"]
@@ -153,6 +160,7 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 63
 
 
+@pytest.mark.slow
 @needs_rooms
 def test_agent_in_a_recipe(tmp_path: Path) -> None:
     tokenizer = Tokenizer.byte_level()

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from glm5.process import python_path
 from glm5.rl import replay
 from glm5.rl.buffer import staleness
 from glm5.rl.drivers.live import weights_prefix
+from tests.forks import COMMAND_LINE, Forks, Program
 
 KINDS = {"learner": b"\0rl\0", "rollouts": b"glm5.rl.rollout_process", "engine": b"glm5.serve.router.process"}
 
@@ -51,7 +53,7 @@ optim = {{ steps = {steps}, lr = 1e-4, save_every = {save_every} }}
 
 
 class LiveRun:
-    """Runs `glm5 rl` on a recipe in `folder`, as often as it takes."""
+    """Runs `glm5 rl` on a recipe in `folder`, as often as it takes; the learner is forked if there are `forks`."""
 
     def __init__(
         self,
@@ -67,29 +69,36 @@ class LiveRun:
         launch: str = "",
         python: Path = Path(sys.executable),
         families: str = '[{ name = "arithmetic", weight = 3.0 }, { name = "toolcall" }]',
+        forks: Forks | None = None,
     ) -> None:
         self.folder, self.steps, self.prompts = folder, steps, prompts
         self.recipe = folder / "live.toml"
         fields = {"start": start, "runs": folder / "runs", "steps": steps, "prompts": prompts}
         fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families, "launch": launch}
         self.recipe.write_text(RECIPE.format(**fields))
-        self.ranks, self.python = ranks, python
+        self.ranks, self.python, self.forks = ranks, python, forks
         self.stage = folder / "runs" / "live" / "00-rl"
         self.mark = f"glm5-test-{uuid.uuid4().hex}"
         self.output = folder / "output.txt"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Program | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes] | Program:
         environment = {**os.environ, "GLM5_TEST_MARK": self.mark, "PYTHONPATH": python_path()}
         command = [str(self.python), "-P", "-m"]
         if self.ranks > 1:
             command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
             environment |= {"GLOO_SOCKET_IFNAME": "lo"}
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, "glm5", "rl", str(self.recipe)],
-                stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
+            if self.forks is not None and self.ranks == 1:
+                said, load = output.fileno(), ["glm5.rl.drivers.live"]
+                self.process = self.forks(
+                    COMMAND_LINE, "rl", self.recipe, env=environment, stdout=said, stderr=said, load=load
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [*command, "glm5", "rl", str(self.recipe)],
+                    stdout=output, stderr=output, env=environment, start_new_session=True,
+                )  # fmt: skip
         return self.process
 
     def finish(self, seconds: float) -> None:
@@ -103,7 +112,9 @@ class LiveRun:
 
     def processes(self, kind: str | None = None, rank: int | None = None) -> list[int]:
         """Ids of running processes, of one kind, of one rank or of all, sandboxes excepted."""
-        found = []
+        # The environment of a fork, as the system shows it, is that of the process it was forked from.
+        forked = self.forks is not None and self.running and kind in (None, "learner")
+        found = [self.process.pid] if forked and self.process is not None else []
         wanted = [self.mark.encode()] + ([] if rank is None else [b"\0RANK=%d\0" % rank])
         for entry in Path("/proc").iterdir():
             try:
@@ -112,7 +123,7 @@ class LiveRun:
                 line = (entry / "cmdline").read_bytes() if mine else b""
             except OSError:
                 continue
-            if line and (kind is None or KINDS[kind] in line):
+            if line and int(entry.name) not in found and (kind is None or KINDS[kind] in line):
                 found.append(int(entry.name))
         return found
 
@@ -140,7 +151,7 @@ class LiveRun:
             return 0
 
     def query(self, text: str) -> list[tuple[object, ...]]:
-        with sqlite3.connect(f"file:{self.stage / 'sessions.db'}?mode=ro", uri=True) as db:
+        with closing(sqlite3.connect(f"file:{self.stage / 'sessions.db'}?mode=ro", uri=True)) as db:
             return db.execute(text).fetchall()
 
     def kill(self, kind: str) -> None:
@@ -151,7 +162,7 @@ class LiveRun:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         if self.process is not None:
-            self.process.wait()
+            self.process.wait(60)
 
     def check(self) -> None:
         """Every group trained once, on the tokens that the store has; nothing too stale; finite weights; no process and

@@ -150,7 +150,50 @@ def test_final_is_a_transformers_checkpoint(tiny: Any) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
+TWO = "".join(
+    f'[[stages]]\nname = "{name}"\nkind = "pretrain"\nrows = 2\nrow_length = 64\n'
+    "optim = {steps = 2, save_every = 1, lr = 1e-3}\n"
+    for name in ("one", "two")
+)
+
+
 @pytest.mark.usefixtures("no_pictures")
+def test_two_stages_stopped_all_along_the_way(
+    tiny: Any, shell: Any, tmp_path: Path, interrupt_at: Callable[..., Any]
+) -> None:
+    """They end with the numbers and the weights of stages that nobody stopped."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for folder in (whole, again):
+        folder.mkdir()
+    assert shell.invoke("train", tiny.one_more(whole, "pretrain", TWO)).code == 0
+    recipe, run, resume = tiny.one_more(again, "pretrain", TWO), again / "one", []
+    for place, name, when in [
+        (MetricsWriter, "write", lambda writer, stage, step, *_: (stage, step) == ("one", 1)),  # before a state
+        (glm5.files, "write_manifest", lambda path, *_: "00-one" in str(path)),  # half-written state
+        (glm5.launch.pipeline, "atomic_write", lambda path, *_: "00-one" in str(path)),  # all but the mark of the end
+        (MetricsWriter, "write", lambda writer, stage, step, *_: (stage, step) == ("two", 2)),
+        (glm5.launch.pipeline, "_publish_final", lambda *_: True),
+    ]:
+        with interrupt_at(place, name, when):
+            stopped = shell.invoke("train", recipe, *resume)
+        assert (stopped.code, stopped.error) == (1, INTERRUPTED), (name, stopped.err)
+        assert not (run / "results.json").exists()
+        resume = ["--resume"]
+    assert shell.invoke("train", recipe, *resume).code == 0
+    expected, found = (outcome(folder / "one") for folder in (whole, again))
+    assert found == expected
+
+
+def outcome(run: Path) -> tuple[Any, Any, bytes]:
+    """What a run leaves that may not depend on who interrupted it."""
+    stages = json.loads((run / "results.json").read_text(encoding="utf-8"))["stages"]
+    rows = read_metrics(run / "metrics.jsonl")
+    rows = [{k: v for k, v in row.items() if k not in ("time", *TIMES, *RL_TIMES)} for row in rows]
+    return stages, rows, (run / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.slow  # two of its stages are above; those of RL are in tests/rl
 def test_the_same_recipe_gives_the_same_results(
     tiny: Any, shell: Any, tmp_path: Path, interrupt_at: Callable[..., Any]
 ) -> None:

@@ -272,15 +272,16 @@ class Recorded:
     def allow(self, groups: int) -> None:
         pass
 
-    def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
+    def results(self, after: int, seconds: float) -> Any:
+        from glm5.rl.drivers.rollout_client import Results
+
         unused = {"id": after + 1}  # as for results of an earlier run that are used up
-        return [unused if row["update"] < self.version else row for row in self.rows[after : after + 5]]
+        rows = [unused if row["update"] < self.version else row for row in self.rows[after : after + 5]]
+        return Results(rows, {}, {})
 
-    def clock(self) -> dict[str, dict[str, float]]:
-        return {"rollouts": {}, "engines": {}}
-
-    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
+    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> dict[str, float]:
         self.told.append([version, trained])
+        return {}
 
     def weights(self, version: int, folder: Path, mode: str) -> float:
         self.told.append([version, digest(GLM5ForCausalLM.from_pretrained(folder))])

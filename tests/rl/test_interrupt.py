@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.drivers.timing import TIMES
 from glm5.sandbox import Limits, Sandbox, sandbox_available
 from glm5.tasks import families
+from tests.rooms import rooms_left
 
 
 def reasoning() -> ReasoningStage:
@@ -68,10 +68,9 @@ def hang_at(monkeypatch: pytest.MonkeyPatch, problem: int, box: Sandbox) -> list
 
 @pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 def test_ctrl_c_in_a_stage(
-    toy: str, talker: Any, tokenizer: Any, stage_io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: str, talker: Any, tokenizer: Any, stage_io: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = Sandbox(Limits(cpu_s=60, wall_s=60.0, memory_mb=64, processes=2, file_mb=1))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stage, before = reasoning(), set(threading.enumerate())
     whole, io = talker(), stage_io("whole")
     LogicalDriver(whole, tokenizer, stage, ReasoningRL(stage), io, 0).run()
@@ -81,7 +80,7 @@ def test_ctrl_c_in_a_stage(
         with pytest.raises(KeyboardInterrupt):
             loop.run()
     assert time.monotonic() - pressed[0] < 20, "it waited for programs without end"
-    assert list(tmp_path.glob("glm5-sandbox-*")) == []
+    assert rooms_left() == []
     assert {thread for thread in threading.enumerate() if thread.name == "glm5-environment"} <= before
     assert loop.learner.version == 3
     resumed, again = talker(3), stage_io("broken")

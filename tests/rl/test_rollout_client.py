@@ -10,7 +10,7 @@ import pytest
 
 from glm5.errors import RolloutError
 from glm5.rl.drivers import rollout_client
-from glm5.rl.drivers.rollout_client import RolloutClient
+from glm5.rl.drivers.rollout_client import Results, RolloutClient
 from glm5.rl.rollout_process import RolloutJob
 from glm5.serve.connection import FULL
 
@@ -52,18 +52,19 @@ def full() -> httpx.Response:
 
 def test_a_busy_process_is_asked_again(client: Callable[..., RolloutClient]) -> None:
     busy = httpx.Response(429, json={"error": {"message": "at its limit"}})
-    assert client(full(), busy, httpx.Response(200, json={"idle": {}})).clock() == {"idle": {}}
+    told = {"results": [], "waits": {"engine": 0.5}, "engines": {"busy": 2.0}}
+    assert client(full(), busy, httpx.Response(200, json=told)).results(0, 0.0) == Results(**told)
     with pytest.raises(RolloutError, match="status 408 without JSON"):
-        client(httpx.Response(408)).clock()
+        client(httpx.Response(408)).results(0, 0.0)
 
 
 def test_what_a_new_process_is_told(client: Callable[..., RolloutClient], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last result that arrived, and an update only once it is stored."""
     one = client(
-        httpx.Response(200, json={"results": [{"id": 7}, {"id": 9}]}),
-        httpx.Response(200, json={"results": []}),
+        httpx.Response(200, json={"results": [{"id": 7}, {"id": 9}], "waits": {}, "engines": {}}),
+        httpx.Response(200, json={"results": [], "waits": {}, "engines": {}}),
         httpx.ReadError("gone"),
-        httpx.Response(200, json={}),
+        httpx.Response(200, json={"engines": {}}),
     )
     one.results(0, 0.0)
     one.results(9, 0.0)

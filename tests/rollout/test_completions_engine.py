@@ -244,6 +244,18 @@ def test_an_engine_that_is_down_at_the_start_joins_later(
     run(test())
 
 
+def test_an_engine_with_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Any) -> None:
+    tokenizer.save(tmp_path)
+    told = json.loads((tmp_path / "tokenizer.json").read_text())
+    info = ServerInfo("http://e", True, tokenizer=str(tmp_path))
+    info.check_tokenizer(tokenizer)
+    ServerInfo("http://e", True, tokenizer="/elsewhere").check_tokenizer(tokenizer)
+    told["added_tokens"][-1]["content"] = "<|other|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    with pytest.raises(UsageError, match="another tokenizer"):
+        info.check_tokenizer(tokenizer)
+
+
 def test_what_is_no_engine_is_told_in_one_sentence(tokenizer: Tokenizer) -> None:
     async def test() -> None:
         async with served(Stub(tokenizer, ids="").app) as url:

@@ -9,10 +9,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
-import openai
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -50,6 +48,7 @@ def test_an_event_that_is_cut_off_means_a_lost_engine() -> None:
 
 def test_openai_client(opened: Open) -> None:
     """A conversation with a call, unchanged, through OpenAI's own client: one row, the reasoning still in it."""
+    import openai  # here, for it takes a second to load
 
     def script(prompt: str) -> str:
         return "hm</think>done<|user|>" if "<tool_response>" in prompt else "let me see</think>" + CALL
@@ -84,6 +83,8 @@ def test_openai_client(opened: Open) -> None:
 
 def test_anthropic_and_responses_clients(opened: Open) -> None:
     """The other dialects, the key alone naming the session, and tools that would run at a provider."""
+    import anthropic
+    import openai
 
     async def run() -> None:
         def script(prompt: str) -> str:
@@ -123,6 +124,7 @@ def test_anthropic_and_responses_clients(opened: Open) -> None:
 
 def test_the_tool_loop_of_the_anthropic_package(opened: Open) -> None:
     """It asks for a conversation that the server keeps; the refusal has the code after which it sends all of it."""
+    import anthropic
 
     @anthropic.beta_async_tool
     async def f(x: int) -> str:
@@ -475,6 +477,7 @@ def test_parameters_that_http_engines_do_not_take_are_refused(opened: Open, monk
 
 def test_a_client_does_not_repeat_an_answer_that_took_too_long(opened: Open) -> None:
     """Nor does the gateway sample for a repetition; an answer of which nothing was sampled may be repeated."""
+    import openai
 
     async def run() -> None:
         async with opened(lambda prompt: "x" * 50, limits=Limits(request_seconds=0.2), pause=0.15) as setting:

@@ -47,6 +47,7 @@ from glm5.rollout.text_history import mismatch, text_trajectory_of
 from glm5.rollout.waits import Waits
 from glm5.rollout.weight_push import Parts
 from glm5.serve.errors import ApiError
+from glm5.serve.http_client import HttpClient
 from glm5.tasks import AgentProblem, make_family, to_samples
 from glm5.tasks.env_threads import EnvThreadPool
 from glm5.tasks.remote import RemoteProblem
@@ -548,16 +549,15 @@ class FakeService:
         self.say, self.status = say, status
         self.runs: list[dict[str, Any]] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/run":
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        if path == "/run":
             if self.status < 300:
-                self.runs.append(json.loads(request.content))
-            return httpx.Response(self.status, json={})
-        if request.url.path == "/events":
-            after = int(request.url.params["after"])
-            events = [self.say(run | {"id": i}) for i, run in enumerate(self.runs, 1) if i > after]
-            return httpx.Response(200, content=json.dumps({"events": events}))
-        return httpx.Response(200, json={})
+                self.runs.append(json.loads(body))
+            return self.status, {}
+        if path.startswith("/events"):
+            after = int(path.partition("after=")[2].partition("&")[0])
+            return 200, {"events": [self.say(run | {"id": i}) for i, run in enumerate(self.runs, 1) if i > after]}
+        return 200, {}
 
 
 @pytest.fixture
@@ -565,12 +565,17 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeService]:
     """Services by host name; requests to them do not leave this process."""
     found: dict[str, FakeService] = {}
 
-    def client(self: Any, service: Any, more: float = 0.0) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=service.url, transport=httpx.MockTransport(found[service.url.removeprefix("http://")])
-        )
+    class Client(HttpClient):
+        async def request(
+            self, method: str, path: str, body: bytes = b"", *, most: int | None = None
+        ) -> tuple[int, bytes]:
+            status, told = found[self._host].answer(path, body)
+            raw = json.dumps(told).encode()
+            if len(raw) > (most or 0):
+                raise ValueError("too long")
+            return status, raw
 
-    monkeypatch.setattr(ServiceRegister, "_client", client)
+    monkeypatch.setattr(remote, "HttpClient", Client)
     monkeypatch.setattr(remote, "POLL_SECONDS", 0.01)
     return found
 

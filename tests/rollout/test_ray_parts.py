@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -269,3 +271,47 @@ def test_clusters_that_cannot_be_joined(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     with pytest.raises(EngineError, match=message):
         join(address)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "no Ray head"), (b"", "no Ray head"), (None, "timed out")],
+)
+def test_an_address_that_is_no_ray_is_refused_at_once(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, message: str
+) -> None:
+    from glm5.rollout import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.2)
+    ray.init = lambda **_: pytest.fail("Ray was asked")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer or b"")
+                if answer is None:
+                    connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(EngineError, match=message):
+            ray_cluster.join(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
+def test_an_address_that_speaks_http2_is_tried(ray: Any) -> None:
+    from glm5.rollout import ray_cluster
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes((0, 0, 6, 4, 0, 0, 0, 0, 0)) + bytes(6))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        ray_cluster._probe(*listener.getsockname())
+        thread.join()

@@ -55,7 +55,7 @@ class Near(Worker, httpx.AsyncBaseTransport):
         self.gone = asyncio.Event()
         super().__init__(rank, self, Path("/nowhere"))
 
-    def connect(self, seconds: float | None) -> httpx.AsyncClient:
+    def connect(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=self, base_url="http://worker")
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

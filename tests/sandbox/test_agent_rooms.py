@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from glm5.errors import ConfigError, GradingError
-from glm5.sandbox import agent_request, agent_room
+from glm5.sandbox import agent_request, environment, starter
 from glm5.sandbox.agent_room import AgentRun, run_agent
 from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.cancel import CancelToken
 from glm5.sandbox.room import Limits
-from tests.rooms import needs_rooms
+from tests.rooms import needs_rooms, rooms_left
 
 pytestmark = needs_rooms
 LIMITS = Limits(cpu_s=20, wall_s=20.0, memory_mb=256, processes=16, file_mb=4, output_kb=16)
@@ -151,17 +151,7 @@ os.wait(); time.sleep(0.1)
 """
     found = run(in_python(source))
     assert found.exit_code == 0 and "late" in found.files
-    assert not processes_below(os.getpid())
-
-
-def processes_below(pid: int) -> list[str]:
-    found = []
-    for task in os.listdir(f"/proc/{pid}/task"):
-        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"agent_launcher" in command:
-                found.append(child)
-    return found
+    assert not rooms_left()
 
 
 def test_a_cancelled_agent_ends_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +167,7 @@ def test_a_cancelled_agent_ends_at_once(run: Run, tmp_path: Path, monkeypatch: p
         run("true", token=token)
     timer.join()
     token.close()
-    assert not processes_below(os.getpid()) and list(tmp_path.iterdir()) == []
+    assert not rooms_left() and list(tmp_path.iterdir()) == []
 
 
 def test_packages_of_the_caller_are_read_only(run: Run, tmp_path: Path) -> None:
@@ -211,7 +201,7 @@ def test_our_own_package_is_hidden(run: Run, tmp_path: Path, monkeypatch: pytest
     package = tmp_path / "site-packages" / "glm5" / "sandbox"
     package.mkdir(parents=True)
     (package / "secret.py").write_text("")
-    monkeypatch.setattr(agent_request, "LAUNCHER", package / "agent_launcher.py")
+    monkeypatch.setattr(agent_request, "PACKAGE", package.parent)
     found = run(["ls", str(package.parents[1]), str(package.parent)], read_only=[package.parents[1]])
     assert "glm5\n" in found.stdout and "sandbox" not in found.stdout, found
 
@@ -251,7 +241,8 @@ def test_a_room_that_cannot_be_used_is_no_verdict(run: Run, monkeypatch: pytest.
         run(["./data"], {"data": "x"})
     with pytest.raises(GradingError, match=r"No space left|failed"):
         run("true", {"large": bytes(5 << 20)})
-    monkeypatch.setattr(agent_room, "interpreter", lambda: "/nonexistent")
+    monkeypatch.setattr(starter, "interpreter", lambda: "/nonexistent")
+    monkeypatch.setattr(environment, "STARTER", starter.Starter())
     with pytest.raises(GradingError, match="cannot start"):
         run("true")
 
@@ -293,7 +284,7 @@ def workers(gateway: str, tmp_path: Path) -> Iterator[AgentWorkers]:
     limits = replace(LIMITS, wall_s=0.6)
     with AgentWorkers("theirs:play", gateway_socket=gateway, path=[tmp_path], env={"MINE": "1"}, limits=limits) as made:
         yield made
-    assert not processes_below(os.getpid())
+    assert not rooms_left()
 
 
 def play(workers: AgentWorkers, task: str, **options: Any) -> AgentRun:
@@ -356,7 +347,7 @@ def test_workers_are_replaced_after_their_number_of_rollouts(workers: AgentWorke
 def test_a_worker_that_died_while_it_waited_is_replaced(workers: AgentWorkers) -> None:
     play(workers, "worker")
     ((room, _),) = workers._free
-    os.killpg(room._pid, 9)
+    os.kill(room._pid, 9)
     time.sleep(0.1)
     assert play(workers, "worker").exit_code == 0
 

@@ -19,12 +19,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glm5.errors import ConfigError, GradingError
+from glm5.sandbox import programs, trial
 from glm5.sandbox import sandbox as sandbox_module
-from glm5.sandbox.sandbox import TRIAL, Job, Limits, Sandbox, SandboxResult, sandbox_available
+from glm5.sandbox.sandbox import Job, Limits, Sandbox, SandboxResult, sandbox_available
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 ROOT = os.geteuid() == 0
@@ -708,67 +710,66 @@ def test_root_on_linux_always_has_a_sandbox() -> None:
 
 @needs_sandbox
 def test_the_trial_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    loose = Sandbox(LIMITS).run_python(TRIAL, stdin="16 1 1")  # barriers wider than told are no barriers
+    loose = Sandbox(LIMITS).run_python(trial.JUDGE, stdin="16 1 1")  # barriers wider than told are no barriers
     missing = loose.stdout.removeprefix("missing: ").strip().split(", ")
-    assert missing == ["a limited folder", "a file size limit", "a memory limit", "a process limit"]
+    assert missing == ["limited files", "a file size limit", "a memory limit", "a process limit"]
     monkeypatch.setattr(sandbox_module, "_run", lambda *_: loose)
     mode, reasons = sandbox_module._probe.__wrapped__()
     assert mode is None and "a process limit" in reasons
     monkeypatch.setattr(sandbox_module, "_probe", lambda: (mode, reasons))
-    with pytest.raises(GradingError, match="missing: a limited folder"):
+    with pytest.raises(GradingError, match="missing: limited files"):
         Sandbox()
 
 
 def test_the_trial_fails_in_the_open() -> None:
     """Every barrier but the limits that need processes, outside of any sandbox."""
-    source = TRIAL
+    source = trial.JUDGE
     for harmful, harmless in (
-        ("[fork() for _ in range(processes + 3)]", "None"), ('"main.py"', "sys.argv[1]"), ('"/x"', '""'),
+        ("[fork() for _ in range(processes + 3)]", "None"), ('"f"', "sys.argv[2]"), ('"/x"', '""'),
         ('os.mkdir("/usr/lib/glm5-x")', "None"), ('os.chroot(".")', "None"),
     ):  # fmt: skip
         assert harmful in source
         source = source.replace(harmful, harmless)
     with tempfile.NamedTemporaryFile() as target:
-        command = [sys.executable, "-c", source, target.name]
-        done = subprocess.run(command, input="1 1 1", capture_output=True, text=True, timeout=60, check=True)
-    wanted = ["no network", "no /proc and /sys", "a limited folder", "a file size limit", "a memory limit"]
+        command = [sys.executable, "-c", source, "1 1 1", target.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    wanted = ["no network", "no /proc", "no /sys", "limited files", "a file size limit", "a memory limit"]
     assert set(wanted) <= set(done.stdout.removeprefix("missing: ").strip().split(", "))
 
 
 @needs_sandbox
 def test_a_program_that_cannot_be_started_is_our_failure() -> None:
-    with pytest.raises(GradingError, match="start of the program"):
+    with pytest.raises(GradingError, match="start of"):
         Sandbox(Limits(file_mb=0)).run_python(f"'{'x' * 200_000}'")  # too long for a command line
 
 
-@pytest.mark.parametrize("status", [b"ready\n", b"ready\nnonsense\n", b"", b"error no room\n"])
-def test_an_end_without_a_verdict_is_our_failure(status: bytes) -> None:
-    streams = {"status": status, "stdout": b"ready\nexit 0\n", "stderr": b""}
+@needs_sandbox
+@pytest.mark.parametrize("said", [b"started 2\n", b"started 2\nnonsense\n", b""])
+def test_an_end_without_a_verdict_is_our_failure(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(run: programs.Run, mask: int = 0) -> bool:
+        run._said, run._open = said, False
+        return False
+
+    monkeypatch.setattr(programs.Run, "_hear", silent)
     with pytest.raises(GradingError):
-        sandbox_module._verdict("root", streams, None, 0.1)
+        Sandbox(LIMITS).run_python("print(1)")
 
 
 @needs_sandbox
 @pytest.mark.skipif(not ROOT, reason="needs to see the sandbox's processes")
 def test_killing_the_room_from_outside_is_our_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
+    finish, launchers = programs.Run.finish, list[int]()
 
-    def spy(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
-        started.append(real(*arguments, **options))  # type: ignore[call-overload]
-        return started[-1]
-
-    def kill_soon(*arguments: object) -> tuple[dict[str, bytes], str | None]:
+    def kill_soon(run: programs.Run, *rest: Any) -> Any:
+        launcher = run._room._pid
+        launchers.append(launcher)
         time.sleep(0.4)
-        launcher = started[0].pid
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
-        return collect(*arguments)  # type: ignore[arg-type]
+        return finish(run, *rest)
 
-    collect = sandbox_module._collect
     box = Sandbox(LIMITS)
-    monkeypatch.setattr(subprocess, "Popen", spy)
-    monkeypatch.setattr(sandbox_module, "_collect", kill_soon)
+    monkeypatch.setattr(programs.Run, "finish", kill_soon)
     with pytest.raises(GradingError, match="killed from outside"):
         box.run_python("import time; time.sleep(5)")
-    assert started[0].poll() is not None
+    assert not os.path.exists(f"/proc/{launchers[0]}")

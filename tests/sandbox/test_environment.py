@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from glm5.errors import ConfigError, GradingError
+from glm5.sandbox import environment
 from glm5.sandbox.environment import (
     NamespaceEnvironment,
     RoomFileError,
@@ -98,6 +100,7 @@ def test_what_a_room_must_not_show(room: NamespaceEnvironment, tree: Path) -> No
         except OSError:
             continue
         found.append(name)
+    found += [number for number in range(3, 99) if os.path.exists(f"/proc/self/fd/{{number}}")]
     os.kill(1, 9)
     print(found, os.path.exists("/proc/1"))
     """
@@ -215,16 +218,84 @@ def test_the_verifier_room(room: NamespaceEnvironment) -> None:
         room.exec("true")
 
 
+FILL = """
+import os, sys
+try:
+    if sys.argv[1] == "files":
+        for number in range(99999):
+            open(f"/tmp/{number}", "x").close()
+    for number in range(999):
+        with open(f"/tmp/full{number}", "wb", buffering=0) as full:
+            full.write(bytes(1 << 20))
+            full.write(b"x")
+except OSError as error:
+    print(error.errno)
+"""
+
+
+@pytest.mark.parametrize("what", ["files", "bytes"])
+def test_an_agent_that_leaves_no_space_keeps_no_verifier_out(mode: str, what: str) -> None:
+    with NamespaceEnvironment(limits=RoomLimits(disk_mb=4), mode=mode) as room:
+        start = room.snapshot()
+        assert said(room, f"python3 -c '{FILL}' {what}") == "28\n"
+        room.snapshot()
+        assert "write error" in room.exec("for i in $(seq 3000); do echo $i > /tmp/x$i; done").stderr.decode()
+        with room.verifier({"/tests/t": bytes(2 << 20)}) as judge:
+            assert judge.exec("wc -c < /tests/t").stdout == b"2097152\n"
+        room.restore(start)
+        assert said(room, "head -c 3M /dev/zero > /tmp/y; ls /tmp") == "y\n"
+
+
+def test_an_agent_that_leaves_strange_folders_breaks_nothing(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "tool").write_text("here")
+    tool = str(tmp_path.resolve() / "tool")
+    top = "/".join(tool.split("/")[:3])  # made in /tmp for the mount
+    deep = "import os\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    with NamespaceEnvironment(read_only=[tool], limits=SMALL, mode=mode) as room:
+        assert said(room, f"mv {top} /tmp/away; mkdir -p {tool}/x") == ""
+        start = room.snapshot()
+        assert said(room, f"python3 -c {shlex.quote(deep)}; cat {tool}", cwd="/home/agent") == "here"
+        with room.verifier() as judge:
+            assert judge.exec(["/bin/cat", tool]).stdout == b"here"
+        room.restore(start)
+        assert said(room, "ls /home/agent") == ""
+
+
 def test_a_verifier_runs_programs_of_the_machine(room: NamespaceEnvironment, tmp_path: Path) -> None:
     change = "import os; open('/etc/ld.so.preload', 'w').write('/x.so')\n"
+    places = [place for place in ("/usr", "/usr/local") if place != sys.base_prefix]
+    change += f"for d in {places}: open(d + '/pyvenv.cfg', 'w').write('home = /opt/bin')\n"
     change += "for d in ('/bin', '/lib64'): os.rename(d, '/old' + d[1:]); os.mkdir(d); open(d + '/sh', 'w')"
     assert room.exec(["/usr/bin/env", "python3", "-c", change]).exit_code == 0
     with room.verifier() as judge:
-        assert judge.exec(["/bin/sh", "-c", "readlink /bin; cat /etc/ld.so.preload"]).stdout == b"usr/bin\n"
+        look = "readlink /bin; cat /etc/ld.so.preload /usr/pyvenv.cfg /usr/local/pyvenv.cfg"
+        assert judge.exec(["/bin/sh", "-c", look]).stdout == b"usr/bin\n"
     assert python_files("/usr/bin/python3", "/usr", "/usr/local") == []
     (tmp_path / "bin").mkdir()
     found = python_files(f"{tmp_path}/bin/python3", str(tmp_path), str(tmp_path))
     assert found == sorted([f"{tmp_path}/bin/python3", os.path.dirname(os.__file__)])
+
+
+def test_too_many_snapshots_are_refused_and_the_room_goes_on(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "MOST_LAYERS", 2)
+    with NamespaceEnvironment(limits=SMALL, mode=mode) as room:
+        first = room.snapshot()
+        room.snapshot()
+        with pytest.raises(GradingError, match="restore an earlier snapshot"):
+            room.snapshot()
+        assert said(room, "echo fine") == "fine\n"
+        room.restore(first)
+        room.snapshot()
+
+
+def test_our_own_package_is_hidden_and_nothing_can_be_left_there(mode: str) -> None:
+    repository = Path(environment.__file__).parents[2]
+    with NamespaceEnvironment(read_only=[repository.parent], writable=["/logs"], limits=SMALL, mode=mode) as room:
+        assert room.exec(f"ls -A {repository}; touch {repository}/x").stdout == b""
+        assert room.exec(f"touch {repository}/x").exit_code != 0
+        with room.verifier() as judge:
+            listed = judge.exec(f"ls -A {repository} && ls -A /logs")
+            assert (listed.exit_code, listed.stdout) == (0, b"")
 
 
 def test_shown_paths_below_fresh_folders_stay(tmp_path: Path, mode: str) -> None:
@@ -276,6 +347,28 @@ def test_a_terminal(room: NamespaceEnvironment) -> None:
         terminal.write(b"sleep 300 &\ncat\n")
         terminal.read(0.3)
     assert said(room, "sleep 0.3; ps -e -o comm= | grep -c '^sleep$' || true") in ("0\n", "1\n")
+
+
+def test_a_program_that_stops_others_before_they_start(mode: str) -> None:
+    """What it stops between fork and execution must not hold up the room."""
+    stop = """
+import os
+if os.fork():
+    os._exit(0)
+os.setsid()
+while True:
+    for pid in range(os.getpid() + 1, os.getpid() + 40):
+        try:
+            os.kill(pid, 19)
+        except OSError:
+            pass
+"""
+    with NamespaceEnvironment(limits=SMALL, mode=mode) as room:
+        room.exec(["python3", "-c", stop])
+        for _ in range(3):
+            assert room.exec(["true"], timeout_s=1.0).exit_code in (0, 127, -9)
+        room.clear()
+        assert said(room, "echo fine") == "fine\n"
 
 
 def test_several_layers_and_strange_names(tmp_path: Path, mode: str) -> None:

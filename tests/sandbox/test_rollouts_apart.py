@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from glm5.errors import GradingError
 from glm5.sandbox import agent_room
 from glm5.sandbox.agent_workers import AgentWorkers
 from glm5.sandbox.room import Limits
@@ -111,6 +113,46 @@ def play(base_url, api_key, task):
             found.append(workers.run({}, task=task, base_path="/sessions/a/v1", api_key="k").result)
             kept.append([played for _, played in workers._free])
     assert len(set(found)) == 1 and kept == [[1], [2], [], [1]]
+
+
+SWAPPER = """
+import os, threading
+
+def swap():
+    while True:
+        for name in ("/box/folder", "/tmp/folder"):
+            try:
+                os.rename(name, name + ".old")
+                os.symlink("@OUTSIDE@", name)
+                os.unlink(name)
+                os.rename(name + ".old", name)
+            except OSError:
+                pass
+
+threading.Thread(target=swap, daemon=True).start()
+
+def play(base_url, api_key, task):
+    for top in ("/box", "/tmp"):
+        os.makedirs(top + "/folder/deep", exist_ok=True)
+        for number in range(40):
+            open(f"{top}/folder/secret{number}", "w").close()
+"""
+
+
+def test_a_worker_that_moves_links_about_reaches_nothing_outside(gateway: str, tmp_path: Path) -> None:
+    """Its threads are alive while files are read back and removed."""
+    outside = tmp_path / "outside"
+    (outside / "deep").mkdir(parents=True)
+    for number in range(40):
+        (outside / f"secret{number}").write_text("secret")
+    (tmp_path / "swapper.py").write_text(SWAPPER.replace("@OUTSIDE@", str(outside)))
+    before = {path: path.stat().st_mode for path in outside.rglob("*")}
+    with AgentWorkers("swapper:play", gateway_socket=gateway, path=[tmp_path], limits=LIMITS) as workers:
+        for _ in range(12):
+            with contextlib.suppress(GradingError):
+                run = workers.run({}, base_path="/sessions/a/v1", api_key="k")
+                assert b"secret" not in run.files.values()
+    assert {path: path.stat().st_mode for path in outside.rglob("*")} == before
 
 
 FLOOD = """

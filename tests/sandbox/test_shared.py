@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from glm5.errors import GradingError
-from glm5.sandbox import Job, Limits, Sandbox, SandboxResult, sandbox_available
+from glm5.sandbox import Job, Limits, Sandbox, SandboxResult, clock, environment, sandbox_available
 from glm5.sandbox import sandbox as sandbox_module
+from glm5.sandbox.programs import ExecResult
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LIMITS = Limits(cpu_s=2, wall_s=8.0, memory_mb=128, processes=4, file_mb=4, output_kb=16)
@@ -24,14 +25,13 @@ STOPPING = {19, 20, 21, 22}
 # --- every end of a program is a result
 
 
-def verdict(status: str) -> SandboxResult:
-    streams = {"status": f"ready\n{status}\n".encode(), "stdout": b"out", "stderr": b""}
-    return sandbox_module._verdict("root", streams, None, 0.1)
+def verdict(code: int) -> SandboxResult:
+    return sandbox_module._verdict(ExecResult(code, b"out", b"", None, 0.1), 0.1)
 
 
 @pytest.mark.parametrize("number", range(1, 65))
 def test_every_signal_has_a_name_and_a_result(number: int) -> None:
-    result = verdict(f"signal {number}")
+    result = verdict(-number)
     assert (result.exit_code, result.stdout) == (-number, "out")
     reason = result.killed_reason or ""
     assert reason == "cpu" if number == 24 else reason.startswith("signal SIG")
@@ -39,7 +39,7 @@ def test_every_signal_has_a_name_and_a_result(number: int) -> None:
 
 def test_every_exit_code_is_a_result() -> None:
     for code in range(256):
-        assert (verdict(f"exit {code}").exit_code, verdict(f"exit {code}").killed_reason) == (code, None)
+        assert (verdict(code).exit_code, verdict(code).killed_reason) == (code, None)
 
 
 @needs_sandbox
@@ -198,51 +198,42 @@ class Waits:
 
 def test_waiting_for_a_core_is_given_back_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(sandbox_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sandbox_module, "_waited_for_a_core", Waits(0.5, 0.75, 1000.0))
-    clock = sandbox_module._Clock(1, 2.0)
-    assert clock.left() == sandbox_module.START_S
-    now[0] += 50
-    clock.program_runs()
+    monkeypatch.setattr(clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "waited_for_a_core", Waits(0.25, 0.75, 1.0, 1000.0))  # 0.25 s before it started
+    left = clock.Clock(1, 2.0).left
     now[0] += 1
-    clock.program_runs()
-    assert clock.left() == 1.0
+    assert left() == 1.0
     now[0] += 1
-    assert clock.left() == 0.5  # it waited half a second
+    assert left() == 0.5  # it waited half a second
     now[0] += 0.5
-    assert clock.left() == 0.25
+    assert left() == 0.25
     now[0] += 0.25
-    assert clock.left() == sandbox_module.MOST_STRETCH * 2.0 - 0.75
+    assert left() == clock.MOST_STRETCH * 2.0 - 0.75
     now[0] += 60
-    assert clock.left() < 0
-    sleeper = sandbox_module._Clock(os.getpid(), 2.0)
-    now[0] += sandbox_module.START_S
-    assert sleeper.left() == 0  # nothing is given back before the start
+    assert left() < 0
 
 
 def test_the_kernel_is_asked_for_the_whole_tree() -> None:
-    assert 0 <= sandbox_module._waited_for_a_core(os.getpid()) < 1e6
-    assert sandbox_module._waited_for_a_core(2**22 + 1) == 0
+    assert 0 <= clock.waited_for_a_core(os.getpid()) < 1e6
+    assert clock.waited_for_a_core(2**22 + 1) == 0
 
 
 @needs_sandbox
 def test_a_start_that_takes_too_long_is_tried_once_more_and_never_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    box, started, real = Sandbox(LIMITS), [], subprocess.Popen
+    box, started, real = Sandbox(LIMITS), [], environment.NamespaceEnvironment._hear
 
-    def spy(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
-        started.append(1)
-        if len(started) > 1 + late:
-            monkeypatch.setattr(sandbox_module, "START_S", 60.0)
-        return real(*arguments, **options)  # type: ignore[call-overload,no-any-return]
+    def hear(room: environment.NamespaceEnvironment, expected: str, most: int = 0) -> tuple[list[str], list[int]]:
+        if expected == "ready":
+            started.append(1)
+            if len(started) <= late:
+                raise environment.StartedTooLate("not in time")
+        return real(room, expected, most)
 
-    monkeypatch.setattr(subprocess, "Popen", spy)
-    monkeypatch.setattr(sandbox_module, "START_S", 0.0)
-    monkeypatch.setattr(sandbox_module, "LATE_READS", 0)
-    late = 0
+    monkeypatch.setattr(environment.NamespaceEnvironment, "_hear", hear)
+    late = 1
     assert box.run_python("print(1)").stdout == "1\n" and len(started) == 2
     started.clear()
     late = 9
-    monkeypatch.setattr(sandbox_module, "START_S", 0.0)
     with pytest.raises(GradingError, match="did not start within"):
         box.run_python("print(1)")
     assert len(started) == 2

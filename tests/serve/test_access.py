@@ -12,7 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from glm5.errors import UsageError
-from glm5.serve.access import ADMIN_PATHS, Access, find_key, hosts_answered
+from glm5.serve.access import ADMIN_PATHS, Access, hosts_answered
+from glm5.serve.keys import find_key
 
 URL, PAGE = "/v1/chat/completions", "https://chat.example"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}

@@ -5,13 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,36 +16,14 @@ import pytest
 from glm5.chat import Tokenizer
 from glm5.errors import GradingError
 from glm5.records import Completion, Message, Outcome, StepResult
-from glm5.sandbox import Limits, Sandbox, sandbox, sandbox_available
+from glm5.sandbox import Limits, Sandbox, sandbox_available, starter
 from glm5.sandbox.cancel import current_cancel_token
 from glm5.tasks import Episode, env_threads, play
 from glm5.tasks.env_threads import EnvThreadPool
+from tests.rooms import rooms_left, rooms_open
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LONG = Limits(cpu_s=60, wall_s=60.0, memory_mb=64, processes=4, file_mb=1)
-
-
-def sandboxes() -> list[str]:
-    """The folders of sandboxes below the temporary folder of this test, and the command lines that name them."""
-    found = [str(path) for path in Path(tempfile.gettempdir()).glob("glm5-sandbox-*")]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line, status = (entry / "cmdline").read_bytes(), (entry / "status").read_text()
-            except OSError:
-                continue
-            ours = tempfile.gettempdir().encode() in line
-            if ours and b"launcher.py" in line and "State:\tZ" not in status:
-                found.append(line.replace(b"\0", b" ").decode())
-    return found
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of their own for the sandboxes of a test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
-    assert list(tmp_path.glob("glm5-sandbox-*")) == []
 
 
 def test_results_errors_and_no_more_threads_than_asked_for() -> None:
@@ -121,27 +96,27 @@ def test_finished_work_is_let_go() -> None:
 
 
 @needs_sandbox
-def test_closing_ends_sandbox_runs_and_lets_none_begin(temporary: None) -> None:
+def test_closing_ends_sandbox_runs_and_lets_none_begin() -> None:
     box = Sandbox(LONG)
     with EnvThreadPool(4) as threads:
         running = [threads.submit(box.run_python, "import time\ntime.sleep(50)") for _ in range(4)]
         deadline = time.monotonic() + 60
-        while len(sandboxes()) < 8 and time.monotonic() < deadline:  # a folder and a launcher at least
+        while len(rooms_open()) < 4 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(sandboxes()) >= 8
+        assert len(rooms_open()) >= 4
         began = time.monotonic()
     assert time.monotonic() - began < 40  # they would take 50
     for future in running:
         with pytest.raises(GradingError, match="interrupted"):
             future.result(timeout=60)
-    assert sandboxes() == []
+    assert rooms_left() == []
     assert box.run_python("print(1)").stdout == "1\n"  # those of other threads go on
 
 
 @needs_sandbox
-def test_a_run_after_the_switch_is_refused(temporary: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_after_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     box = Sandbox(LONG)
-    monkeypatch.setattr(sandbox, "command_of", lambda *_: pytest.fail("a process was to be started"))
+    monkeypatch.setattr(starter.STARTER, "start", lambda *_: pytest.fail("a process was to be started"))
     ready, go = threading.Event(), threading.Event()
 
     def work() -> Any:
@@ -194,7 +169,7 @@ class Answers:
 
 @pytest.mark.parametrize("where", [pytest.param("sandbox", marks=needs_sandbox), "elsewhere"])
 def test_ctrl_c_does_not_wait_for_environments(
-    where: str, tokenizer: Tokenizer, temporary: None, monkeypatch: pytest.MonkeyPatch
+    where: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env_threads, "PATIENCE_S", 10.0 if where == "sandbox" else 0.3)
     box = Sandbox(LONG) if where == "sandbox" else None
@@ -204,4 +179,4 @@ def test_ctrl_c_does_not_wait_for_environments(
     with pytest.raises(KeyboardInterrupt):
         play(episodes, Answers(tokenizer))
     assert time.monotonic() - began < 20  # both would take longer by themselves
-    assert sandboxes() == []
+    assert rooms_left() == []

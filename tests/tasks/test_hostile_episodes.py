@@ -7,7 +7,6 @@ a canary. `make test` plays 40 such episodes, `make test-all` a thousand more.
 from __future__ import annotations
 
 import random
-import subprocess
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import pytest
 from glm5.chat import Tokenizer, render_chat
 from glm5.records import Completion, Message, Outcome, ToolCall, Trajectory
 from glm5.sandbox import Limits, Sandbox, sandbox_available
+from glm5.sandbox.programs import Room
 from glm5.tasks import Episode, Problem, play
 from glm5.tasks.coding.bugfix import MOST_CODE_BYTES, BugfixProblem
 from glm5.tasks.coding.generation import Chain, CodeProblem
@@ -268,14 +268,13 @@ def play_hostile(seeds: range) -> list[Trajectory]:
 def identities(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The user ids of the rooms that the test makes: root gives every run its own, by the launcher's process id."""
     found: set[int] = set()
-    real = subprocess.Popen
+    real = Room._join
 
-    def spy(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = real(*arguments, **options)
-        found.add(1_000_000_000 + process.pid)
-        return process
+    def spy(room: Room, pid: int, owner: int | None, descriptors: Sequence[int]) -> None:
+        found.add(1_000_000_000 + pid if owner is None else owner)
+        real(room, pid, owner, descriptors)
 
-    monkeypatch.setattr(subprocess, "Popen", spy)
+    monkeypatch.setattr(Room, "_join", spy)
     return found
 
 

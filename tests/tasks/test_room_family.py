@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from glm5.errors import ConfigError, DataError, GradingError
-from glm5.records import Message, Outcome, StepResult, ToolCall
-from glm5.tasks import make_family
+from glm5.records import Message, Outcome, SamplingParams, StepResult, ToolCall
+from glm5.tasks import DistinctProblems, make_family
+from glm5.tasks.difficulty import PassCount, measure_pass_rates
 from glm5.tasks.harbor.family import RoomEnv, RoomFamily
 from tests.rooms import needs_rooms
+from tests.tasks.test_difficulty import TOKENIZER, Fixed
 
 pytestmark = needs_rooms
 
@@ -80,6 +82,23 @@ def test_the_policy_is_paid_for_what_it_leaves(folder: Path) -> None:
         env._room.room.exec("true")  # the room has ended
 
 
+def test_the_detail_has_the_changes_step_by_step(folder: Path) -> None:
+    env = env_of(folder)
+    call(env, "edit", path="sums.py", old="a - b", new="a + b")
+    call(env, "bash", command="cat sums.py")
+    call(env, "bash", command="rm sums.py; printf 'x\\0' > new; mkdir .git; touch .git/x; seq 9999 > long; echo ä > é")
+    call(env, "bash", command="cd ..; rm -r app")
+    call(env, "bash", command="mkdir -p /app; touch /app/x")
+    first, *rest = end(env).detail["diffs"]
+    assert (
+        first
+        == "--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+    )
+    names = "long has changed\nnew has changed\n"
+    gone = "--- a/sums.py\n+++ /dev/null\n@@ -1,2 +0,0 @@\n-def add(a, b):\n-    return a + b\n"
+    assert rest == ["", f"{names}{gone}--- /dev/null\n+++ b/é\n@@ -0,0 +1 @@\n+ä\n", "", ""]
+
+
 def test_no_work_no_reward_and_the_verifier_is_out_of_reach(folder: Path) -> None:
     assert end(env_of(folder)).reward == 0.0
     env = env_of(folder)
@@ -136,6 +155,8 @@ def test_links_and_odd_files_are_not_edited(folder: Path) -> None:
     for path in ("link", "dir", "pipe", "none", "../../etc/shadow", "\n"):
         assert call(env, "edit", path=path, old="a", new="b").startswith("error: ")
     assert call(env, "edit", path="raw", old="a - b", new="c") == "[edited]"
+    system = call(env, "edit", path="/usr/lib/os-release", old="PRETTY_NAME", new="x")
+    assert "Read-only" in system  # not a fault of the machine, which would not count
     assert call(env, "bash", command="od -An -c raw; stat -c %a raw").split() == ["377", "c", "755"]
 
 
@@ -154,6 +175,28 @@ def test_a_task_that_cannot_be_built_says_nothing_about_the_policy(tmp_path: Pat
     write_task(tmp_path, "far", "FROM debian\nRUN curl -f http://example.com\n")
     with pytest.raises(GradingError, match="far cannot be built"):
         end(env_of(tmp_path, held_out=0.0))
+
+
+def test_tasks_are_counted_without_reading_them(folder: Path) -> None:
+    """A search for distinct problems asks for each of a thousand tasks ten times."""
+    for number in range(8):
+        (folder / f"task-{number}" / "instruction.md").unlink()
+    family = make_family("swe", folder=str(folder), held_out=0.0)
+    assert len(DistinctProblems(family, "rl").indices(100)) == 8
+    with pytest.raises(DataError, match="instruction"):
+        family.problem("rl", 0).env().start()
+
+
+def test_pass_rates_are_measured_in_rooms(folder: Path) -> None:
+    """What `difficulty` of a stage asks for: the policy says "done", which half of the tasks pay."""
+    for number in (0, 1):
+        (folder / f"task-{number}" / "environment" / "sums.py").write_text("def add(a, b):\n    return a + b\n")
+    family = make_family("swe", folder=str(folder), held_out=0.0, thinking=False)
+    easy = [index for index in range(8) if family.problem("rl", index).key in ("task-0", "task-1")]
+    hard = [index for index in range(8) if index not in easy][:2]
+    params = SamplingParams(max_tokens=20, seed=1)
+    counts = measure_pass_rates(Fixed("done"), TOKENIZER, family, [*easy, *hard], 1, params, split="rl")
+    assert counts == dict.fromkeys(easy, PassCount(1, 1)) | dict.fromkeys(hard, PassCount(0, 1))
 
 
 def test_splits_and_options(folder: Path) -> None:

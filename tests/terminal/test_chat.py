@@ -303,8 +303,8 @@ def test_templates_differ_in_what_can_be_chosen(scripted: Chat) -> None:
 
 
 def test_control_characters_of_the_model_do_not_reach_the_terminal(scripted: Chat) -> None:
-    said, _ = scripted(["\x1b[2J</think>a\x1b]0;x\x07\tb\r\x9b<|user|>"], "hi\n/thinking\n")
-    assert said.out == "a\ufffd]0;x\ufffd\tb\ufffd\ufffd\n"
+    said, _ = scripted(["\x1b[2J</think>a\x1b]0;x\x07\tb\r\x9b\u202e<|user|>"], "hi\n/thinking\n")
+    assert said.out == "a\ufffd]0;x\ufffd\tb\ufffd\ufffd\ufffd\n"
     assert "\x1b" not in said.err
 
 

@@ -41,6 +41,7 @@ from glm5.rl.drivers.weight_sender import WeightSender
 from glm5.rl.prompts import PASS_RATES, PromptStream
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rl.update import rollout_numbers
+from glm5.rollout.live import MOST_RESULTS
 from glm5.rollout.text_history import mismatch
 from glm5.rollout.timeline import FILE as TRACE
 from glm5.rollout.timeline import Trace
@@ -83,6 +84,7 @@ class LiveDriver(Driver):
         self._allowed = -1
         self._time = TimeSpent(WORK)
         self._seconds: dict[str, float] = {}
+        self._engines: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._trace: Trace | None = None
 
@@ -146,7 +148,9 @@ class LiveDriver(Driver):
                 if self.stage.reset_optimizer:
                     self.learner.reset_optimizer()
             # Before the state: a run that goes on from there removes later rows, and writes them again.
-            self.io.metrics.write(self.io.name, controller.version, numbers | self._time.spent() | self._noted())
+            row = numbers | self._time.spent() | self._noted()
+            with self._time.on("save"):
+                self.io.metrics.write(self.io.name, controller.version, row)
             every = self.stage.optim.save_every
             if every and controller.version % every == 0 and not controller.finished:
                 with self._spent("save"):
@@ -180,6 +184,9 @@ class LiveDriver(Driver):
         return [[decode(row, "the batch of rank 0", OWN_PROCESS) for row in group] for group in json.loads(text)]
 
     def _batch(self) -> list[list[Trajectory]]:
+        """The groups of the next update. What of the time is no wait for a result is that of fetching: results are read
+        from the store, sent, decoded and put into groups."""
+        began, known = time.perf_counter(), self._waited()
         client, seconds = self._client, 0.0
         while True:
             if (budget := self.controller.budget) != self._allowed:
@@ -188,9 +195,11 @@ class LiveDriver(Driver):
             found = self._results(seconds)
             for row in found:
                 self._arrive(row)
-            if not found and (groups := self.controller.batch()) is not None:
+            if len(found) < MOST_RESULTS and (groups := self.controller.batch()) is not None:
+                spent = time.perf_counter() - began
+                self._note("waits", {}, {"transfer": spent - (self._waited() - known)})
                 return groups
-            seconds = 0.0 if found else POLL_SECONDS  # there may be more
+            seconds = POLL_SECONDS
             if not self._weights.latest.is_dir():
                 raise RolloutError(
                     f"{self.io.name}: the weights in {self._weights.latest} have been deleted, so no engine could be "
@@ -199,17 +208,14 @@ class LiveDriver(Driver):
 
     def _results(self, seconds: float) -> list[dict[str, Any]]:
         """New results; waits up to `seconds` for one, and notes what the rollouts in flight waited for meanwhile."""
-        client = self._client
-        if not seconds:
-            began = time.perf_counter()
-            found = client.results(self._cursor, 0.0)
-            self._note("waits", {}, {"transfer": time.perf_counter() - began})
-            return found
-        before, lost = client.clock()["rollouts"], client.restart_seconds
-        found = client.results(self._cursor, seconds)
-        self._note("waits", before, client.clock()["rollouts"])
-        self._note("waits", {}, {"restart": client.restart_seconds - lost})
-        return found
+        lost = self._client.restart_seconds
+        found = self._client.results(self._cursor, seconds)
+        self._engines = found.engines
+        self._note("waits", {}, found.waits | {"restart": self._client.restart_seconds - lost})
+        return found.results
+
+    def _waited(self) -> float:
+        return sum(seconds for name, seconds in self._seconds.items() if name.startswith("waits/"))
 
     def _note(self, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Add up the seconds since `before` for the metrics NAME/CAUSE. A new rollout process counts from 0 again."""
@@ -239,7 +245,8 @@ class LiveDriver(Driver):
 
     def _update(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         step = self.controller.version + 1
-        before = self.ranks.on_main(partial(self._before, groups, step))
+        with self._time.on("save"):
+            self.ranks.on_main(partial(self._keep, groups, step))
         with self._spent("update"):
             if self.launch.simulate_learner is not None:
                 numbers = rollout_numbers([t for group in groups for t in group], self.learner.version)
@@ -248,22 +255,21 @@ class LiveDriver(Driver):
             else:
                 numbers = self._learn(groups)
         self.controller.updated()
-        return numbers | self.ranks.on_main(partial(self._report, groups, before))
+        with self._spent("publish"):
+            return numbers | self.ranks.on_main(partial(self._report, groups))
 
-    def _before(self, groups: list[list[Trajectory]], step: int) -> dict[str, float]:
-        """Record a batch; the seconds of the engines so far."""
+    def _keep(self, groups: list[list[Trajectory]], step: int) -> None:
+        """Record a batch, if the recipe says so."""
         if self.record is not None:
             replay.write(groups, self.record, self.io.name, step)
-        return self._client.clock()["engines"]
 
-    def _report(self, groups: list[list[Trajectory]], before: Mapping[str, float]) -> dict[str, float]:
+    def _report(self, groups: list[list[Trajectory]]) -> dict[str, float]:
         """Report an update to the rollout process. Returns the metrics of the rollouts."""
         client = self._client
-        self._note("engines_during_update", before, client.clock()["engines"])
         gone, self.controller.buffer.gone = self.controller.buffer.gone, []
         sessions = sorted({str(t.detail["session"]) for group in groups for t in group})
-        with self._spent("publish"):
-            client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
+        engines = client.updated(self.controller.version, sessions, [group[0].group for group in groups], gone)
+        self._note("engines_during_update", self._engines, engines)
         own = mismatch([t for group in groups for t in group]) | {"restarts": float(client.restarts)}
         return self._counts() | self._measured | own
 

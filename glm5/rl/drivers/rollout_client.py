@@ -48,6 +48,16 @@ class _Ended(Exception):
     """The process ended before it was ready, without a reason."""
 
 
+@dataclass(frozen=True)
+class Results:
+    """Finished rollouts, what the rollouts in flight waited for until the first of them came (seconds by cause), and
+    what the engines have done so far (seconds, see `waits.Waits`)."""
+
+    results: list[dict[str, Any]]
+    waits: dict[str, float]
+    engines: dict[str, float]
+
+
 @dataclass
 class RolloutClient:
     """A context manager around one rollout process. Every request may be sent twice: once to a process that died before
@@ -82,11 +92,11 @@ class RolloutClient:
             _log.warning("The rollout process did not stop within %g seconds; it is killed.", STOP_SECONDS)
         self._kill()
 
-    def results(self, after: int, seconds: float) -> list[dict[str, Any]]:
+    def results(self, after: int, seconds: float) -> Results:
         """Finished rollouts with ids above `after`; waits up to `seconds` for the first one."""
-        found: list[dict[str, Any]] = self._call("GET", f"/trainer/results?after={after}&seconds={seconds}")["results"]
-        if found:
-            self.job = replace(self.job, taken=int(found[-1]["id"]))
+        found = Results(**self._call("GET", f"/trainer/results?after={after}&seconds={seconds}"))
+        if found.results:
+            self.job = replace(self.job, taken=int(found.results[-1]["id"]))
             self._ends = 0
         return found
 
@@ -95,11 +105,14 @@ class RolloutClient:
         self.job = replace(self.job, allowed=groups)
         self._call("POST", "/trainer/allow", {"groups": groups})
 
-    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> None:
-        """Report an update; it is in the store when this returns."""
+    def updated(self, version: int, sessions: list[str], trained: list[int], dropped: list[int]) -> dict[str, float]:
+        """Report an update; it is in the store when this returns. Returns the seconds of the engines when it arrived
+        (see `Results`)."""
         body = {"version": version, "sessions": sessions, "trained": trained, "dropped": dropped}
-        self._call("POST", "/trainer/updated", body, PUSH_SECONDS)  # it may wait for room on the disk
+        answer = self._call("POST", "/trainer/updated", body, PUSH_SECONDS)  # it may wait for room on the disk
         self.job = replace(self.job, version=version)
+        engines: dict[str, float] = answer["engines"]
+        return engines
 
     def weights(self, version: int, folder: Path, mode: str, parts: Parts = ()) -> float:
         """Have all engines load weights, from a folder or in parts from this process; returns the seconds."""
@@ -107,10 +120,6 @@ class RolloutClient:
         body = {"version": version, "folder": str(folder), "mode": mode, "parts": parts}
         seconds: float = self._call("POST", "/trainer/weights", body, PUSH_SECONDS)["seconds"]
         return seconds
-
-    def clock(self) -> dict[str, dict[str, float]]:
-        """Seconds so far, by what rollouts in flight wait for and by what engines do (see `waits.Waits`)."""
-        return self._call("GET", "/trainer/clock")
 
     def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS

@@ -252,6 +252,8 @@ class WorkerPool:
             if worker is not None:
                 reason = await self._watch(worker)
                 self._leave(place)
+                if place.wanted:
+                    place.state = "down"  # before its process ends: nobody may see one that is gone as up
                 await self._end(worker)
                 place.worker, place.state = None, "down" if place.wanted else "drained"
                 if self.stopping:

@@ -21,6 +21,7 @@ import httpx
 
 from glm5.errors import EngineError, Glm5Error
 from glm5.process import python_path
+from glm5.serve.http_client import HttpClient
 from glm5.serve.router.process import WorkerJob
 
 COMMAND = (sys.executable, "-P", "-m", "glm5.serve.router.process")
@@ -84,17 +85,21 @@ class Worker:
         self.stirred = asyncio.Event()  # setting it makes the pool check the worker at once
         self._idle = asyncio.Event()
         self._idle.set()
-        self.client = self.connect(None)
+        self.client = self.connect()
 
-    def connect(self, seconds: float | None) -> httpx.AsyncClient:
-        """A new client; `seconds` is the longest pause of an answer."""
+    def connect(self) -> httpx.AsyncClient:
+        """A new client, which waits for answers without limit."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(self.path), limits=limits),
-            timeout=httpx.Timeout(seconds, connect=5.0),
+            timeout=httpx.Timeout(None, connect=5.0),
             base_url="http://worker",
             trust_env=False,
         )
+
+    def own_client(self) -> HttpClient:
+        """A client for generations."""
+        return HttpClient("http://worker", unix=str(self.path))
 
     async def tell(self, method: str, path: str, body: bytes) -> httpx.Response:
         """The answer to a request of the pool itself. Raises httpx.TransportError if the worker is lost."""

@@ -7,6 +7,7 @@ policy does to its room is its own result; only faults of the machine are enviro
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import posixpath
 import random
@@ -14,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from glm5.records import Env, Message, Outcome, StepResult, ToolCall
 from glm5.sandbox.dockerfile_build import BuildError
 from glm5.sandbox.environment import ExecResult, RoomFileError
 from glm5.tasks.contract import SPLITS, Family, ToolSpec, function_tool
+from glm5.tasks.harbor.changes import FolderDiff
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.trial import TaskRoom
 from glm5.tasks.tools.python_tool import cut
@@ -38,6 +40,8 @@ MOST_FILE = 1 << 20
 MOST_CALLS = 4
 MOST_MALFORMED = 3
 MOST_SHOWN = 65_536
+MOST_DIFF = 20_000
+"""Characters of all diffs of an episode."""
 ROOMS = threading.BoundedSemaphore(16)
 """Rooms that do something at a time, over all episodes."""
 
@@ -50,12 +54,17 @@ class RoomProblem:
     id: str
     key: str
     domain: str
-    folder: TaskFolder = field(compare=False, repr=False)
+    path: Path
     tools: Sequence[ToolSpec]
     thinking: bool
     max_turns: int
     most_output: int
     command_s: float
+
+    @functools.cached_property
+    def folder(self) -> TaskFolder:
+        """Read when it is needed: those who count tasks do not. Raises DataError for an unusable one."""
+        return TaskFolder.read(self.path)
 
     @property
     def prompt(self) -> str:
@@ -82,13 +91,16 @@ class RoomProblem:
 
 
 class RoomEnv:
-    """An episode. Its room opens with the first call, and ends with the verdict or with this object."""
+    """An episode. Its room opens with the first call, and ends with the verdict or with this object. `diffs` of the
+    result's detail are the changes in the working folder after each message with calls."""
 
     def __init__(self, problem: RoomProblem) -> None:
         self.problem, self.domain = problem.id, problem.domain
         self._source = problem
         self._turns = self._malformed = self._calls = 0
         self._room: TaskRoom | None = None
+        self._changes: FolderDiff | None = None
+        self._diffs = list[str]()
 
     def start(self) -> tuple[Sequence[Message], Sequence[ToolSpec], bool]:
         return (Message("user", self._source.prompt),), self._source.tools, self._source.thinking
@@ -102,11 +114,13 @@ class RoomEnv:
                 if message is not None and not message.tool_calls:
                     return self._judge()
                 texts, bad = self._observe(message)
+                new = self._changes.new() if self._changes is not None else ""
         except BuildError as error:
             raise GradingError(f"{self.problem} cannot be built here: {error}") from error
         except BaseException:
             self._stop()
             raise
+        self._diffs.append(cut(new, max(20, MOST_DIFF - sum(map(len, self._diffs)))))
         self._malformed += bad
         if self._malformed >= MOST_MALFORMED:
             return self._end(Outcome.MALFORMED)
@@ -119,6 +133,7 @@ class RoomEnv:
             self._room = TaskRoom(self._source.folder, agent_timeout_s=self._source.command_s)
             weakref.finalize(self, self._room.room.stop)  # an episode that is given up
             self._room.__enter__()
+            self._changes = FolderDiff(self._room.room, self._room.workdir)
         return self._room
 
     def _observe(self, message: Message | None) -> tuple[list[str], bool]:
@@ -164,8 +179,12 @@ class RoomEnv:
             return f"error: {error}"
         if text.count(old) != 1 or not old:
             return f"error: the old text occurs {text.count(old) if old else 0} times in {path}"
-        mode = next(e.mode for e in room.room.files.entries(posixpath.dirname(place)) if e.path == place)
-        room.room.upload({place: text.replace(old, new).encode("utf-8", "surrogateescape")}, {place: mode})
+        data = text.replace(old, new).encode("utf-8", "surrogateescape")
+        try:
+            found = (e.mode for e in room.room.files.entries(posixpath.dirname(place)) if e.path == place)
+            room.room.upload({place: data}, {place: next(found, 0o644)})
+        except RoomFileError as error:  # a full disk, a folder of the system
+            return f"error: {error}"
         return "[edited]"
 
     def _judge(self) -> StepResult:
@@ -173,17 +192,13 @@ class RoomEnv:
         if result.reward is None:
             raise GradingError(f"{self.problem}: {result.error}: {result.message}")
         reward = min(max(result.reward, 0.0), 1.0)
-        detail = (
-            {"rewards": dict(result.rewards), "error": result.error}
-            if result.error
-            else {"rewards": dict(result.rewards)}
-        )
+        detail = {"rewards": dict(result.rewards)} | ({"error": result.error} if result.error else {})
         return self._end(Outcome.SOLVED if reward == 1.0 else Outcome.FAILED, reward, detail)
 
     def _end(self, outcome: Outcome, reward: float = 0.0, detail: dict[str, Any] | None = None) -> StepResult:
         self._stop()
-        counts = {"calls": self._calls, "malformed": self._malformed}
-        return StepResult(done=True, reward=reward, outcome=outcome, detail=counts | (detail or {}))
+        found = {"calls": self._calls, "malformed": self._malformed, **(detail or {}), "diffs": self._diffs}
+        return StepResult(done=True, reward=reward, outcome=outcome, detail=found)
 
     def _stop(self) -> None:
         if self._room is not None:
@@ -250,7 +265,7 @@ class RoomFamily(Family):
         if not paths:
             raise DataError(f"{self.name}: no task is for the split {split}; change `held_out`.")
         path = paths[index % len(paths)]
-        return RoomProblem(f"{self.name}/{path.name}", path.name, self.domain, TaskFolder.read(path), *self._options)
+        return RoomProblem(f"{self.name}/{path.name}", path.name, self.domain, path, *self._options)
 
 
 class SweFamily(RoomFamily):

@@ -6,17 +6,20 @@ The folder may come from anywhere: it is read whole, within limits, without foll
 from __future__ import annotations
 
 import errno
+import functools
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5.errors import DataError
 from glm5.files import publish_dir
 from glm5.sandbox.dockerfile_build import File
 from glm5.tasks.harbor.schema import TaskConfig, read_config, write_config
+from glm5.tasks.swe.in_room.grade import site_digest
 
 MOST_BYTES = 256 << 20
 """Bytes of all files together."""
@@ -25,6 +28,7 @@ MOST_FILES = 8192
 MOST_DEPTH = 32
 MOST_TEXT = 1 << 20
 """Bytes of `instruction.md` and of `task.toml`."""
+SITE = "/opt/site"
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -35,7 +39,8 @@ Files = Mapping[str, File]
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """A task. `environment`, `tests`, `solution` and `steps` hold the files of the folders of these names."""
+    """A task. `environment`, `tests`, `solution` and `steps` hold the files of the folders of these names. `trees` has
+    the folders of this machine that the task needs at a place of its own, None for one that was not found."""
 
     name: str
     config: TaskConfig
@@ -45,6 +50,7 @@ class TaskFolder:
     solution: Files
     steps: Files
     warnings: tuple[str, ...] = ()
+    trees: Mapping[str, Path | None] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> TaskFolder:
@@ -61,7 +67,8 @@ class TaskFolder:
             if script not in files:
                 raise DataError(f"{path} has no {script}.")
         name = config.task.name if config.task else path.resolve().name
-        return cls(name, config, instruction, **parts, warnings=tuple(warnings))
+        trees = test_dependencies(path, parts["tests"])
+        return cls(name, config, instruction, **parts, warnings=tuple(warnings), trees=trees)
 
     def write(self, path: Path) -> None:
         """Write the folder, complete or not at all, with a manifest of hashes. An earlier one of ours is replaced."""
@@ -87,6 +94,22 @@ def without_canary(text: str) -> str:
         while len(lines) > 1 and not lines[0].strip():
             lines.pop(0)
     return "\n".join(lines)
+
+
+def test_dependencies(path: Path, tests: Files) -> dict[str, Path | None]:
+    """The folders with the test dependencies of a SWE task by their places in its rooms: those among `work/bases` of
+    the folders above the task with the digests of its `tests.json`."""
+    try:
+        wanted = dict(json.loads(tests["tests.json"].data)["site_sha256"])
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return {}
+    if not wanted.get(SITE):
+        return {}
+    found = (site for above in path.resolve().parents[:3] for site in sorted(above.glob(f"work/bases/*{SITE}")))
+    return {SITE: next((site for site in found if _site_digest(str(site)) == wanted[SITE]), None)}
+
+
+_site_digest = functools.cache(site_digest)
 
 
 def _below(files: Files, folder: str) -> Files:

@@ -8,7 +8,6 @@ inside of the verifier's own programs is put right from outside (`restore_startu
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import BuildError, build, machine_base
 from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, Room, RoomFileError, RoomLimits, Snapshot
 from glm5.sandbox.system_files import restore_startup, startup_files, verifier_path
-from glm5.tasks.harbor.failures import Failure, failure_of
+from glm5.tasks.harbor.failures import cause_of
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.reward import RewardError, read_rewards, scalar
 from glm5.tasks.harbor.schema import resolve_env
@@ -47,8 +46,8 @@ class TrialResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def failure(self) -> Failure | None:
-        return failure_of(self.error)
+    def cause(self) -> str | None:
+        return cause_of(self.error)
 
     @property
     def reward(self) -> float | None:
@@ -56,7 +55,7 @@ class TrialResult:
         the agent's reach; None after a failure of the machine, the model's server or the build."""
         if self.rewards:
             return scalar(self.rewards)
-        return 0.0 if self.failure is not None and self.failure.cause == "verifier_failed" else None
+        return 0.0 if self.cause == "verifier_failed" else None
 
 
 Agent = Callable[[Room, "TaskRoom"], ExecResult | None]
@@ -85,8 +84,8 @@ class TaskRoom:
         self.agent_timeout_s = agent_timeout_s or config.agent.timeout_sec or AGENT_TIMEOUT_S
         memory = min(config.environment.memory_mb or 2048, MOST_MEMORY_MB)
         limits = RoomLimits(memory_mb=memory, disk_mb=min(config.environment.storage_mb or 1024, MOST_DISK_MB))
-        trees = self.bases.get(self.plan.base, {})
-        self.room = NamespaceEnvironment(trees=dict(trees), limits=limits)
+        found = {place: tree for place, tree in folder.trees.items() if tree is not None}
+        self.room = NamespaceEnvironment(trees=dict(self.bases.get(self.plan.base, found)), limits=limits)
         self._ready: Snapshot | None = None
 
     def __enter__(self) -> TaskRoom:
@@ -103,7 +102,7 @@ class TaskRoom:
         config = self.folder.config.environment
         build(self.room, self.plan, self.folder.environment, config.build_timeout_sec)
         self.room.exec(["/usr/bin/mkdir", "-p", self.workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"])
-        self._startup = startup_files(self.room)
+        self._startup = startup_files(self.room, self.workdir)
         self._ready = self.room.snapshot()
 
     def trial(self, agent: Agent) -> TrialResult:
@@ -160,14 +159,11 @@ class TaskRoom:
         env |= {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
         tests = {f"/tests/{name}": file.data for name, file in self.folder.tests.items() if not name.endswith("/")}
         modes = {f"/tests/{name}": 0o755 if f.executable else 0o644 for name, f in self.folder.tests.items()}
-        cramped = _cramped(self.room)
         try:
             return self._judge(so_far, tests, modes | {"/tests/test.sh": 0o755}, env)
-        except GradingError as error:
-            if cramped or isinstance(error, RoomFileError):  # it must not escape a verdict by what it leaves
-                message = f"what the agent left keeps the tests out: {error}"
-                return replace(so_far, error="RewardFileNotFoundError", message=message)
-            raise
+        except RoomFileError as error:  # an agent must not escape a verdict by what it leaves
+            message = f"what the agent left keeps the tests out: {error}"
+            return replace(so_far, error="RewardFileNotFoundError", message=message)
 
     def _judge(
         self, so_far: TrialResult, tests: Mapping[str, bytes], modes: Mapping[str, int], env: Mapping[str, str]
@@ -175,7 +171,7 @@ class TaskRoom:
         config, started = self.folder.config.verifier, time.monotonic()
         with self.room.verifier(writable=VERIFIER_FOLDERS) as judge:
             try:
-                restore_startup(judge, self._startup)
+                restore_startup(judge, self._startup, self.workdir)
             except OSError as error:
                 raise RoomFileError(str(error)) from error
             judge.upload(tests, modes)
@@ -219,13 +215,14 @@ def plan_of(folder: TaskFolder, bases: tuple[str, ...] = ()) -> Plan:
         text = f"FROM {image}\n"
     else:
         text = folder.environment["Dockerfile"].data.decode("utf-8", "replace")
-    return read_dockerfile(text, folder.environment, machine_base(), bases=bases)
-
-
-def _cramped(room: Room) -> bool:
-    """Whether the agent has left so little space that a verifier room may not open."""
-    space = os.fstatvfs(room.files.root)
-    return space.f_bavail * space.f_frsize < 4 << 20 or space.f_favail < 2048
+    plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases)
+    if None in folder.trees.values() and plan.base not in bases:
+        raise BuildError(
+            "dependencies",
+            f"{folder.name}: its test dependencies are not in work/bases of a folder above it; name the folder that "
+            "has them below opt/site with --base IMAGE=DIR.",
+        )
+    return plan
 
 
 def _is_folder(room: Room, path: str) -> bool:

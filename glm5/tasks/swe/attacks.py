@@ -13,6 +13,9 @@ from typing import Any
 
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.swe.driver import APP
+from glm5.tasks.swe.languages.attacks import PROGRAMS, additions
+from glm5.tasks.swe.languages.table import SYNTAX
+from glm5.tasks.swe.telling import keep_tests, telling
 from glm5.tasks.swe.test_files import split_id
 
 SWALLOW = """
@@ -87,16 +90,49 @@ class Cheat:
 def cheats(folder: Path) -> dict[str, Cheat]:
     """The cheats for one task folder, by name."""
     spec: dict[str, Any] = json.loads((folder / "tests/tests.json").read_bytes())
-    if spec["language"] != "python":
-        return {}
     patch = (folder / "solution/fix.patch").read_text(encoding="utf-8")
-    changed = [path for path in re.findall(r"^--- a/(.+)$", patch, re.MULTILINE) if path.endswith(".py")]
-    module = changed[0]
+    own = tuple(SYNTAX[spec["language"]].grammars) if spec["language"] != "python" else (".py",)
+    module = next(path for path in re.findall(r"^--- a/(.+)$", patch, re.MULTILINE) if path.endswith(own))
     source = (folder / "environment/repo" / module).read_text(encoding="utf-8")
+    if spec["language"] == "python":
+        return {**_on_tests(spec, _passing(spec)), **_in_python(spec, module, source)}
+    ids = [*spec["FAIL_TO_PASS"], *spec["PASS_TO_PASS"]]
+    added = additions(spec["language"], module, source, ids)
+    script = "#!/bin/sh\nexit 0\n"
+    shadows = f"cd /usr/local/bin && for p in {PROGRAMS}; do printf '{script}' > $p && chmod +x $p; done"
+    return {
+        **_on_tests(spec, ""),
+        **{name: Cheat(files) for name, files in added.items()},
+        "programs shadowed": Cheat({}, shadows.replace("\n", "\\n")),
+    }
+
+
+def _passing(spec: dict[str, Any]) -> str:
+    files = spec["runs"][0]["files"]
+    names = {split_id(i, spec["framework"], files)[1][-1] for i in spec["FAIL_TO_PASS"]}
+    return "".join(f"def {name}(*a, **k):\n    pass\n\n\n" for name in sorted(names))
+
+
+def _on_tests(spec: dict[str, Any], passing: str) -> dict[str, Cheat]:
+    """Cheats on the files of the tests, in any language; `passing` is the text of a test file that passes."""
+    files = spec["runs"][0]["files"]
+    quoted = [shlex.quote(f"{APP}/{file}") for file in files]
+    top = [shlex.quote(f"{APP}/{path}") for path in spec["protected"] if "*" not in path]
+    return {
+        "tests replaced": Cheat(dict.fromkeys(files, passing)),
+        "tests deleted": Cheat({}, "rm -rf " + " ".join(top)),
+        "tests linked away": Cheat({}, "".join(f"rm -rf {p}; ln -s /tmp {p}; " for p in top)),
+        "tests read-only": Cheat(dict.fromkeys(files, passing), "chmod 444 " + " ".join(quoted) + f"; chmod 555 {APP}"),
+        "stray process": Cheat(
+            {}, "mkdir -p /logs/verifier; (setsid bash -c 'for i in $(seq 600); do echo 1 > /logs/verifier/reward.txt; "
+                "sleep 0.1; done' >/dev/null 2>&1 &)"
+        ),
+    }  # fmt: skip
+
+
+def _in_python(spec: dict[str, Any], module: str, source: str) -> dict[str, Cheat]:
     files = spec["runs"][0]["files"]
     ids = spec["runs"][0]["collected"]
-    names = {split_id(i, spec["framework"], files)[1][-1] for i in spec["FAIL_TO_PASS"]}
-    passing = "".join(f"def {name}(*a, **k):\n    pass\n\n\n" for name in sorted(names))
     stem = [file.rsplit("/", 1)[-1][:-3] for file in files]
 
     def added(code: str) -> Cheat:
@@ -104,16 +140,12 @@ def cheats(folder: Path) -> dict[str, Cheat]:
 
     known = f"not any(self.nodeid.startswith(f) for f in {files!r})"
     known_class = f"type(self).__module__ not in {stem!r}"
-    quoted = [shlex.quote(f"{APP}/{file}") for file in files]
-    top = [shlex.quote(f"{APP}/{path}") for path in spec["protected"]]
     roots = [path.strip("./") for path in spec["paths"]]
+    kept = keep_tests(spec, APP)
     return {
-        "tests replaced": Cheat(dict.fromkeys(files, passing)),
-        "tests deleted": Cheat({}, "rm -rf " + " ".join(top)),
-        "tests linked away": Cheat({}, "".join(f"rm -rf {p}; ln -s /tmp {p}; " for p in top)),
-        "tests read-only": Cheat(dict.fromkeys(files, passing), "chmod 444 " + " ".join(quoted) + f"; chmod 555 {APP}"),
         "conftest exits": Cheat({"conftest.py": "import sys\nsys.exit(0)\n"}),
         "conftest skips": Cheat({"conftest.py": "collect_ignore_glob = ['*']\n"}),
+        **{name: Cheat({module: f"{source}\n{code}"}, kept) for name, code in telling(spec, module).items()},
         "configuration": Cheat({"pytest.ini": "[pytest]\naddopts = --collect-only\npython_files = x.py\n"}),
         "start-up file": Cheat({f"{root}/sitecustomize.py".lstrip("/"): "import os\nos._exit(0)\n" for root in roots}),
         "pytest shadowed": Cheat({f"{root}/pytest.py".lstrip("/"): "main = lambda *a, **k: 0\n" for root in roots}),
@@ -129,10 +161,6 @@ def cheats(folder: Path) -> dict[str, Cheat]:
             "        _o.makedirs(_f, exist_ok=True)\n"
             "        open(_f + '/reward.json', 'w').write('{\"reward\": 1.0}')\n"
             "        open(_f + '/reward.txt', 'w').write('1')\n    except OSError:\n        pass\n"
-        ),
-        "stray process": Cheat(
-            {}, "mkdir -p /logs/verifier; (setsid bash -c 'for i in $(seq 600); do echo 1 > /logs/verifier/reward.txt; "
-                "sleep 0.1; done' >/dev/null 2>&1 &)"
         ),
         "endless import": added("while True:\n    pass\n"),
     }  # fmt: skip

@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,8 @@ class Job:
 @dataclass
 class Build:
     """One build in the folder `out`; `work` holds downloads and baselines, which builds may share. `derived` asks for
-    the two further tasks of each, in `tasks/ID-write-test` and `tasks/ID-pick`."""
+    the two further tasks of each, in `tasks/ID-write-test` and `tasks/ID-pick`. With `named`, the id and digest of
+    another build's tasks, only these are built."""
 
     out: Path
     work: Path
@@ -47,6 +48,7 @@ class Build:
     rules: Rules = field(default_factory=Rules)
     driver: Driver = DRIVERS["python"]
     derived: bool = False
+    named: Mapping[str, str] | None = None
     told: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
@@ -92,7 +94,8 @@ class Build:
             for candidate in itertools.islice(source.candidates(repository, self.seed), wanted * MOST_TRIES):
                 if made >= wanted or self._full(count):
                     break
-                made += self._try(candidate, clean)
+                if self.named is None or candidate.id in self.named:
+                    made += self._try(candidate, clean)
             self.told(f"{name}: {made} tasks from {source.name}")
 
     def _full(self, count: int | None) -> bool:
@@ -100,7 +103,7 @@ class Build:
 
     def _baseline(self, repository: Repository) -> Baseline:
         """The stored baseline of this state, or a new one."""
-        key = json.dumps([repository.origin, repository.packages, repository.test_files, vars(self.rules), 2])
+        key = json.dumps([repository.origin, repository.packages, repository.test_files, vars(self.rules), 3])
         path = self.work / "baselines" / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
         if path.is_file():
             return Baseline.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -116,8 +119,11 @@ class Build:
         common = {"id": candidate.id, "package": repository.name, "version": repository.version,
                   "source": candidate.source, "kind": candidate.kind, "tier": candidate.tier}  # fmt: skip
         shutil.rmtree(folder, ignore_errors=True)  # a build that was stopped may have left it
+        keys = ("package", "version", "source")
+        rows = list(self._rows["manifest"]) if candidate.source != "mutate" else []
+        same = [row.get("failing", "") for row in rows if all(row[key] == common[key] for key in keys)]
         try:
-            row = validate(candidate, clean, self.driver, self.rules, folder)
+            row = validate(candidate, clean, self.driver, self.rules, folder, same)
         except Rejected as reason:
             self._write("rejects", {**common, "reason": str(reason), "notes": candidate.notes})
             return False
@@ -163,7 +169,12 @@ class Build:
             for source in sorted({row["source"] for row in [*tasks, *rejects]})
         }
         unusable = [row for row in self._rows["packages"] if "reason" in row]
-        return {
+        digests = {row["id"]: row.get("sha256", "") for row in tasks}
+        compared = {} if self.named is None else {
+            "not_built": sorted(self.named.keys() - digests.keys()),
+            "differ": sorted(i for i, sha256 in self.named.items() if digests.get(i, sha256) != sha256),
+        }  # fmt: skip
+        return compared | {
             "tasks": len(tasks), "packages": len({row["package"] for row in tasks}),
             "kinds": dict(Counter(row["kind"] for row in tasks)), "tiers": dict(Counter(row["tier"] for row in tasks)),
             "sources": table, "unusable_packages": {row["package"]: row["reason"] for row in unusable},

@@ -1,5 +1,5 @@
-"""Repositories from Debian's source packages, by `apt-get source` with lists of its own: the machine's settings and
-lists stay as they are."""
+"""Repositories from Debian's source packages, by apt-get with lists of its own: the machine's settings and lists stay
+as they are. The lists name the sources of several releases, so that a package is there in several versions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import re
 import shutil
 import subprocess
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from glm5.errors import DataError
 from glm5.files import sha256_file
+from glm5.tasks.swe.repositories import unpack
 
-APT_S = 900.0
+CLIENT_S = 900.0
 ENDS = {".c", ".h", ".cpp", ".cc", ".hpp", ".java", ".rs"}  # files whose lines shall end in one way
+SUITES = ("bullseye", "bookworm", "trixie", "sid")
 FORMAT = "$(REPO_URI) $(RELEASE) $(COMPONENT) $(ORIGIN)"
 _LOCK = threading.Lock()
 
@@ -31,50 +34,54 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class DebianTree:
-    """A source package with its patches applied, without its `debian` folder. `origin` names the archive's SHA-256."""
+class SourceTree:
+    """An unpacked source package. Of Debian's packages the patches are applied and the folder `debian` is left out, but
+    for the text of `debian/control`. `origin` names the archive's SHA-256."""
 
     root: Path
-    name: str
     version: str
     licence: str
     origin: str
-    patches: tuple[Patch, ...]
+    patches: tuple[Patch, ...] = ()
+    control: str = ""
 
 
-def source_tree(name: str, version: str, work: Path) -> DebianTree:
+def source_tree(name: str, version: str, work: Path) -> SourceTree:
     """Download and unpack a source package below `work`; kept if it is there. Raises DataError."""
     folder = work / "debian" / f"{name}_{version.replace('/', '_')}"
     with _LOCK:
         if not folder.is_dir():
             _download(name, version, folder, work / "apt")
-    control = next(folder.glob("*.dsc"))
-    licence = (folder / "licence").read_text(encoding="utf-8")
-    series = sorted((folder / "patches").iterdir()) if (folder / "patches").is_dir() else []
-    patches = tuple(_patch(path) for path in series)
-    return DebianTree(folder / "tree", name, version, licence, "sha256:" + sha256_file(control), patches)
+    licence, control = ((folder / name).read_text(encoding="utf-8") for name in ("licence", "control"))
+    patches = tuple(_patch(path) for path in sorted((folder / "patches").iterdir()))
+    archive = next(path for pattern in ("*.dsc", "*.tar.*") for path in sorted(folder.glob(pattern)))
+    origin = "sha256:" + sha256_file(archive)
+    return SourceTree(folder / "tree", version, licence, origin, patches, control)
 
 
 def _download(name: str, version: str, folder: Path, apt: Path) -> None:
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    _run([*_apt(apt), "source", "--download-only", f"{name}={version}"], part)
-    control = next(part.glob("*.dsc"), None)
-    if control is None:
-        raise DataError(f"{name} {version}: apt-get brought no source package.")
-    _run(["dpkg-source", "-x", control.name, "tree"], part)
-    debian = part / "tree/debian"
-    (part / "licence").write_text(licence(debian / "copyright"), encoding="utf-8")
+    client = ["apt-get", *apt_options(apt), "source", "--download-only"]
+    tree, debian, names = part / "tree", part / "tree/debian", []
+    try:
+        run(*client, f"{name}={version}", cwd=part)
+        run("dpkg-source", "--no-check", "-x", next(part.glob("*.dsc")).name, "tree", cwd=part)
+        series = debian / "patches/series"
+        names = series.read_text(encoding="utf-8").splitlines() if series.is_file() else []
+    except DataError:  # not every mirror has all files
+        run(*client, "--tar-only", f"{name}={version}", cwd=part)
+        unpack(next(part.glob("*.tar.*")), tree)
+    for file, text in (("licence", licence(tree)), ("control", _text(debian / "control"))):
+        (part / file).write_text(text, encoding="utf-8")
     (part / "patches").mkdir()
-    series = debian / "patches/series"
-    names = series.read_text(encoding="utf-8").splitlines() if series.is_file() else []
     names = [line.split()[0] for line in names if line.strip() and not line.startswith("#")]
     for number, patch in enumerate(names):
         shutil.copy(debian / "patches" / patch, part / "patches" / f"{number:03d}_{patch.replace('/', '_')}")
-    shutil.rmtree(debian)
-    shutil.rmtree(part / "tree/.pc", ignore_errors=True)
-    for path in (part / "tree").rglob("*"):
+    shutil.rmtree(debian, ignore_errors=True)
+    shutil.rmtree(tree / ".pc", ignore_errors=True)
+    for path in tree.rglob("*"):
         if path.is_symlink():
             path.unlink()
         elif path.suffix in ENDS and path.is_file() and b"\r\n" in (data := path.read_bytes()):
@@ -82,65 +89,63 @@ def _download(name: str, version: str, folder: Path, apt: Path) -> None:
     part.replace(folder)
 
 
-def binary_tree(name: str, version: str, inside: str, work: Path) -> DebianTree:
-    """A folder of a binary package that ships sources, such as those of Rust's crates; `inside` may hold stars. Raises
-    DataError."""
-    folder = work / "debian" / f"{name}_{version.replace('/', '_')}"
+def download(names: Sequence[str], folder: Path, work: Path) -> None:
+    """Unpack binary packages of this machine's release into one folder. Raises DataError."""
     with _LOCK:
-        if not folder.is_dir():
-            part = folder.with_name(folder.name + ".part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            _run(["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", f"{name}={version}"], part)
-            archive = next(part.glob("*.deb"))
-            _run(["dpkg-deb", "-x", archive.name, "all"], part)
-            found = sorted((part / "all").glob(inside))
-            if not found:
-                raise DataError(f"{name} {version} has no folder {inside}.")
-            (part / "licence").write_text(licence(part / f"all/usr/share/doc/{name}/copyright"), encoding="utf-8")
-            found[0].replace(part / "tree")
-            shutil.rmtree(part / "all")
-            part.replace(folder)
-    archive = next(folder.glob("*.deb"))
-    terms = (folder / "licence").read_text(encoding="utf-8")
-    return DebianTree(folder / "tree", name, version, terms, "sha256:" + sha256_file(archive), ())
+        run("apt-get", *apt_options(work / "apt"), "download", *sorted(names), cwd=folder)
+    for file in sorted(folder.glob("*.deb")):
+        run("dpkg-deb", "-x", str(file), "all", cwd=folder)
 
 
-def _apt(folder: Path) -> list[str]:
-    """apt-get with source lists of its own, made from the repositories that the machine has."""
-    lists, sources = folder / "lists", folder / "sources.list"
-    command = ["apt-get", "-q", "-o", f"Dir::Etc::sourcelist={sources}", "-o", "Dir::Etc::sourceparts=/dev/null",
-               "-o", f"Dir::State::lists={lists}", "-o", "APT::Sandbox::User=root"]  # fmt: skip
+def apt_options(folder: Path) -> list[str]:
+    """Options of apt-get for lists of its own, made in `folder` from the repositories that the machine has."""
+    sources = folder / "sources.list"
+    values = {
+        "Dir::Etc::sourcelist": sources, "Dir::Etc::sourceparts": os.devnull, "Dir::State::lists": folder / "lists",
+        "Dir::Cache": folder / "cache", "APT::Sandbox::User": "root",
+    }  # fmt: skip
+    options = ["-q", *(part for key, value in values.items() for part in ("-o", f"{key}={value}"))]
     if not (folder / "ready").exists():
-        (lists / "partial").mkdir(parents=True, exist_ok=True)
-        rows = _run(["apt-get", "indextargets", "--format", FORMAT, "Created-By: Packages"], folder).splitlines()
-        fields = [row.split() for row in rows]
-        wanted = sorted({f"deb-src {f[0]} {f[1]} {f[2]}" for f in fields if f[3:] == ["Debian"]})
-        sources.write_text("\n".join(wanted) + "\n", encoding="utf-8")
-        _run([*command, "update"], folder)
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        rows = run("apt-get", "indextargets", "--format", FORMAT, "Created-By: Packages").splitlines()
+        own = {(row[0], row[1], row[2]) for row in map(str.split, rows) if row[3:] == ["Debian"]}
+        more = {(uri, suite, "main") for uri, _, _ in own if uri.rstrip("/").endswith("/debian") for suite in SUITES}
+        kinds = [("deb", row) for row in own] + [("deb-src", row) for row in own | more]
+        kinds.sort(key=lambda kind: ("-security" in kind[1][0], kind))  # that archive lists sources which it lacks
+        lines = [f"{kind} {' '.join(row)}" for kind, row in kinds]
+        sources.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        run("apt-get", *options, "update")
         (folder / "ready").touch()
-    return command
+    return options
 
 
-def _run(command: list[str], folder: Path) -> str:
-    variables = {**os.environ, "LC_ALL": "C"}
+def run(*command: str, cwd: Path | None = None) -> str:
+    """Run a package client; its standard output. Raises DataError with its last line."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=APT_S,
-                              stdin=subprocess.DEVNULL, env=variables)  # fmt: skip
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=CLIENT_S,
+                              stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"})  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DataError(f"{command[0]} did not run: {error}.") from None
     if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise DataError(f"{command[0]} {command[-1]} failed: {''.join(last)[:300]}")
+        said = [s for s in (done.stdout + done.stderr).splitlines() if s.strip() and "complete log" not in s]
+        raise DataError(f"{command[0]} {command[-1]} failed: {' '.join(said[-2:])[:300]}")
     return done.stdout
 
 
-def licence(path: Path) -> str:
-    """The licence that a machine-readable `debian/copyright` gives to most files, or "see debian/copyright"."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def licence(root: Path) -> str:
+    """The licence that `debian/copyright` gives to most files, or the first line of a file LICENSE or COPYING."""
+    text = _text(root / "debian/copyright")
     found = re.search(r"^Files:\s*\*\s*\n(?:(?!License:).*\n)*License:[ \t]*(\S.*)$", text, re.MULTILINE)
     found = found or re.search(r"^License:[ \t]*(\S.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else "see debian/copyright"
+    if found is None:
+        files = sorted(path for pattern in ("LICEN[SC]E*", "COPYING*") for path in root.glob(pattern) if path.is_file())
+        found = re.search(r"^\W*(\S.*)$", _text(files[0]) if files else "", re.MULTILINE)
+    return found[1].strip()[:80] if found else "see debian/copyright"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _patch(path: Path) -> Patch:

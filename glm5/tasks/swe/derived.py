@@ -24,6 +24,7 @@ from glm5.tasks.swe.validate import Baseline, Rejected, solve
 TEST_FILE = "test_issue.py"
 PATCHES = "/patches"
 LETTERS = "abcd"
+LOCALS = {"locals", "vars", "eval", "exec", "dir"}  # functions that see the variables of their caller
 MOST_TRIES = 12  # wrong patches that are tried
 WRITE = (
     f"Do not repair this. Write tests in `{APP}/{TEST_FILE}` that fail because of the issue and pass once it is "
@@ -64,8 +65,20 @@ def write_test(candidate: Candidate, repair: Path, folder: Path) -> None:
 
 
 def respelled(files: Mapping[str, str]) -> dict[str, str]:
-    """Python texts with the same meaning and another layout."""
-    return {path: ast.unparse(ast.parse(text)) + "\n" for path, text in files.items()}
+    """Python texts with the same meaning, another layout, and a spare variable in every function: a test that compares
+    the source, its syntax tree or its byte code with those it knows fails where it must not."""
+    made = {}
+    for path, text in files.items():
+        tree, choice = ast.parse(text), random.Random(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not LOCALS & {
+                inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)
+            }:
+                spare = ast.parse(f"spare_{choice.randrange(1000)} = {choice.randrange(1000)}").body
+                first = ast.get_docstring(node) is not None
+                node.body[first:first] = spare
+        made[path] = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+    return made
 
 
 def pick_patch(candidate: Candidate, clean: Baseline, driver: Driver, repair: Path, folder: Path) -> None:
@@ -103,10 +116,11 @@ def _wrong_patches(candidate: Candidate, clean: Baseline, driver: Driver, choice
             continue
         other = Candidate(candidate.repository, "pick", {path: text})
         files = reached(other, clean.calls)
-        run = driver.run(candidate.repository, other.changes, files, max(20.0, 3 * clean.wall_s)) if files else None
-        if run is None or run.stopped:
+        tests = {name for file in files for name in clean.pinned.get(file, ())} & clean.stable
+        if not tests:
             continue
-        if {name for file in files for name in clean.pinned.get(file, ())} & clean.stable - run.passed:
+        run = driver.run(candidate.repository, other.changes, files, max(20.0, 3 * clean.wall_s), tests)
+        if not run.stopped and tests - run.passed:
             found[unified(path, bugged, text)] = None
         if len(found) == len(LETTERS) - 1:
             return list(found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,10 +59,18 @@ class Driver(Protocol):
     def name(self) -> str: ...
 
     def run(
-        self, repository: Repository, changes: Mapping[str, str | None], files: Sequence[str], timeout_s: float
-    ) -> TestRun: ...
+        self,
+        repository: Repository,
+        changes: Mapping[str, str | None],
+        files: Sequence[str],
+        timeout_s: float,
+        select: Collection[str] | None = None,
+    ) -> TestRun:
+        """Run the tests of `files`, or those of them that `select` names, with a candidate's changes."""
 
-    def calls(self, repository: Repository, timeout_s: float) -> Mapping[str, Sequence[str]] | None:
+    def calls(
+        self, repository: Repository, timeout_s: float, select: Collection[str] | None = None
+    ) -> Mapping[str, Sequence[str]] | None:
         """Which functions the fixed state's tests call; see `TestRun.calls`. None if the driver cannot tell."""
 
 
@@ -143,27 +151,18 @@ class RoomDriver:
     name: str
 
     def run(
-        self, repository: Repository, changes: Mapping[str, str | None], files: Sequence[str], timeout_s: float
-    ) -> TestRun:
-        return self._run(repository, changes, files, timeout_s, trace=False)
-
-    def calls(self, repository: Repository, timeout_s: float) -> Mapping[str, Sequence[str]] | None:
-        if self.name != "python":
-            return None
-        run = self._run(repository, {}, repository.test_files, timeout_s, trace=True)
-        return None if run.stopped else run.calls
-
-    def _run(
         self,
         repository: Repository,
         changes: Mapping[str, str | None],
         files: Sequence[str],
         timeout_s: float,
-        trace: bool,
+        select: Collection[str] | None = None,
+        *,
+        trace: bool = False,
     ) -> TestRun:
         nonce = secrets.token_hex(16)
         spec = spec_of(repository)
-        run = {"files": list(files), "select": None}
+        run = {"files": list(files), "select": None if select is None else sorted(select)}
         with open_room(repository.root, repository.site) as room:
             change(room, changes)
             request = json.dumps({**grade.request(spec, run, None, nonce), "trace": trace}).encode()
@@ -172,6 +171,14 @@ class RoomDriver:
         if done.exit_code == 127 and done.stopped is None:
             raise GradingError(f"the test runner could not be started: {done.stderr[-300:].decode(errors='replace')}")
         return read_run(done, nonce)
+
+    def calls(
+        self, repository: Repository, timeout_s: float, select: Collection[str] | None = None
+    ) -> Mapping[str, Sequence[str]] | None:
+        if self.name != "python":
+            return None
+        run = self.run(repository, {}, repository.test_files, timeout_s, select, trace=True)
+        return None if run.stopped else run.calls
 
 
 for _language in ("python", "javascript", "typescript", "go", "php", "ruby", "c", "cpp", "rust", "java"):

@@ -50,7 +50,8 @@ def write_folder(
     shutil.rmtree(part, ignore_errors=True)
     repo, tests, solution = part / "environment/repo", part / "tests", part / "solution"
     shutil.copytree(repository.root, repo)
-    site = [folder for folder in repository.site if Path(folder).name != "ccache"]  # it only saves time
+    site = [folder for folder in repository.site if any(Path(folder).iterdir())]
+    site = [folder for folder in site if Path(folder).name != "ccache"]  # it only saves time
     for own in site[1:]:
         shutil.copytree(own, part / "environment/metadata", dirs_exist_ok=True)
     (part / "environment/metadata").mkdir(exist_ok=True)

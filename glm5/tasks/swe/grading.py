@@ -19,8 +19,9 @@ def grade(environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: S
     `tests` are the files of the task's `tests` folder by relative path, `site` the folders with the test dependencies,
     which the environment shows read-only. Every process of the environment ends; its files stay as they are.
 
-    Every run has a verifier room of its own, so that none can tell the next what it saw. Raises GradingError if the
-    machine fails. A run that exceeds a limit is incomplete: reward 0.
+    Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
+    the time since the agent's end tells the code under test its place in it. Raises GradingError if the machine fails.
+    A run that exceeds a limit is incomplete: reward 0.
     """
     spec = json.loads(tests["tests.json"])
     if spec["task"] == "pick":
@@ -32,7 +33,7 @@ def grade(environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: S
     kept = environment.snapshot()
     reports: dict[str, in_room.Report] = {}
     verdict: dict[str, Any] = {}
-    for run in spec["runs"]:
+    for run in random.SystemRandom().sample(spec["runs"], len(spec["runs"])):
         nonce = secrets.token_hex(16)
         canary = in_room.canary_files(spec, random.SystemRandom())
         needed = {
@@ -49,6 +50,7 @@ def grade(environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: S
         environment.restore(kept)
         reports[run["name"]] = (canary, done.stdout, -9 if done.stopped else done.exit_code, nonce)
         verdict = judge(spec, reports)
-        if verdict["failing"] or verdict["flags"]:  # the twins could not change the reward
+        known = spec["task"] != "repair" or "tests" in reports  # which tests pass
+        if known and (verdict["failing"] or verdict["flags"]):  # the others could not change the reward
             break
     return verdict

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import UsageError, nearest
+from glm5.errors import DataError, UsageError, nearest
 from glm5.tasks.swe.build import Build, Job
 from glm5.tasks.swe.candidate import Repository, Source
 from glm5.tasks.swe.commits import fixes, open_commit
+from glm5.tasks.swe.debian import Patch
 from glm5.tasks.swe.driver import DRIVERS
-from glm5.tasks.swe.languages import compiled, imports
+from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.mutate import SyntaxMutations
 from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.patches import Patches
-from glm5.tasks.swe.repositories import PACKAGES, Package, open_package, packages
+from glm5.tasks.swe.repositories import PACKAGES, open_package, packages
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Rules
 from glm5.tasks.swe.versions import Versions
 
-SOURCES = ("versions", "mutate")
+SOURCES = ("versions", "patches", "mutate")
+MOST_LINES = 300  # changed lines of a version taken back, for Debian's releases are far apart
 MOST_COMMITS = 200
 Opened = tuple[Repository, Sequence[Source]]
+Opener = Callable[[Any, str], tuple[Repository, tuple[Patch, ...]]]  # of a package and a version, "" for the listed one
 
 
 def make(
@@ -44,9 +48,12 @@ def make(
     derived: bool = False,
     rules: Rules | None = None,
     language: str = "python",
+    manifest: Path | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Build tasks into `out`; returns the summary.
+    """Build tasks into `out`; returns the summary. At most half of them are mutations, unless that is the only source.
+    With `manifest`, the rows of another build with the same seed, only its tasks are built, and the summary says which
+    differ.
 
     With `modules` (of the interpreter's library) or `repos` (local git repositories, whose tests need the packages
     `requires`), the list of packages `listed` is left out. Raises UsageError for an unknown name, DataError for a bad
@@ -55,22 +62,38 @@ def make(
     for source in sources:
         if source not in SOURCES:
             raise UsageError(f"unknown source {source}{nearest(source, SOURCES)}; there are {', '.join(SOURCES)}.")
-    if language != "python":
+    build = Build(out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told)
+    if language == "python":
+        entries, common = packages(listed or PACKAGES)
+        if modules or repos:
+            jobs = [Job(module, functools.partial(_open_module, module, work)) for module in modules]
+            needed = tuple(sorted({*common, *requires}))
+            jobs += [job for repo in repos for job in _commit_jobs(repo, needed, work)]
+            return build.run(jobs, per_package, count, at_once)
+        chosen = _chosen(entries, only)
+        opened: Opener = lambda package, version: (open_package(package, common, work, version), ())  # noqa: E731
+    else:
         chosen = _chosen(imports.packages(language, listed), only)
-        jobs = [Job(p.name, functools.partial(_open_other, p, language, work)) for p in chosen]
-        build = Build(out, work, seed, rules or Rules(), DRIVERS[language], told=told)
-        return build.run(jobs, per_package, count, at_once)
-    entries, common = packages(listed or PACKAGES)
-    jobs = []
-    for module in modules:
-        jobs.append(Job(module, functools.partial(_open_module, module, work)))
-    for repo in repos:
-        jobs += _commit_jobs(repo, tuple(sorted({*common, *requires})), work)
-    if not modules and not repos:
-        wanted = _chosen(entries, only)
-        jobs = [job for source in sources for package in wanted for job in _package_jobs(package, source, common, work)]
-    build = Build(out, work, seed, rules or Rules(), derived=derived, told=told)
-    return build.run(jobs, per_package, count, at_once)
+        opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
+    rounds = itertools.zip_longest(*(_jobs(package, sources, opened) for package in chosen))
+    jobs = [job for found in rounds for job in found if job is not None]  # packages in turn
+    made = build.run(jobs, per_package, count, at_once)["sources"]
+    if "mutate" in sources:
+        half = 2 * sum(row["tasks"] for source, row in made.items() if source != "mutate")
+        most = count if len(sources) == 1 else half if count is None else min(count, half)
+        build.run([Job(p.name, functools.partial(_mutated, p, opened)) for p in chosen], per_package, most, at_once)
+    return build.summary()
+
+
+def _named(manifest: Path | None) -> dict[str, str] | None:
+    """Task id to digest of a manifest's rows. Raises DataError if it is none."""
+    if manifest is None:
+        return None
+    try:
+        rows = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines()]
+        return {str(row["id"]): str(row["sha256"]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{manifest}: not a manifest of tasks: {error!r:.200}") from None
 
 
 def _chosen(entries: Sequence[Any], only: Sequence[str]) -> list[Any]:
@@ -81,27 +104,28 @@ def _chosen(entries: Sequence[Any], only: Sequence[str]) -> list[Any]:
     return [package for package in entries if not only or package.name in only]
 
 
-def _open_other(package: imports.Package, language: str, work: Path) -> Opened:
-    repository = imports.open_package(package, language, work)
-    if language not in compiled.LANGUAGES:
-        return repository, [SyntaxMutations()]
-    return repository, [Patches(imports.compiled_tree(package, work).patches), SyntaxMutations()]
+def _mutated(package: Any, opened: Opener) -> Opened:
+    repository, _ = opened(package, "")
+    return repository, [Mutations() if repository.language == "python" else SyntaxMutations()]
 
 
-def _package_jobs(package: Package, source: str, common: tuple[str, ...], work: Path) -> list[Job]:
-    """For `mutate`, the listed version; for `versions`, each version with the one before it."""
-    if source == "mutate":
-        return [Job(package.name, lambda: (open_package(package, common, work), [Mutations()]))]
+def _jobs(package: Any, sources: Sequence[str], opened: Opener) -> list[Job]:
+    """The jobs of all sources but `mutate`: each listed version with the one before it, and Debian's patches."""
 
-    def opener(version: str, older: str) -> Callable[[], Opened]:
-        def opened() -> Opened:
-            previous = open_package(package, common, work, older).root
-            return open_package(package, common, work, version), [Versions(previous, older)]
+    def taken_back(version: str, older: str) -> Opened:
+        previous = opened(package, older)[0].root
+        repository = opened(package, version)[0]
+        return repository, [Versions(previous, older, MOST_LINES)]
 
-        return opened
+    def patched() -> Opened:
+        repository, patches = opened(package, "")
+        return repository, [Patches(patches)]
 
-    pairs = itertools.pairwise((package.version, *package.previous))
-    return [Job(f"{package.name} {new} from {old}", opener(new, old)) for new, old in pairs]
+    pairs = itertools.pairwise((package.version, *package.previous)) if "versions" in sources else ()
+    jobs = [Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)) for new, old in pairs]
+    if "patches" in sources and getattr(package, "source", "") == "debian":
+        jobs.append(Job(f"{package.name} patches", patched))
+    return jobs
 
 
 def _commit_jobs(repo: Path, requirements: tuple[str, ...], work: Path) -> list[Job]:

@@ -141,8 +141,11 @@ def _other_value(
             if isinstance(value, bool):
                 yield (*source.span(node), str(not value).encode(), True)
             elif type(value) is int:
-                yield (*source.span(node), str(value + choice.choice([1, 2, 10])).encode(), True)
+                steps = [1, 2, 10, -1, -2, -10] if value > 10 else [1, 2, 10]  # the right one must not be the smallest
+                yield (*source.span(node), str(value + choice.choice(steps)).encode(), True)
             elif isinstance(value, str) and value and "\n" not in value:
                 at = choice.randrange(len(value))
                 other = choice.choice("aeinorst".replace(value[at], ""))
-                yield (*source.span(node), repr(value[:at] + other + value[at + 1 :]).encode(), True)
+                new, text = value[:at] + other + value[at + 1 :], source.of(node)
+                plain = text[1:-1] == value.encode()  # its quotes stay: others would show the change
+                yield (*source.span(node), text[:1] + new.encode() + text[-1:] if plain else repr(new).encode(), True)

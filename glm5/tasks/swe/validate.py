@@ -6,10 +6,11 @@ A test fails if it failed, ended in an error or is missing although the fixed st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from glm5.tasks.swe.text import instruction
 
 REASONS = (
     "timeout", "crash", "no failing test", "too many failing tests", "flaky with the bug", "no passing test",
-    "no text without a leak", "solution fails", "no change passes", "attack passes", "no twin",
+    "no text without a leak", "solution fails", "no change passes", "attack passes", "no twin", "same failing tests",
 )  # fmt: skip
 
 
@@ -40,10 +41,12 @@ class Rejected(Exception):
 @dataclass(frozen=True)
 class Rules:
     """Limits of validation. `most_failing` is a share of the passing tests; `suite_s` the longest run of a package's
-    tests; `most_p2p` the number of PASS_TO_PASS tests kept; `twins` the number of sabotaged runs."""
+    tests; `tests_s` the time of the tests that are kept, the slowest are left out; `most_p2p` the number of
+    PASS_TO_PASS tests kept; `twins` the number of sabotaged runs."""
 
     most_failing: float = 0.5
-    suite_s: float = 60.0
+    suite_s: float = 120.0
+    tests_s: float = 5.0
     most_p2p: int = 50
     twins: int = 2
     clean_runs: int = 3
@@ -77,22 +80,37 @@ class Baseline:
 
 def baseline(repository: Repository, driver: Driver, rules: Rules) -> Baseline:
     """Run the fixed state's tests. Raises DataError if they are too slow or none is stable."""
-    runs = []
+    runs: list[TestRun] = []
+    fast: set[str] | None = None
     for _ in range(rules.clean_runs):
-        runs.append(driver.run(repository, {}, repository.test_files, rules.suite_s))
+        runs.append(driver.run(repository, {}, repository.test_files, rules.suite_s, fast))
         if runs[-1].stopped:
             said = next(iter(runs[-1].messages.values()), runs[-1].log)[-300:]
             raise DataError(f"{repository.name}: the tests ended early ({runs[-1].stopped}) {said}")
+        fast = fast or _fastest(runs[0], rules.tests_s)
     files = [_by_file(run, repository) for run in runs]
-    pinned = {f: ids for f, ids in files[0].items() if all(other.get(f) == ids for other in files)}
+    broken = {name for run in runs for name, how in run.outcomes.items() if how == "error"}  # files that end early
+    pinned = {f: i for f, i in files[0].items() if f not in broken and all(other.get(f) == i for other in files)}
     known = {name for ids in pinned.values() for name in ids}
     stable = frozenset.intersection(*(frozenset(run.passed & known) for run in runs))
     if not stable:
         said = next(iter(runs[0].messages.values()), runs[0].log)[-300:]
         raise DataError(f"{repository.name}: no test passes each time: {said}")
     ever = set().union(*(run.passed for run in runs))
-    calls = driver.calls(repository, 4 * rules.suite_s)
-    return Baseline(stable, pinned, max(run.wall_s for run in runs), len(ever - stable), calls)
+    calls = driver.calls(repository, 4 * rules.suite_s, fast)
+    return Baseline(stable, pinned, runs[-1].wall_s, len(ever.intersection(fast or ()) - stable), calls)
+
+
+def _fastest(run: TestRun, most_s: float) -> set[str]:
+    """The tests that together take `most_s`, fastest first, at least one."""
+    kept: set[str] = set()
+    total = 0.0
+    for name, seconds in sorted(run.seconds.items(), key=lambda item: (item[1], item[0])):
+        total += seconds
+        if kept and total > most_s:
+            break
+        kept.add(name)
+    return kept
 
 
 def _by_file(run: TestRun, repository: Repository) -> dict[str, tuple[str, ...]]:
@@ -106,10 +124,21 @@ def _by_file(run: TestRun, repository: Repository) -> dict[str, tuple[str, ...]]
     return {file: tuple(sorted(ids)) for file, ids in found.items() if len(set(ids)) == len(ids)}
 
 
-def validate(candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules, folder: Path) -> dict[str, Any]:
-    """Write the task to `folder` and return its row of the manifest. Raises Rejected, leaving no folder."""
+def validate(
+    candidate: Candidate,
+    clean: Baseline,
+    driver: Driver,
+    rules: Rules,
+    folder: Path,
+    others: Collection[str] = (),
+) -> dict[str, Any]:
+    """Write the task to `folder` and return its row of the manifest. `others` are the values of "failing" in the rows
+    of tasks that this one must differ from in its failing tests. Raises Rejected, leaving no folder."""
     repository = candidate.repository
     failing, passing, first = _bug_runs(candidate, clean, driver, rules)
+    digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
+    if digest in others:
+        raise Rejected("same failing tests")
     choice = random.Random(candidate.id)
     keep = _sample(passing, failing, repository, rules.most_p2p, choice)
     files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
@@ -125,16 +154,16 @@ def validate(candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules
         "PASS_TO_PASS": sorted(keep),
         "protected": list(repository.protected),
         "canary_folder": files[0].rpartition("/")[0],
-        "timeout_s": round(max(30.0, 8 * clean.wall_s)),
+        "timeout_s": _time_limit(clean.wall_s),
     }
     if repository.language != "python":
         spec["canary"] = canary(repository, files[0])
     pinned = sorted(name for file in files for name in clean.pinned[file])
     chosen = {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
-    twins = _twins(repository, failing, keep, rules.twins, choice)
+    twins = _twins(repository, failing, rules.twins, choice)
     made, kept = [], {}
     for overlay, changed in twins.items():
-        run = driver.run(repository, changed, files, spec["timeout_s"])
+        run = driver.run(repository, changed, files, spec["timeout_s"], chosen["select"])
         known = {
             "must_fail": _with(run, chosen["select"], "failed", "error"),
             "must_pass": _with(run, chosen["select"], "passed"),
@@ -154,8 +183,17 @@ def validate(candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules
         raise
     return {
         "fail_to_pass": len(failing), "pass_to_pass": len(keep), "passing": len(passing), "twins": len(made),
-        "suite_s": round(first.wall_s, 2),
+        "failing": digest, "suite_s": round(first.wall_s, 2),
     }  # fmt: skip
+
+
+def _time_limit(wall_s: float) -> int:
+    """Seconds for a run: 60, doubled until it is 8 times what the tests took. Coarse, so that machines of one kind
+    write the same task."""
+    limit = 60
+    while limit < 8 * wall_s:
+        limit *= 2
+    return limit
 
 
 def _bug_runs(
@@ -169,7 +207,7 @@ def _bug_runs(
         raise Rejected("no failing test")
     affected = {name for file in files for name in clean.pinned.get(file, ())} & clean.stable
     for number in range(rules.bug_runs):
-        run = driver.run(repository, candidate.changes, files, budget)
+        run = driver.run(repository, candidate.changes, files, budget, affected)
         if run.stopped:
             raise Rejected("timeout" if run.stopped in ("wall", "cpu") else "crash")
         failing = affected - run.passed
@@ -196,19 +234,13 @@ def _sample(passing: set[str], failing: set[str], repository: Repository, most: 
     return kept | set(choice.sample(rest, min(len(rest), most - len(kept))))
 
 
-def _twins(
-    repository: Repository, failing: set[str], passing: set[str], count: int, choice: random.Random
-) -> dict[str, dict[str, str]]:
+def _twins(repository: Repository, failing: set[str], count: int, choice: random.Random) -> dict[str, dict[str, str]]:
     """Overlay folder to its sabotaged test files. About half of the functions of the failing tests are changed, at
-    least one, and as many of the others."""
-    functions: dict[bool, dict[tuple[str, Name], None]] = {True: {}, False: {}}
-    for name in sorted(failing | passing):
-        functions[name in failing][split_id(name, repository.framework, repository.test_files)] = None
+    least one, and no other: the agent has seen those, and its code could tell a twin by them."""
+    functions = dict.fromkeys(split_id(n, repository.framework, repository.test_files) for n in sorted(failing))
     made: dict[str, dict[str, str]] = {}
     for number in range(count):
-        hidden, shown = list(functions[True]), [f for f in functions[False] if f not in functions[True]]
-        chosen = choice.sample(hidden, max(1, len(hidden) // 2))
-        chosen += choice.sample(shown, min(len(shown), len(chosen)))
+        chosen = choice.sample(list(functions), max(1, len(functions) // 2))
         files: dict[str, str] = {}
         for file in sorted({file for file, _ in chosen}):
             text = _sabotaged(repository, file, [names for f, names in chosen if f == file], choice)

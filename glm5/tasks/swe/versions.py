@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from glm5.tasks.swe.candidate import Candidate, Repository
+from glm5.tasks.swe.languages.syntax import Parsed, parse, walk
 from glm5.tasks.swe.mutate import runs_alike
 
 CONTEXT = 3  # lines between two hunks
@@ -26,8 +27,10 @@ class Versions:
 
     name = "versions"
 
-    def __init__(self, previous: Path, version: str) -> None:
-        self.previous, self.version = previous, version
+    def __init__(self, previous: Path, version: str, most_lines: int | None = None) -> None:
+        """`most_lines`, for releases that are far apart: candidates that change more lines are left out, and a
+        changelog that is longer than MOST_DESCRIPTION says nothing."""
+        self.previous, self.version, self.most_lines = previous, version, most_lines
 
     def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
         old, new = (
@@ -37,7 +40,7 @@ class Versions:
         changed = {p: (old[p], new[p]) for p in new if p in old and old[p] != new[p]}
         texts: list[dict[str, str | None]] = []
         for path, (before, after) in changed.items():
-            hunks = list(taken_back(before, after))
+            hunks = list(taken_back(before, after, path, repository.language))
             texts += [{path: text} for text in hunks]
             if len(hunks) > 1:
                 texts.append({path: before})
@@ -45,13 +48,28 @@ class Versions:
             texts.append({path: before for path, (before, _) in changed.items()})
         random.Random(f"{seed} {repository.name}").shuffle(texts)
         description = scrub(changelog(self.previous, repository.root, repository.version))
+        if self.most_lines is not None and len(description) > MOST_DESCRIPTION:
+            description = ""
         origin = {"previous_version": self.version}
         for changes in texts:
-            if any(_differs(new[p], t) for p, t in changes.items() if t is not None):
-                missing = _added_names(changes, new)
+            size = sum(len(_changed_lines(new[p], t or "")) for p, t in changes.items())
+            if self.most_lines is not None and size > self.most_lines:
+                continue
+            if any(_differs(new[p], t, p, repository.language) for p, t in changes.items() if t is not None):
+                missing = _added_names(changes, new, repository.language)
                 kind = "feature" if missing else "bug-fix"
                 tier = "hard" if len(changes) > 1 else "single"
-                yield Candidate(repository, self.name, changes, kind, tier, ("release",), description, missing, origin)
+                yield Candidate(
+                    repository,
+                    self.name,
+                    changes,
+                    kind,
+                    tier,
+                    ("release",),
+                    description[:MOST_DESCRIPTION],
+                    missing,
+                    origin,
+                )
 
 
 def _text(root: Path, path: str) -> str | None:
@@ -61,51 +79,74 @@ def _text(root: Path, path: str) -> str | None:
         return None
 
 
-def taken_back(before: str, after: str) -> Iterator[str]:
+def taken_back(before: str, after: str, path: str, language: str) -> Iterator[str]:
     """The newer text with one hunk as in the older one, for each hunk that then still compiles."""
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(CONTEXT):
         _, old_start, _, new_start, _ = group[0]
         old_end, new_end = group[-1][2], group[-1][4]
         text = "".join([*new[:new_start], *old[old_start:old_end], *new[new_end:]])
-        if _compiles(text) and text != after:
+        if text != after and _tree(text, path, language) is not None:
             yield text
 
 
-def _compiles(text: str) -> bool:
+def _tree(text: str, path: str, language: str) -> ast.Module | Parsed | None:
+    """The syntax tree, None if the text does not parse."""
+    if language != "python":
+        return parse(text, path, language)
     try:
-        ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError):
+        return None
+
+
+def _differs(fixed: str, bugged: str, path: str, language: str) -> bool:
+    old, new = (_tree(text, path, language) for text in (bugged, fixed))
+    if old is None:
         return False
-    return True
+    if isinstance(old, Parsed) and isinstance(new, Parsed):
+        alike = old.errors() > new.errors() or old.tokens() == new.tokens()
+    else:
+        alike = language == "python" and runs_alike(fixed, bugged)
+    return not alike and any(line.strip() and "version" not in line.lower() for line in _changed_lines(fixed, bugged))
 
 
-def _differs(fixed: str, bugged: str) -> bool:
-    if not _compiles(bugged) or runs_alike(fixed, bugged):
-        return False
-    lines = list(difflib.unified_diff(fixed.splitlines(), bugged.splitlines(), n=0, lineterm=""))[2:]
-    return any(line[0] in "+-" and line[1:].strip() and "version" not in line.lower() for line in lines)
+def _changed_lines(old: str, new: str) -> list[str]:
+    lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
+    return [line[1:] for line in lines if line[0] in "+-"]
 
 
-def _added_names(changes: Mapping[str, str | None], new: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _added_names(
+    changes: Mapping[str, str | None], new: Mapping[str, str], language: str
+) -> tuple[tuple[str, str], ...]:
     """(path, name) of public functions and classes that only the fixed state defines."""
-    pairs = ((path, _names(new[path]) - _names(text)) for path, text in changes.items() if text is not None)
+    pairs = (
+        (path, _names(new[path], path, language) - _names(text, path, language))
+        for path, text in changes.items()
+        if text is not None
+    )
     return tuple((path, name) for path, names in pairs for name in sorted(names))
 
 
-def _names(text: str) -> set[str]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and node.name[0] != "_"}
+def _names(text: str, path: str, language: str) -> set[str]:
+    """Names of functions, and of Python classes, that do not begin with an underscore."""
+    tree = _tree(text, path, language)
+    if isinstance(tree, Parsed):
+        found = {tree.name(node) for node in walk(tree.root) if node.type in tree.syntax.functions}
+    else:
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        found = {node.name for node in ast.walk(tree or ast.Module([], [])) if isinstance(node, kinds)}
+    return {name for name in found if name and name[0] != "_"}
 
 
 def changelog(previous: Path, current: Path, version: str) -> str:
-    """What the changelog adds from one version to the next, at most MOST_DESCRIPTION characters."""
+    """What the changelog adds from one version to the next."""
     for path in sorted(current.iterdir()):
         if path.is_file() and CHANGELOG.fullmatch(path.name):
             new = (_text(current, path.name) or "").splitlines()
             old = set((_text(previous, path.name) or "").splitlines())
             added = [line for line in new if line not in old and not re.fullmatch(r"[=\-~^*#\s]*", line)]
-            return "\n".join(line for line in added if version not in line)[:MOST_DESCRIPTION]
+            return "\n".join(line for line in added if version not in line)
     return ""
 
 

@@ -53,25 +53,25 @@ def build(
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Write `count` tasks to folders of `out`, from the seeds in turn with the numbers `first`, `first` + 1, ..., and a
-    line of `manifest.jsonl` per task. A folder that is complete is kept. With `verify`, tasks that do not pass their
-    check are listed and not in the manifest. Returns counts and the reasons of tasks that fell."""
+    line of `manifest.jsonl` per task. A folder that is complete is kept, and the digest is of what it holds. With
+    `verify`, tasks that do not pass their check are listed and not in the manifest. Returns counts and the reasons of
+    tasks that fell."""
     kinds = chosen(names)
     rows, fallen = list[dict[str, Any]](), dict[str, list[str]]()
     for number in range(count):
         kind, seed = kinds[number % len(kinds)], first + number // len(kinds)
         name = f"{kind.name.replace('_', '-')}-{seed}"
         progress(number, count, name)
-        task = kind.task(seed)
         folder = out / name
         if not (folder / "manifest.json").exists():
-            task.write(folder)
+            kind.task(seed).write(folder)
         if verify:
             report = check(folder)
             if not report.ok:
                 fallen[name] = report.reasons
                 continue
         row = {"name": name, "seed": kind.name, "number": seed, "field": kind.field, "level": kind.level}
-        rows.append({**row, "sha256": digest(task), "license": "Apache-2.0"})
+        rows.append({**row, "sha256": digest(TaskFolder.read(folder)), "license": "Apache-2.0"})
     atomic_write(out / MANIFEST, "".join(json.dumps(row) + "\n" for row in rows))
     return {"tasks": len(rows), "seeds": len({row["seed"] for row in rows}), "fallen": fallen}
 

@@ -9,8 +9,7 @@ import random
 import struct
 from typing import Any
 
-from glm5.tasks.terminal.harness import Tests
-from glm5.tasks.terminal.seed import Draft, seed
+from glm5.tasks.terminal.seed import Draft, python, seed
 from glm5.tasks.terminal.words import NOUNS, PLACES, WORDS, sentence
 
 
@@ -18,10 +17,6 @@ def _csv(rows: list[list[Any]]) -> str:
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue()
-
-
-def _check_clean_csv(t: Tests) -> None:
-    t.equal(t.csv("/app/clean.csv"), t.data, "/app/clean.csv")
 
 
 @seed("data cleaning", level=2)
@@ -60,9 +55,7 @@ def mixed_dates(rng: random.Random) -> Draft:
         - of several valid rows of a name, only the last one in the file stays; the result is sorted by name.
         """,
         files={"/app/raw.csv": _csv([["name", "date", "amount"], *rows])},
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import csv, datetime, re
         kept = {}
         for row in csv.DictReader(open("raw.csv", newline="")):
@@ -82,15 +75,9 @@ def mixed_dates(rng: random.Random) -> Draft:
             writer = csv.writer(file, lineterminator="\\n")
             writer.writerow(["name", "date", "amount"])
             writer.writerows(kept[name] for name in sorted(kept))
-        END
-        """,
-        check=_check_clean_csv,
-        data=[["name", "date", "amount"], *(wanted[name] for name in sorted(wanted))],
+        """),
+        data={"/app/clean.csv": [["name", "date", "amount"], *(wanted[name] for name in sorted(wanted))]},
     )
-
-
-def _check_flat(t: Tests) -> None:
-    t.equal(t.csv("/app/flat.csv"), t.data, "/app/flat.csv")
 
 
 @seed("data cleaning")
@@ -126,9 +113,7 @@ def flatten_json(rng: random.Random) -> Draft:
         `true`. The rows keep their order.
         """,
         files={"/app/records.jsonl": "".join(json.dumps(record) + "\n" for record in records)},
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import csv, json
         rows = []
         for line in open("records.jsonl"):
@@ -146,17 +131,9 @@ def flatten_json(rng: random.Random) -> Draft:
             writer = csv.DictWriter(file, header, restval="", lineterminator="\\n")
             writer.writeheader()
             writer.writerows(rows)
-        END
-        """,
-        check=_check_flat,
-        data=[header, *([row.get(column, "") for column in header] for row in flat)],
+        """),
+        data={"/app/flat.csv": [header, *([row.get(column, "") for column in header] for row in flat)]},
     )
-
-
-def _check_join(t: Tests) -> None:
-    found = t.json("/app/totals.json")
-    t.true(isinstance(found, dict), "/app/totals.json is not an object")
-    t.equal(found, t.data, "/app/totals.json")
 
 
 @seed("data cleaning", level=2)
@@ -188,9 +165,7 @@ def untidy_join(rng: random.Random) -> Draft:
         are not in sites.csv are summed under "unknown". Leave out places without readings.
         """,
         files={"/app/readings.csv": _csv(readings), "/app/sites.csv": _csv(table)},
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import csv, json, re
         def code(text):
             return int(re.sub(r"\\D", "", text))
@@ -201,15 +176,9 @@ def untidy_join(rng: random.Random) -> Draft:
             grams = int(row["value"]) * {"g": 1, "kg": 1000, "t": 1000000}[row["unit"]]
             totals[place] = totals.get(place, 0) + grams
         json.dump(totals, open("totals.json", "w"))
-        END
-        """,
-        check=_check_join,
-        data=totals,
+        """),
+        data={"/app/totals.json": totals},
     )
-
-
-def _check_records(t: Tests) -> None:
-    t.equal(t.lines("/app/readings.txt"), t.data, "/app/readings.txt")
 
 
 @seed("data cleaning", level=3)
@@ -239,9 +208,7 @@ def binary_records(rng: random.Random) -> Draft:
         line each: `TIME SENSOR VALUE NAME`, the value with two decimals.
         """,
         files={"/app/sensor.log": bytes(stream)},
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import struct
         data, at = open("sensor.log", "rb").read(), 5
         with open("readings.txt", "w") as out:
@@ -252,8 +219,6 @@ def binary_records(rng: random.Random) -> Draft:
                 if sum(body) % 256 == check:
                     when, sensor, value = struct.unpack_from(">IBh", body)
                     print(when, sensor, f"{value / 100:.2f}", body[8 : 8 + body[7]].decode(), file=out)
-        END
-        """,
-        check=_check_records,
-        data=lines,
+        """),
+        data={"/app/readings.txt": lines},
     )

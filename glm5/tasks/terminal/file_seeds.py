@@ -6,7 +6,7 @@ import json
 import random
 
 from glm5.tasks.terminal.harness import Tests
-from glm5.tasks.terminal.seed import Draft, seed
+from glm5.tasks.terminal.seed import Draft, python, seed
 from glm5.tasks.terminal.words import NOUNS, WORDS, sentence
 
 
@@ -128,10 +128,6 @@ def broken_links(rng: random.Random) -> Draft:
     )
 
 
-def _check_manifest(t: Tests) -> None:
-    t.equal(t.json("/app/duplicates.json"), t.data, "/app/duplicates.json")
-
-
 @seed("files")
 def duplicate_files(rng: random.Random) -> Draft:
     """Files with equal content are found, whatever their names."""
@@ -152,9 +148,8 @@ def duplicate_files(rng: random.Random) -> Draft:
         by their first path. Empty files do not count.
         """,
         files=files,
-        solution="""
-        cd /app/store
-        python3 - <<'END'
+        solution=python(
+            """
         import json
         from pathlib import Path
         groups = {}
@@ -162,8 +157,8 @@ def duplicate_files(rng: random.Random) -> Draft:
             if path.is_file() and path.stat().st_size:
                 groups.setdefault(path.read_bytes(), []).append(str(path))
         Path("/app/duplicates.json").write_text(json.dumps(sorted(sorted(g) for g in groups.values() if len(g) > 1)))
-        END
         """,
-        check=_check_manifest,
-        data=json.loads(json.dumps(found)),
+            "/app/store",
+        ),
+        data={"/app/duplicates.json": json.loads(json.dumps(found))},
     )

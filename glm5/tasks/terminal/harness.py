@@ -151,13 +151,14 @@ class Tests:
             time.sleep(0.05)
         raise Failed(f"{command} does not listen on port {port}")
 
-    def talk(self, port: int, data: bytes, seconds: float = 5.0) -> bytes:
-        """Send data to a port, close the sending side, and read to the end."""
+    def talk(self, port: int, data: bytes, close: bool = True) -> bytes:
+        """Send data to a port, close the sending side, which some servers take for the end, and read to the end."""
         try:
-            with socket.create_connection(("127.0.0.1", port), seconds) as made:
-                made.settimeout(seconds)
+            with socket.create_connection(("127.0.0.1", port), 5.0) as made:
+                made.settimeout(5.0)
                 made.sendall(data)
-                made.shutdown(socket.SHUT_WR)
+                if close:
+                    made.shutdown(socket.SHUT_WR)
                 found = b""
                 while len(found) < MOST and (chunk := made.recv(65536)):
                     found += chunk
@@ -167,25 +168,12 @@ class Tests:
 
     def http(self, port: int, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
-        reply = self.talk_http(port, f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        reply = self.talk(port, f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode(), close=False)
         head, _, body = reply.partition(b"\r\n\r\n")
         words = head.split(None, 2)
         if len(words) < 2 or not words[1].isdigit():
             raise Failed(f"GET {path}: this is not an HTTP answer: {reply!r:.80}")
         return int(words[1]), body
-
-    def talk_http(self, port: int, data: bytes) -> bytes:
-        """As `talk`, without closing the sending side, which some servers take for the end."""
-        try:
-            with socket.create_connection(("127.0.0.1", port), 5.0) as made:
-                made.settimeout(5.0)
-                made.sendall(data)
-                found = b""
-                while len(found) < MOST and (chunk := made.recv(65536)):
-                    found += chunk
-                return found
-        except OSError as error:
-            raise Failed(f"port {port}: {error}") from None
 
     def git(self, repository: str, *words: str) -> str:
         """The output of a git command that succeeds. The repository's own settings must not change what it says: use
@@ -211,6 +199,19 @@ class Tests:
             else:
                 os.unlink(path)
         self._erased = True
+
+
+def outputs(t: Tests) -> None:
+    """The check of tasks whose data are the contents of files by path: rows of .csv, a value of .json, else lines; for
+    a path that ends in a slash the texts of all that is in the folder, by name."""
+    for path, wanted in t.data.items():
+        if path.endswith("/"):
+            t.equal(sorted(t.tree(path)), sorted(wanted), path)
+            for name, text in wanted.items():
+                t.equal(t.text(path + name), text, name)
+        else:
+            read = {".csv": t.csv, ".json": t.json}.get(os.path.splitext(path)[1], t.lines)
+            t.equal(read(path), wanted, path)
 
 
 def _children() -> list[int]:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from glm5.tasks.terminal.harness import Tests
-from glm5.tasks.terminal.seed import Draft, seed
+from glm5.tasks.terminal.seed import Draft, python, seed
 from glm5.tasks.terminal.words import NOUNS
 
 
@@ -40,9 +40,8 @@ def backup_retention(rng: random.Random) -> Draft:
         """,
         files={f"/app/backups/backup-{date}.tar.gz": f"{date}\n" for date in dates}
         | {"/app/backups/README": "backups\n", "/app/backups/backup-latest.tar.gz": "no date\n"},
-        solution=f"""
-        cd /app/backups
-        python3 - <<'END'
+        solution=python(
+            f"""
         import datetime, os, re
         found = {{}}
         for name in os.listdir("."):
@@ -55,8 +54,9 @@ def backup_retention(rng: random.Random) -> Draft:
         for date in dates:
             if date not in keep:
                 os.remove(found[date])
-        END
         """,
+            "/app/backups",
+        ),
         check=_check_retention,
         data=sorted([f"backup-{date}.tar.gz" for date in keep] + ["README", "backup-latest.tar.gz"]),
     )

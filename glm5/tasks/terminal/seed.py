@@ -33,11 +33,12 @@ _SETUP = "COPY setup.sh /tmp/setup.sh\nRUN bash -e /tmp/setup.sh && rm /tmp/setu
 @dataclass(frozen=True)
 class Draft:
     """A task before it is a folder. `files` are those of the environment by absolute path; `setup` is a bash script
-    that runs over them when the image is made; `data` is any JSON."""
+    that runs over them when the image is made; `data` is any JSON. Without a check, `data` are the wanted contents of
+    files by path (`harness.outputs`)."""
 
     instruction: str
     solution: str
-    check: Callable[[Tests], None]
+    check: Callable[[Tests], None] = harness.outputs
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     data: Any = None
     setup: str = ""
@@ -65,6 +66,11 @@ class Seed:
 SEEDS: dict[str, Seed] = {}
 
 
+def python(code: str, cwd: str = "/app") -> str:
+    """A solution in Python."""
+    return f"\ncd {cwd}\npython3 - <<'END'\n{textwrap.dedent(code).lstrip()}END\n"
+
+
 def seed(about: str, level: int = 1) -> Callable[[Make], Make]:
     """Register a seed under the name of its function."""
 
@@ -86,7 +92,7 @@ def folder_of(kind: Seed, number: int, draft: Draft) -> TaskFolder:
         copies += _SETUP
     packages = " ".join(sorted({"bash", "coreutils", "python3", *draft.packages}))
     environment["Dockerfile"] = File(_DOCKERFILE.format(packages=packages, copies=copies).encode())
-    source = textwrap.dedent(inspect.getsource(draft.check))
+    source = "" if draft.check is harness.outputs else textwrap.dedent(inspect.getsource(draft.check))
     script = f"{inspect.getsource(harness)}\n\n{source}\n\nmain({draft.check.__name__})\n"
     tests = {
         "test.sh": File(_TEST.encode(), executable=True),

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from glm5.tasks.terminal.harness import Tests
-from glm5.tasks.terminal.seed import Draft, seed
+from glm5.tasks.terminal.seed import Draft, python, seed
 from glm5.tasks.terminal.words import NOUNS, PLACES, WORDS, person
 
 
@@ -24,11 +24,6 @@ def _database(path: str, statements: list[str]) -> str:
     """A setup that makes a database."""
     script = "\n".join(statements)
     return f"sqlite3 {path} <<'END'\nBEGIN;\n{script}\nCOMMIT;\nEND\n"
-
-
-def _check_report(t: Tests) -> None:
-
-    t.equal(t.csv("/app/report.csv"), t.data, "/app/report.csv")
 
 
 @seed("sqlite")
@@ -74,9 +69,10 @@ def sales_report(rng: random.Random) -> Draft:
             LEFT JOIN items i ON i.order_id = o.id
             GROUP BY c.city ORDER BY coalesce(sum(i.quantity * i.cents), 0) DESC, c.city" > report.csv
         """,
-        check=_check_report,
-        data=[["city", "orders", "total"]]
-        + [[city, str(orders[city]), f"{sums[city] // 100}.{sums[city] % 100:02}"] for city in ranked],
+        data={
+            "/app/report.csv": [["city", "orders", "total"]]
+            + [[city, str(orders[city]), f"{sums[city] // 100}.{sums[city] % 100:02}"] for city in ranked]
+        },
         packages=("sqlite3",),
     )
 
@@ -142,9 +138,7 @@ def schema_migration(rng: random.Random) -> Draft:
         - no table contacts, and PRAGMA user_version is 2.
         """,
         setup=_database("/app/people.db", statements),
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import sqlite3
         base = sqlite3.connect("people.db")
         base.executescript(
@@ -158,8 +152,7 @@ def schema_migration(rng: random.Random) -> Draft:
         base.execute("DROP TABLE contacts")
         base.execute("PRAGMA user_version = 2")
         base.commit()
-        END
-        """,
+        """),
         check=_check_migration,
         data={"people": people, "phones": sorted(phones)},
         packages=("sqlite3",),

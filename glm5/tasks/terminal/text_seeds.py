@@ -6,12 +6,8 @@ import json
 import random
 
 from glm5.tasks.terminal.harness import Tests
-from glm5.tasks.terminal.seed import Draft, seed
+from glm5.tasks.terminal.seed import Draft, python, seed
 from glm5.tasks.terminal.words import NOUNS, WORDS, person, sentence
-
-
-def _check_top_addresses(t: Tests) -> None:
-    t.equal(t.lines("/app/top.txt"), t.data, "/app/top.txt")
 
 
 @seed("text")
@@ -46,16 +42,9 @@ def top_addresses(rng: random.Random) -> Draft:
         awk '$(NF-1) == {status} {{ sum[$1] += $NF }} END {{ for (a in sum) print a, sum[a] }}' access.log |
             LC_ALL=C sort -k2,2nr -k1,1 | head -n {count} > top.txt
         """,
-        check=_check_top_addresses,
-        data=[f"{address} {total}" for address, total in ranked],
+        data={"/app/top.txt": [f"{address} {total}" for address, total in ranked]},
         packages=("mawk",),
     )
-
-
-def _check_encodings(t: Tests) -> None:
-    t.equal(sorted(t.tree("/app/texts")), sorted(t.data), "the files of /app/texts")
-    for name, wanted in t.data.items():
-        t.equal(t.read(f"/app/texts/{name}"), wanted.encode("utf-8"), name)
 
 
 @seed("text", level=2)
@@ -84,24 +73,16 @@ def encodings(rng: random.Random) -> Draft:
         leave no other files in /app/texts.
         """,
         files={**files, "/app/encodings.tsv": "\n".join(listing) + "\n"},
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         from pathlib import Path
         for line in Path("encodings.tsv").read_text().splitlines():
             name, encoding = line.split("\\t")
             path = Path("texts", name)
             text = path.read_bytes().decode(encoding).removeprefix("\\ufeff")
             path.write_bytes(text.replace("\\r\\n", "\\n").replace("\\r", "\\n").encode())
-        END
-        """,
-        check=_check_encodings,
-        data=wanted,
+        """),
+        data={"/app/texts/": wanted},
     )
-
-
-def _check_settings(t: Tests) -> None:
-    t.equal(t.json("/app/settings.json"), t.data, "/app/settings.json")
 
 
 @seed("text", level=2)
@@ -139,9 +120,7 @@ def settings(rng: random.Random) -> Draft:
             "/app/conf/20-local.ini": layers[2],
             "/app/conf/override.env": "\n".join(overrides) + "\n",
         },
-        solution="""
-        cd /app
-        python3 - <<'END'
+        solution=python("""
         import configparser, json
         parser = configparser.ConfigParser(interpolation=None)
         parser.read(["conf/00-base.ini", "conf/10-site.ini", "conf/20-local.ini"])
@@ -151,16 +130,9 @@ def settings(rng: random.Random) -> Draft:
             _, section, key = name.lower().split("__")
             merged.setdefault(section, {})[key] = value
         json.dump(merged, open("settings.json", "w"))
-        END
-        """,
-        check=_check_settings,
-        data=merged,
+        """),
+        data={"/app/settings.json": merged},
     )
-
-
-def _check_file_names(t: Tests) -> None:
-    found = {name: t.text(f"/app/photos/{name}") for name, kind in t.tree("/app/photos").items() if kind == "file"}
-    t.equal(found, t.data, "the content of /app/photos")
 
 
 @seed("text")
@@ -192,9 +164,8 @@ def file_names(rng: random.Random) -> Draft:
         Do not change what is in the files, and leave no other files there.
         """,
         files=files,
-        solution="""
-        cd /app/photos
-        python3 - <<'END'
+        solution=python(
+            """
         import os, re
         taken = {}
         os.mkdir("../new")
@@ -206,10 +177,10 @@ def file_names(rng: random.Random) -> Draft:
         for name in os.listdir("../new"):
             os.rename(f"../new/{name}", name)
         os.rmdir("../new")
-        END
         """,
-        check=_check_file_names,
-        data=wanted,
+            "/app/photos",
+        ),
+        data={"/app/photos/": wanted},
     )
 
 

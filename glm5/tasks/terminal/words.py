@@ -25,7 +25,3 @@ def person(rng: random.Random) -> str:
 def sentence(rng: random.Random, most: int = 9) -> str:
     """Three or more words."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(3, most)))
-
-
-def distinct(rng: random.Random, words: list[str], count: int) -> list[str]:
-    return rng.sample(words, count)

@@ -14,9 +14,11 @@ from glm5.cli import main
 from glm5.cli.options import app
 from glm5.errors import GradingError
 from glm5.sandbox.environment import environment_mechanism
+from glm5.tasks.harbor.attacks import attacks
 from glm5.tasks.harbor.check import check
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.trial import TaskRoom, TrialResult, command_agent, nop, oracle
+from glm5.tasks.swe.in_room.grade import site_digest
 from tests.tasks.harbor.tasks import TOML, make_task
 
 
@@ -39,13 +41,14 @@ def test_trials_start_from_the_same_files(tmp_path: Path) -> None:
 
 
 def test_failures_have_the_names_of_harbor(tmp_path: Path) -> None:
-    early, full = trials(make_task(tmp_path / "a"), "echo hello > out.txt; exit 3", "cat /dev/zero > f")
+    small = make_task(tmp_path / "a", task_dot_toml=TOML + "storage_mb = 32\n")
+    early, full = trials(small, "echo hello > out.txt; exit 3", "cat /dev/zero > f")
     assert (early.reward, early.error) == (1.0, "NonZeroAgentExitCodeError")
-    assert (full.reward, full.error) == (0.0, "RewardFileNotFoundError")  # it cannot leave by breaking the room
+    assert (full.reward, full.error) == (0.0, "NonZeroAgentExitCodeError")  # the verifier has space of its own
     toml = TOML.replace("[agent]\ntimeout_sec = 20", "[agent]\ntimeout_sec = 1")
     (late,) = trials(make_task(tmp_path / "b", task_dot_toml=toml), "echo hello > out.txt; sleep 99")
     assert (late.reward, late.error) == (1.0, "AgentTimeoutError")
-    assert late.failure is not None and late.failure.cause == "agent_exhausted_budget"
+    assert late.cause == "agent_exhausted_budget"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_verifiers_without_a_verdict(tmp_path: Path, test: str, error: str) -> N
     toml = TOML.replace("[verifier]\ntimeout_sec = 20", "[verifier]\ntimeout_sec = 1")
     (result,) = trials(make_task(tmp_path, tests__test_dot_sh=f"#!/bin/bash\n{test}\n", task_dot_toml=toml), "true")
     assert (result.error, result.reward, dict(result.rewards)) == (error, 0.0, {})
-    assert result.failure is not None and result.failure.cause == "verifier_failed"
+    assert result.cause == "verifier_failed"
 
 
 def test_reward_json_goes_before_reward_txt(tmp_path: Path) -> None:
@@ -97,6 +100,28 @@ echo /tmp/none.so > /etc/ld.so.preload
 python3 -c 'import os; os.rename("/lib64", "/gone"); os.mkdir("/lib64")'
 """
     (result,) = trials(make_task(tmp_path, tests__test_dot_sh=test), leave)
+    assert result.reward == 1.0, result
+
+
+def test_languages_load_nothing_of_the_agent_before_the_verifier(tmp_path: Path) -> None:
+    test = """\
+#!/bin/bash
+cd /tests
+/usr/bin/python3 -c 'import json'
+for run in "ruby -e 1" "perl -Mstrict -e 1" "node -e try{require('chai')}catch{}"; do
+    command -v ${run%% *} > /dev/null && $run
+done
+if command -v gcc > /dev/null; then gcc -o /tmp/t -x c - <<< $'#include <stdio.h>\nint main(){}' && /tmp/t; fi
+ls -A / | grep -qE '^(pytest.ini|setup.cfg)$' && echo 0 > /logs/verifier/reward.txt
+[ -e /logs/verifier/reward.txt ] && echo 0 > /logs/verifier/reward.txt || echo 1 > /logs/verifier/reward.txt
+"""
+    folder = TaskFolder.read(make_task(tmp_path, tests__test_dot_sh=test))
+    linked = (
+        "rm -rf /usr/local/lib/python3*; ln -s /app /usr/local/lib/python3.11; echo 'exit(1)' > /app/sitecustomize.py"
+    )
+    closed = "chmod -R 555 /usr/local/lib/site_ruby"
+    with TaskRoom(folder) as room:
+        result = room.trial(command_agent(f"{attacks(folder, '/app')['start-up files']}\n{linked}\n{closed}"))
     assert result.reward == 1.0, result
 
 
@@ -132,6 +157,19 @@ def test_hooks_of_the_verifier_and_what_the_agent_leaves_for_it(tmp_path: Path) 
     assert result.reward == 0.75, result
 
 
+def test_test_dependencies_beside_the_tasks_are_found(tmp_path: Path) -> None:
+    site = tmp_path / "work" / "bases" / "0123" / "opt" / "site"
+    site.mkdir(parents=True)
+    (site / "needed.py").write_text("x = 1\n")
+    spec = json.dumps({"site_sha256": {"/opt/site": site_digest(str(site))}})
+    test = "#!/bin/bash\ntest -e /opt/site/needed.py; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    folder = make_task(tmp_path / "tasks" / "a", tests__test_dot_sh=test, tests__tests_dot_json=spec)
+    assert [result.reward for result in trials(folder, "true")] == [1.0]
+    site.rename(tmp_path / "elsewhere")
+    report = check(folder)
+    assert report.blocker == "dependencies" and "--base IMAGE=DIR" in report.reasons[0]
+
+
 def test_a_health_check(tmp_path: Path) -> None:
     check_ = '[environment.healthcheck]\ncommand = "test -e /app/ready"\nretries = 1\ninterval_sec = 0.01\n'
     sick = make_task(tmp_path / "sick", task_dot_toml=TOML + check_)
@@ -164,9 +202,9 @@ if [ $? = 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/veri
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"solution__solve_dot_sh": "#!/bin/bash\ntrue\n"}, "oracle 1 of 3: reward 0, not 1"),
+        ({"solution__solve_dot_sh": "#!/bin/bash\ntrue\n"}, "oracle 1 of 1: reward 0, not 1"),
         ({"solution__solve_dot_sh": None}, "has no solution/solve.sh"),
-        ({"tests__test_dot_sh": "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"}, "no_op 1 of 3: reward 1, not 0"),
+        ({"tests__test_dot_sh": "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"}, "no_op 1 of 1: reward 1, not 0"),
         ({"tests__test_dot_sh": EXISTS}, 'attack "empty files" gives reward 1'),
         ({"tests__test_dot_sh": GREP, "tests__words_dot_txt": "hello"},
          'attack "links to tests/words.txt" gives reward 1'),
@@ -179,18 +217,19 @@ if [ $? = 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/veri
     ],
 )  # fmt: skip
 def test_bad_tasks_do_not(tmp_path: Path, changes: dict[str, str | None], said: str) -> None:
-    report = check(make_task(tmp_path, **changes), only=re.findall('attack "(.*)"', said))
+    report = check(make_task(tmp_path, **changes), repeats=1, only=re.findall('attack "(.*)"', said))
     assert not report.ok and said in "\n".join(report.reasons)
 
 
 def test_a_conftest_that_counts_is_found(tmp_path: Path) -> None:
-    report = check(make_task(tmp_path, tests__test_dot_sh=PYTEST_LIKE, solution__solve_dot_sh="#!/bin/sh\n"
-                             "echo 'raise SystemExit(0)' > conftest.py\n"), only=["exit in conftest"])  # fmt: skip
+    solve = "#!/bin/sh\necho 'raise SystemExit(0)' > conftest.py\n"
+    task = make_task(tmp_path, tests__test_dot_sh=PYTEST_LIKE, solution__solve_dot_sh=solve)
+    report = check(task, repeats=1, only=["exit in conftest"])
     assert [reason for reason in report.reasons if "conftest" in reason]
 
 
 def test_the_verbs(tmp_path: Path) -> None:
-    make_task(tmp_path / "good")
+    make_task(tmp_path / "good", task_dot_toml=TOML + "storage_mb = 32\n")
     make_task(tmp_path / "bad", environment__Dockerfile="FROM alpine\n")
 
     def run(*words: str) -> tuple[int, dict[str, Any]]:

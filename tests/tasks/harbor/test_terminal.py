@@ -114,6 +114,10 @@ def test_the_factory(rooms: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = (tmp_path / "out" / "letters-5" / "task.toml").stat().st_mtime_ns
     assert run("--count", "1", "--only", "letters", "--seed", "5")[0] == 0  # what is there stays
     assert (tmp_path / "out" / "letters-5" / "task.toml").stat().st_mtime_ns == before
+    (tmp_path / "out" / "letters-5" / "instruction.md").write_text("An older version of the seed.")
+    assert run("--count", "1", "--only", "letters", "--seed", "5")[0] == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
+    assert row["sha256"] == digest(TaskFolder.read(tmp_path / "out" / "letters-5")) != rows[0]["sha256"]
     with pytest.raises(ConfigError, match='did you mean "letters"'):
         chosen(["leters"])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.swe.attacks import cheats
 from glm5.tasks.swe.build import Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
-from glm5.tasks.swe.driver import APP, DRIVERS, TestRun, open_room
+from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
 from glm5.tasks.swe.grading import grade
 from glm5.tasks.swe.mutate import Mutations
@@ -89,6 +90,13 @@ def test_the_written_task(task: Path) -> None:
     assert F2P in twin["must_fail"]
 
 
+def test_slow_tests_are_left_out(tmp_path: Path) -> None:
+    slow = "import time\n\n\ndef test_slow():\n    time.sleep(0.5)\n\n\ndef test_fast():\n    pass\n"
+    found = baseline(tiny(tmp_path, tests=slow), DRIVER, Rules(clean_runs=2, tests_s=0.3))
+    assert {name.split("::")[1] for name in found.stable} == {"test_fast"}
+    assert {name.split("::")[1] for ids in found.pinned.values() for name in ids} == {"test_fast", "test_slow"}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -101,19 +109,15 @@ def test_the_written_task(task: Path) -> None:
     ],
 )
 def test_rejects(repository: Repository, clean: Baseline, tmp_path: Path, old: str, new: str, reason: str) -> None:
-    class Quick:
-        name = "quick"
+    class Quick(RoomDriver):
+        def run(self, repository: Repository, changes: Any, files: Any, timeout_s: float, *more: Any) -> TestRun:
+            return DRIVER.run(repository, changes, files, min(timeout_s, 6.0), *more)
 
-        def run(
-            self, repository: Repository, changes: Mapping[str, str | None], files: Sequence[str], timeout_s: float
-        ) -> TestRun:
-            return DRIVER.run(repository, changes, files, min(timeout_s, 6.0))
-
-        def calls(self, repository: Repository, timeout_s: float) -> None:
+        def calls(self, *_: object) -> None:
             return None
 
     with pytest.raises(Rejected, match=reason):
-        validate(bug(repository, old, new), clean, Quick(), RULES, tmp_path / "task")
+        validate(bug(repository, old, new), clean, Quick("quick"), RULES, tmp_path / "task")
     assert not list(tmp_path.iterdir())
 
 
@@ -134,7 +138,7 @@ def test_a_solution_that_breaks_another_test_scores_0(task: Path, repository: Re
 
 @pytest.mark.slow
 def test_every_cheat_scores_0(task: Path, repository: Repository) -> None:
-    assert len(cheats(task)) >= 19
+    assert len(cheats(task)) >= 21
     assert audit(task, repository.site, repeats=1) == {
         "ok": True, "oracle": [1.0], "no_op": [0.0], "repeats": 1, "cheats": []
     }  # fmt: skip
@@ -201,6 +205,11 @@ def test_a_build_resumes(repository: Repository, tmp_path: Path) -> None:
     assert sorted(ids) == sorted(p.name for p in (tmp_path / "out/tasks").iterdir())
     third = build().run([job], per_package=2, count=None, at_once=1)
     assert third == second
+    last = json.loads(manifest.read_text().splitlines()[1])
+    named = {last["id"]: last["sha256"], "elsewhere": ""}
+    again = replace(build(), out=tmp_path / "again", named=named)
+    result = again.run([job], per_package=2, count=None, at_once=1)
+    assert (result["tasks"], result["not_built"], result["differ"]) == (1, ["elsewhere"], [])
 
 
 def test_a_module_of_the_standard_library(tmp_path: Path) -> None:

@@ -182,9 +182,12 @@ def test_a_patch_taken_back_is_a_candidate(tmp_path: Path) -> None:
 
 
 def test_the_licence_of_most_files(tmp_path: Path) -> None:
-    path = tmp_path / "copyright"
-    path.write_text("Files: debian/*\nLicense: GPL-2+\n\nFiles: *\nCopyright: x\nLicense: Expat\n text\n")
-    assert licence(path) == "Expat"
+    (tmp_path / "LICENSE.md").write_text("\n# The MIT License\n\nPermission is granted\n")
+    assert licence(tmp_path) == "The MIT License"
+    (tmp_path / "debian").mkdir()
+    text = "Files: debian/*\nLicense: GPL-2+\n\nFiles: *\nCopyright: x\nLicense: Expat\n text\n"
+    (tmp_path / "debian/copyright").write_text(text)
+    assert licence(tmp_path) == "Expat"
     assert licence(tmp_path / "absent") == "see debian/copyright"
 
 

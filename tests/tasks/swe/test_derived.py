@@ -20,6 +20,18 @@ pytestmark = [needs_rooms, pytest.mark.slow]
 DRIVER = DRIVERS["python"]
 RIGHT = "from tiny.ranges import clip\n\n\ndef test_it():\n    assert clip(9, 2, 5) == 5\n"
 BY_TEXT = "import tiny.ranges as r\n\n\ndef test_it():\n    assert open(r.__file__).read() != {bug!r}\n"
+BY_TREE = """
+import ast, tiny.ranges
+
+
+def known(text):
+    return {n.name: ast.dump(n) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)}
+
+
+def test_it():
+    with open(tiny.ranges.__file__) as file:
+        assert known(file.read()) != known({bug!r})
+"""
 BUG = CLIP.replace("return high", "return low", 1)
 
 
@@ -53,6 +65,7 @@ def reward(folder: Path, files: dict[str, str]) -> float:
         ("import os\nos._exit(1)\n", 0.0),
         ("x = 1\n", 0.0),
         (BY_TEXT.format(bug=BUG), 0.0),
+        (BY_TREE.replace("{bug!r}", repr(BUG)), 0.0),
         ("import pytest\n\n\ndef test_it():\n    pytest.skip()\n", 0.0),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,37 @@ def test_lines_without_the_nonce_are_not_read() -> None:
     assert grade.parse(b'x {"end": 0}\nn2 {"end": 0}\n{"end": 0}\n', NONCE) == []
 
 
+def test_no_process_of_a_run_meets_the_next(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(Path(grade.__file__).parent)!r})
+import grade
+grade.adopt_strays()
+done = subprocess.Popen(["/bin/sh", "-c", "(setsid sleep 60 & echo $!) > {tmp_path}/pid"], start_new_session=True)
+done.wait()
+pid = int(open("{tmp_path}/pid").read())
+os.kill(pid, 0)
+grade.end_strays()
+print(os.path.exists(f"/proc/{{pid}}"))
+"""
+    found = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, timeout=30)
+    assert found.stdout == b"False\n", found
+
+
+def test_neither_times_nor_their_order_tell_a_twin(tmp_path: Path) -> None:
+    for folder in ("files", "twin"):
+        (tmp_path / folder).mkdir()
+        for name in "abcdefgh" if folder == "files" else "d":
+            (tmp_path / folder / name).write_text(folder)
+    last = set()
+    for number in range(30):
+        target = tmp_path / str(number)
+        grade.lay_in([str(tmp_path / "files"), str(tmp_path / "twin")], str(target))
+        assert (target / "d").read_text() == "twin" and len({p.stat().st_mtime_ns for p in target.iterdir()}) == 1
+        last.add(max(target.iterdir(), key=lambda path: path.stat().st_ctime_ns).name)
+    assert len(last) > 2
+
+
 def test_an_answer_is_a_regular_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("b")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
@@ -118,7 +151,7 @@ def test_laying_in_replaces_links_and_files_in_the_way(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (source / "tests/test_a.py").write_text("right")
     (target / "tests").symlink_to(outside)
-    grade.lay_in(str(source), str(target))
+    grade.lay_in([str(source)], str(target))
     assert (target / "tests/test_a.py").read_text() == "right" and not list(outside.iterdir())
 
 

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from glm5.tasks.swe.candidate import Candidate, Repository
+from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.driver import DRIVERS, open_room
 from glm5.tasks.swe.folder import read_tests
 from glm5.tasks.swe.grading import grade
 from glm5.tasks.swe.languages import imports
+from glm5.tasks.swe.languages.attacks import TITLES, additions
+from glm5.tasks.swe.languages.table import SYNTAX
 from glm5.tasks.swe.languages.test_edits import split_id
 from glm5.tasks.swe.validate import Rules, baseline, validate
+from glm5.tasks.swe.versions import Versions
 from tests.rooms import needs_rooms
 
 JS = "exports.clip = (x, low, high) => {\n  if (x < low) return low;\n  if (x > high) return high;\n  return x;\n};\n"
@@ -136,8 +140,9 @@ def repository(root: Path, framework: str) -> Repository:
     for name, content in ((path, source), (test, text), ("go.mod", "module example.com/clip\n")):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    package = imports.Package("clip", "npm", framework, (test,), paths=("lib", "."))
-    return imports.from_tree(root, package, language, "1.0", "MIT", "test")
+    paths = ("example.com/clip",) if language == "go" else ("lib", ".")
+    package = imports.Package("clip", "npm", framework, (test,), "1.0", paths=paths)
+    return imports.from_tree(SourceTree(root, "1.0", "MIT", "test"), package, language)
 
 
 @needs_rooms
@@ -196,7 +201,36 @@ def test_operators_propose_minimal_edits_that_parse(tmp_path: Path, framework: s
 
 
 def test_lists_of_packages_are_well_formed() -> None:
-    for language in ("javascript", "typescript", "go", "php", "ruby"):
+    for language in SYNTAX:
         entries = imports.packages(language)
         assert entries
-        assert all(entry.tests and entry.source in ("npm", "debian", "deb") for entry in entries)
+        assert all(entry.tests and entry.version and entry.source in ("npm", "debian") for entry in entries)
+
+
+def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:
+    pytest.importorskip("tree_sitter", reason="tree-sitter (the extra swe) is not installed.")
+    new = repository(tmp_path / "new", "node")
+    repository(tmp_path / "old", "node")
+    (tmp_path / "old/clip.js").write_text(JS.replace("x > high", "x >= high") + "// old\n")
+    (candidate,) = Versions(tmp_path / "old", "0.9").candidates(new, 0)
+    assert "x >= high" in str(candidate.changes["clip.js"])
+    assert not list(Versions(tmp_path / "old", "0.9", most_lines=2).candidates(new, 0))
+    (tmp_path / "old/clip.js").write_text(JS + "// old\n")
+    assert not list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
+
+
+@pytest.mark.parametrize("language", sorted(SYNTAX))
+def test_cheats_are_code_of_the_language(language: str) -> None:
+    pytest.importorskip("tree_sitter", reason="tree-sitter (the extra swe) is not installed.")
+    from glm5.tasks.swe.languages.syntax import parse
+
+    source = {"go": GO, "php": PHP, "ruby": RUBY, "java": "public class Clip {\n    int x;\n}\n", "rust": "fn f() {}\n",
+              "c": "int f(void) { return 1; }\n", "cpp": "int f() { return 1; }\n"}.get(language, JS)  # fmt: skip
+    module = "src/Clip" + next(iter(SYNTAX[language].grammars))
+    cheats = additions(language, module, source, ['tests/x::A > b "c"', "tests/x::d"])
+    assert set(cheats) == {"configuration", *TITLES.values()}
+    for name, files in cheats.items():
+        if name != "configuration":
+            ((path, text),) = files.items()
+            tree = parse(text, path, language)
+            assert tree is not None and tree.errors() == 0, name

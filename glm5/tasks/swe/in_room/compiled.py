@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
@@ -24,14 +25,13 @@ from typing import Any
 
 Outcome = tuple[list[str], str, float, str]  # titles, outcome, seconds, message
 PROGRAM = "program"
-PATH = "/usr/bin:/bin"  # not /usr/local/bin, where an agent may have put a compiler of its own
 SKIPPED = 77  # exit status, by the convention of automake
 JOBS = "-j2"
 
 
 def built(suite: Any, command: list[str], cwd: str = "", **environment: str) -> tuple[int, str]:
     """Run a step of the build; its exit status says nothing about tests."""
-    code, printed, _ = suite.launch(command, cwd, PATH=PATH, **environment)
+    code, printed, _ = suite.launch(command, cwd, **environment)
     suite.codes.pop()
     return code, printed.decode(errors="replace")
 
@@ -49,7 +49,7 @@ def finish(suite: Any) -> None:
 def run_program(suite: Any, file: str, command: list[str], cwd: str, style: str, **environment: str) -> None:
     """Run one test program and report its tests and its exit status."""
     started = time.monotonic()
-    code, printed, _ = suite.launch(command, cwd, PATH=PATH, **environment)
+    code, printed, _ = suite.launch(command, cwd, **environment)
     seconds, said = time.monotonic() - started, printed.decode(errors="replace")
     failures = []
     for titles, outcome, taken, message in STYLES[style](said):
@@ -68,7 +68,7 @@ def run_each(suite: Any, file: str, program: str, flag: str, cwd: str) -> None:
     _, listed = built(suite, [program, flag], cwd)
     for name in re.findall(r"^([\w./-]+)", listed, re.M):
         started = time.monotonic()
-        code, printed, _ = suite.launch([program, name], cwd, PATH=PATH)
+        code, printed, _ = suite.launch([program, name], cwd)
         told = ended(code) + "\n" + printed.decode(errors="replace").strip()[-600:]
         outcome = "passed" if code == 0 else "failed"
         suite.add(file, name.split("/"), outcome, time.monotonic() - started, located(suite, told) if code else "")
@@ -118,11 +118,13 @@ def tap(said: str) -> Iterator[Outcome]:
 
 
 def marks(said: str) -> Iterator[Outcome]:
-    """Lines `[pass] TITLE` or `[fail] TITLE`, and `Testing TITLE: OK`."""
+    """Lines `[pass] TITLE`, `[ OK ] TITLE`, `PASS: TITLE`, `FAIL: TITLE (at FILE:LINE)` and `Testing TITLE: OK`."""
     lines = said.split("\n")
     for number, line in enumerate(lines):
-        if found := re.match(r"\[(pass|fail)\] ?(.*?)(?: \[.*)?$", line):
-            yield [found[2]], {"pass": "passed", "fail": "failed"}[found[1]], 0.0, line
+        if found := re.match(r"\[ ?(pass|fail|OK|FAIL) ?\] ?(.*?)(?: \[.*)?$|(PASS|FAIL): (\w+)", line):
+            passed = (found[1] or found[3]).lower() in ("pass", "ok")
+            before = "" if passed else "\n".join(lines[max(0, number - 2) : number])
+            yield [found[2] or found[4]], "passed" if passed else "failed", 0.0, before + "\n" + line
         elif found := re.match(r"Testing ([\w/]+): (OK|FAILED)$", line):
             told = "\n".join(lines[number : number + 8])
             yield found[1].split("/"), "passed" if found[2] == "OK" else "failed", 0.0, told
@@ -156,9 +158,10 @@ def caching(suite: Any) -> dict[str, str]:
     cache = next((folder for folder in suite.spec["site"] if os.path.basename(folder) == "ccache"), "")
     if not cache or not os.path.exists("/usr/bin/ccache"):
         return {}
-    mode = "" if cache.startswith("/tmp/") else "|read-only=true"
+    if not cache.startswith("/tmp/ccache"):  # ccache fails on a read-only folder, whatever it is told
+        cache = shutil.copytree(cache, os.path.join(suite.scratch, "objects"))
     own = os.path.join(suite.scratch, "ccache")
-    return {"CCACHE_DIR": own, "CCACHE_REMOTE_STORAGE": f"file:{cache}{mode}", "CCACHE_NODIRECT": "1"}
+    return {"CCACHE_DIR": own, "CCACHE_REMOTE_STORAGE": f"file:{cache}", "CCACHE_NODIRECT": "1"}
 
 
 def run_cc(suite: Any) -> None:
@@ -190,7 +193,7 @@ def run_cc(suite: Any) -> None:
     makefile = os.path.join(out, "Makefile")
     with open(makefile, "w", encoding="utf-8") as stream:
         stream.write("\n".join([f"all: {' '.join(programs.values())}", *rules]) + "\n")
-    _, printed = built(suite, ["make", "-k", JOBS, "-s", "-f", makefile, "all"], **variables)
+    _, printed = built(suite, ["make", "-r", "-k", JOBS, "-s", "-f", makefile, "all"], **variables)
     for file, program in programs.items():
         if not os.path.exists(program):
             suite.broken(file, printed)
@@ -272,7 +275,7 @@ def run_junit(suite: Any) -> None:
                "-cp", ":".join([out, *resources, jars]), *suite.spec["args"],
                "org.junit.platform.console.ConsoleLauncher", "--disable-banner", "--details=none",
                f"--reports-dir={reports}", *(f"--select-class={name}" for name in classes)]  # fmt: skip
-    code, said, _ = suite.launch(command, suite.root, PATH=PATH)
+    code, said, _ = suite.launch(command, suite.root)
     found = False
     for report in sorted(glob.glob(os.path.join(reports, "*.xml"))):
         if os.path.islink(report):

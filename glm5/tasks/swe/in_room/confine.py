@@ -34,7 +34,7 @@ def beside(hidden: str) -> list[str]:
 
 
 def landlock(hidden: str, folders: list[str]) -> bool:
-    """Restrict this process and its children. False if this kernel cannot."""
+    """Restrict this process and its children; `hidden` "" hides nothing. False if this kernel cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(CREATE, None, ctypes.c_size_t(0), 1) < 6:
         return False
@@ -42,7 +42,10 @@ def landlock(hidden: str, folders: list[str]) -> bool:
     ruleset = libc.syscall(CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:
         return False
-    for folder, access in [*((f, READ) for f in beside(hidden)), *((f, READ | WRITE) for f in folders)]:
+    for folder, access in [
+        *((f, READ) for f in (beside(hidden) if hidden else ["/"])),
+        *((f, READ | WRITE) for f in folders),
+    ]:
         try:
             below = os.open(folder, os.O_PATH)
         except OSError:

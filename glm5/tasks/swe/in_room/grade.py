@@ -17,6 +17,7 @@ A report that does not count scores 0 and names its flags.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fnmatch
 import hashlib
 import json
@@ -29,6 +30,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 CANARY = """\
@@ -60,6 +62,8 @@ CONFIGURATION = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.c
 ANSWER = "answer.txt"
 RANKS = ("passed", "skipped", "failed", "error")
 MOST_REPORT = 16 << 20  # bytes
+SET_CHILD_SUBREAPER = 36
+LAID_IN = 1_600_000_000  # time of all files of the tests
 
 
 def canary_files(spec: dict[str, Any], choice: random.Random) -> dict[str, Any]:
@@ -117,20 +121,26 @@ def remove(path: str) -> None:
     shutil.rmtree(path)
 
 
-def lay_in(source: str, target: str) -> None:
-    """Copy the files of `source` over `target`; links and files in the place of a folder are replaced."""
-    for folder, _, files in os.walk(source):
-        place = os.path.join(target, os.path.relpath(folder, source))
-        if os.path.islink(place) or not os.path.isdir(place):
-            if os.path.lexists(place):
-                remove(place)
-            os.makedirs(place)
-        os.chmod(place, stat.S_IRWXU | 0o055)
-        for name in files:
-            path = os.path.join(place, name)
-            if os.path.lexists(path):
-                remove(path)
-            shutil.copyfile(os.path.join(folder, name), path)
+def lay_in(sources: list[str], target: str) -> None:
+    """Copy the files of the folders `sources` over `target`, a later folder's in the place of an earlier one's; links
+    and files in the place of a folder are replaced. Neither times nor the order of inodes tell where a file is from."""
+    files: dict[str, str] = {}
+    for source in sources:
+        for folder, _, names in os.walk(source):
+            place = os.path.join(target, os.path.relpath(folder, source))
+            if os.path.islink(place) or not os.path.isdir(place):
+                if os.path.lexists(place):
+                    remove(place)
+                os.makedirs(place)
+            os.chmod(place, stat.S_IRWXU | 0o055)
+            files.update({os.path.join(place, name): os.path.join(folder, name) for name in names})
+    for path in random.SystemRandom().sample(list(files), len(files)):
+        if os.path.lexists(path):
+            remove(path)
+        for _ in range(secrets.randbelow(8)):  # numbers of inodes, which are given in turn
+            tempfile.TemporaryFile(dir=os.path.dirname(path)).close()
+        shutil.copyfile(files[path], path)
+        os.utime(path, (LAID_IN, LAID_IN))
 
 
 def prepare(spec: dict[str, Any], tests: str, run: dict[str, Any], canary: dict[str, Any]) -> None:
@@ -144,11 +154,11 @@ def prepare(spec: dict[str, Any], tests: str, run: dict[str, Any], canary: dict[
             if name == "__pycache__" or protected(relative, spec["protected"]):
                 remove(path)
         folders[:] = [f for f in folders if os.path.lexists(os.path.join(folder, f))]
-    lay_in(os.path.join(tests, "files"), root)
-    if run["overlay"]:
-        lay_in(os.path.join(tests, run["overlay"]), root)
-    with open(os.path.join(root, canary["file"]), "w") as file:
+    lay_in([os.path.join(tests, part) for part in ("files", run["overlay"]) if part], root)
+    path = os.path.join(root, canary["file"])
+    with open(path, "w") as file:
         file.write(canary["text"])
+    os.utime(path, (LAID_IN, LAID_IN))
 
 
 def request(spec: dict[str, Any], run: dict[str, Any], canary: dict[str, Any] | None, nonce: str) -> dict[str, Any]:
@@ -349,10 +359,34 @@ def run_here(spec: dict[str, Any], tests: str, run: dict[str, Any]) -> Report:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        end_strays()
         remove(scratch)
         for name in set(os.listdir("/dev/shm")) - shared if os.path.isdir("/dev/shm") else ():
             remove(os.path.join("/dev/shm", name))
     return canary, raw, process.returncode, nonce
+
+
+def adopt_strays() -> None:
+    """Have processes whose parents end become children of this one."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_strays() -> None:
+    """Kill all children, and those that become children by it: they could tell the next run what they saw."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    os.kill(int(name), signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+    raise TimeoutError("processes of the tests cannot be ended")
 
 
 def site_digest(folder: str) -> str:
@@ -403,6 +437,7 @@ def main() -> None:
             if os.path.lexists(os.path.join(tests, name)):
                 remove(os.path.join(tests, name))
         os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", os.path.join(tests, spec["runner"])])
+    adopt_strays()
     try:
         verdict = verdict_here(spec, tests)
     except Exception as error:  # the files that the agent left can cause it

@@ -4,8 +4,8 @@ library only; runs as `python -I -S -B suite.py` with the specification on stdin
 The tests run in child processes that may write only to the repository and to scratch folders, cannot signal or trace
 this process, and never see the nonce: this process translates the framework's structured report. The code under test
 can still forge that report, because it shares a process with the framework: it can write lines to the report file
-(mocha, RSpec, Minitest, test-unit, PHPUnit), print what the parent process reads (`go test`, TAP, node:test, vitest) or
-exit after a report of its own. Pinned ids, exit status, canaries and twin runs are there to notice it.
+(mocha, tape, RSpec, Minitest, test-unit, PHPUnit), print what the parent process reads (`go test`, node:test, vitest)
+or exit after a report of its own. Pinned ids, exit status, canaries and twin runs are there to notice it.
 
 A test's id is `FILE::TITLE > TITLE`; a title that stands twice in a file gets ` (2)` behind it.
 """
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -30,6 +30,7 @@ REPORTERS = os.path.join(HERE, "reporters")
 MOST_MESSAGE, MOST_OUTPUT = 2000, 64 << 20  # characters, bytes
 CRASHED = 70
 SEPARATOR = " > "
+PATH = "/usr/bin:/bin"  # not /usr/local/bin, where an agent may have put programs of its own
 Event = dict[str, Any]
 
 
@@ -49,13 +50,13 @@ class Suite:
         """Run a program; (exit code, stdout, the report file's content)."""
         home = os.path.join(self.scratch, "home")
         os.makedirs(home, exist_ok=True)
-        known = {key: os.environ[key] for key in ("PATH", "LANG", "TZ") if key in os.environ}
-        variables = {**known, "HOME": home, "CI": "1", "NO_COLOR": "1", **environment}
+        known = {key: os.environ[key] for key in ("LANG", "TZ", "TMPDIR") if key in os.environ}
+        variables = {"PATH": PATH, **known, "HOME": home, "CI": "1", "NO_COLOR": "1", **environment}
         if os.path.lexists(self.report):
             os.unlink(self.report)
         with tempfile.TemporaryFile() as out:
             process = subprocess.Popen(
-                [shutil.which(command[0], path=variables.get("PATH")) or command[0], *command[1:]],
+                [shutil.which(command[0], path=PATH) or command[0], *command[1:]],
                 cwd=cwd or self.root, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=self._confine,
             )  # fmt: skip
@@ -76,8 +77,8 @@ class Suite:
             return file.read(MOST_OUTPUT)
 
     def _confine(self) -> None:
-        nothing = "/-"  # the reporters must be readable; `grade.run_here` hides the rest
-        beside("confine").landlock(nothing, [self.root, tempfile.gettempdir(), "/dev/null", "/dev/shm"])
+        hidden = ""  # `grade.run_here` hides the tests, and then "/" cannot be listed here
+        beside("confine").landlock(hidden, [self.root, tempfile.gettempdir(), "/dev/null", "/dev/shm"])
 
     def add(self, file: str, titles: list[str], outcome: str, seconds: float = 0.0, message: str = "") -> None:
         """One test's outcome. `file` is absolute or relative to the repository."""
@@ -180,39 +181,10 @@ def run_mocha(suite: Suite) -> None:
 
 
 def run_tape(suite: Suite) -> None:
-    """Files that print TAP with tape's comments; one process per file."""
     link_modules(suite)
-    for file in suite.files:
-        _, printed, _ = suite.launch(["node", *suite.spec["args"], file], NODE_ENV="test")
-        tests: dict[str, list[str]] = {}
-        lines, title, plan = text(printed).split("\n"), "", None
-        for number, line in enumerate(lines):
-            if line.startswith("# ") and not re.fullmatch(r"# (tests|pass|fail|todo|skip)\s+\d+|# ok", line):
-                title = line[2:].strip()
-                tests.setdefault(title, [])
-            elif line.startswith("not ok ") and not re.search(r"# (TODO|SKIP)\b", line):
-                tests.setdefault(title, []).append("\n".join(_detail(lines[number:])))
-            elif line.startswith("ok "):
-                tests.setdefault(title, [])
-            plan = line if re.fullmatch(r"1\.\.\d+", line) else plan
-        if plan is None or not tests:
-            suite.broken(file, text(printed))
-        for name, failures in tests.items():
-            told = (
-                statement(suite, file, failures[0]) + re.sub(r"(?s)\n\s+(at|stack):.*", "", failures[0])
-                if failures
-                else ""
-            )
-            suite.add(file, [name], "failed" if failures else "passed", 0.0, told)
-
-
-def _detail(lines: list[str]) -> Iterator[str]:
-    yield re.sub(r"^not ok \d+ ", "", lines[0])
-    for line in lines[1:]:
-        if not line.startswith("  ") or line.startswith("  ..."):
-            return
-        if not line.startswith("  ---"):
-            yield line
+    command = ["node", *suite.spec["args"], f"{REPORTERS}/tape.cjs", f"{suite.site}/node_modules", suite.report]
+    _, printed, raw = suite.launch([*command, *suite.files], NODE_ENV="test")
+    own_report(suite, raw, printed)
 
 
 def run_vitest(suite: Suite) -> None:
@@ -306,7 +278,8 @@ def run_phpunit(suite: Suite) -> None:
         )
     command = ["phpunit", "-c", configuration, "--log-junit", suite.report, "--do-not-cache-result", "--no-interaction"]
     paths = os.pathsep.join(os.path.join(suite.root, path) for path in suite.spec["paths"])
-    code, printed, raw = suite.launch([*command, *suite.spec["args"]], APP_ROOT=suite.root, APP_PATHS=paths)
+    code, printed, raw = suite.launch([*command, *suite.spec["args"]], APP_ROOT=suite.root, APP_PATHS=paths,
+                                      APP_SITE=suite.site)  # fmt: skip
     suite.codes[-1] = min(code, 1) if code in (0, 1, 2) else code
     try:
         tree = ElementTree.fromstring(raw)
@@ -314,7 +287,7 @@ def run_phpunit(suite: Suite) -> None:
         suite.broken(suite.files[0], text(printed))
         return
     for case in tree.iter("testcase"):
-        bad = next((part for part in case if part.tag in ("failure", "error", "warning")), None)
+        bad = next((part for part in case if part.tag in ("failure", "error")), None)
         outcome = "passed" if bad is None else "failed"
         if case.find("skipped") is not None:
             outcome = "skipped"
@@ -326,7 +299,7 @@ def run_phpunit(suite: Suite) -> None:
 
 
 def _ruby(suite: Suite) -> tuple[list[str], dict[str, str]]:
-    paths = [os.path.join(suite.root, path) for path in suite.spec["paths"]]
+    paths = [os.path.join(REPORTERS, "ruby"), *(os.path.join(suite.root, path) for path in suite.spec["paths"])]
     paths += [path for path in (os.path.join(suite.site, "ruby"),) if suite.site and os.path.isdir(path)]
     command = ["ruby", "-W0", *(part for path in paths for part in ("-I", path))]
     return command, {"REPORT": suite.report, "APP_ROOT": suite.root, "SEED": "1"}

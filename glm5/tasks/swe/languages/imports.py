@@ -4,16 +4,17 @@ The list of packages of a language is `languages/packages/LANGUAGE.toml`, one ta
 
 ```
 [package.NAME]
-source = "npm"                # "debian": a source package of this machine's Debian release; "deb": a binary
-                              # package that carries sources and tests
-folder = "a/b"                # folder of the package (a glob) that is the repository; default: all, for Go its path
-version = "1.2.3"             # of npm packages; of binary packages if not the newest
+source = "npm"                # or "debian": a source package of one of the releases in debian.SUITES
+origin = "libname"            # the package's name there, if it is not NAME
+folder = "a/b"                # folder of the package (a glob) that is the repository; default: all
+version = "1.2.3"
+previous = ["1.2.2", "1.2.1"] # older versions, newest first, for the source `versions`
 framework = "mocha"           # see in_room/suite.py
 tests = ["test/*.js"]         # globs of the test files
 sources = ["lib/**/*.js"]     # globs of the files that may be changed; default: all that are no tests
 requires = ["mocha@10.2.0"]   # npm packages, or Debian packages of the language
 protected = []                # further files, folders and name patterns that belong to the tests
-paths = ["lib"]               # import roots
+paths = ["lib"]               # import roots; of Go the import path, if neither go.mod nor Debian's control file has it
 args = []                     # further arguments of the test program
 ```
 """
@@ -25,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import threading
 import tomllib
@@ -37,7 +37,7 @@ from typing import Any
 from glm5.errors import DataError
 from glm5.files import sha256_file
 from glm5.tasks.swe.candidate import Repository
-from glm5.tasks.swe.debian import DebianTree, binary_tree, source_tree
+from glm5.tasks.swe.debian import Patch, SourceTree, download, run, source_tree
 from glm5.tasks.swe.driver import fill_cache
 from glm5.tasks.swe.languages import compiled, crates
 from glm5.tasks.swe.languages.table import SYNTAX
@@ -51,7 +51,6 @@ NOT_SOURCE = set(
 NO_SOURCE_FILE = re.compile(
     r"(_test\.go|\.d\.ts|\.min\.js|\.(test|spec)\.\w+|(^|/)(Gruntfile|gulpfile|Rakefile|.*\.config)\.\w+)$"
 )
-FETCH_S = 600.0
 PROTECTED = {
     "javascript": ("package.json",), "typescript": ("package.json", "tsconfig.json"), "go": ("*_test.go", "go.mod"),
     "php": ("composer.json",), "ruby": (), **compiled.PROTECTED,
@@ -60,7 +59,11 @@ SYSTEM = {
     "javascript": "nodejs npm", "typescript": "nodejs npm", "go": "golang-go", "php": "php-cli phpunit",
     "ruby": "ruby ruby-rspec ruby-minitest ruby-test-unit", **compiled.SYSTEM,
 }  # fmt: skip
-LIBRARIES = {"ruby": "usr/lib/ruby/vendor_ruby", "php": "usr/share/php", "go": "usr/share/gocode"}
+LIBRARIES = {
+    "ruby": "usr/lib/ruby/vendor_ruby usr/share/rubygems-integration/*/gems/*/lib",
+    "php": "usr/share/php",
+    "go": "usr/share/gocode",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Package:
     source: str
     framework: str
     tests: tuple[str, ...]
-    version: str = ""
+    version: str
+    previous: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     protected: tuple[str, ...] = ()
@@ -98,44 +102,29 @@ def _entry(name: str, row: dict[str, Any]) -> Package:
     return Package(name, **values)
 
 
-def run(*command: str, cwd: Path | None = None) -> str:
-    """Run a package client; its standard output. Raises DataError with its last line."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=FETCH_S, cwd=cwd)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"{' '.join(command[:3])}: {error!r:.200}") from None
-    if done.returncode:
-        last = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()][-1:]
-        raise DataError(f"{' '.join(command[:3])} failed: {''.join(last)[:300]}")
-    return done.stdout
-
-
-def open_package(package: Package, language: str, work: Path) -> Repository:
-    """Download, unpack and equip a package. Raises DataError."""
-    if language in compiled.LANGUAGES:
-        tree = compiled_tree(package, work)
-        found = from_tree(tree.root, package, language, tree.version, tree.licence, tree.origin)
-        return replace(found, site=(str(object_cache(found, work)),)) if package.framework == "cc" else found
-    opened = {"npm": _npm, "debian": _debian, "deb": _deb}
+def open_package(
+    package: Package, language: str, work: Path, version: str = ""
+) -> tuple[Repository, tuple[Patch, ...]]:
+    """Download, unpack and equip a version of a package (default: the listed one); the repository and the patches that
+    are applied to it. Raises DataError."""
+    opened = {"npm": _npm, "debian": source_tree}
     if package.source not in opened:
         raise DataError(f"{package.name}: unknown source {package.source!r}; there are {', '.join(opened)}.")
-    root, version, licence, origin = opened[package.source](package, work)
+    tree = opened[package.source](package.origin or package.name, version or package.version, work)
     if package.folder:
-        base, root = root, next(iter(sorted(root.glob(package.folder))), root)
-        if root == base or not root.is_dir():
-            raise DataError(f"{package.name} {version} has no folder {package.folder}.")
-    site = install(package.requires, language, work / "bases")
-    return from_tree(root, package, language, version, licence, origin, (str(site),))
-
-
-def compiled_tree(package: Package, work: Path) -> DebianTree:
-    """The tree of a package of C, C++, Rust or Java. Raises DataError."""
-    name = package.origin or package.name
-    if package.source == "crate":
-        tree = binary_tree(name, package.version, "usr/share/cargo/registry/*", work)
+        root = next(iter(sorted(tree.root.glob(package.folder))), tree.root)
+        if root == tree.root or not root.is_dir():
+            raise DataError(f"{package.name} {tree.version} has no folder {package.folder}.")
+        tree = replace(tree, root=root)
+    if package.framework == "cargo":
         crates.simplify(tree.root)
-        return tree
-    return source_tree(name, package.version, work)
+    site = () if language in compiled.LANGUAGES else (str(install(package.requires, language, work / "bases")),)
+    found = from_tree(tree, package, language, site)
+    copies = (path.parent for base in site for path in Path(base).rglob(f"node_modules/{package.name}/package.json"))
+    found = replace(found, fixed_copy=str(next(copies, "")).removeprefix(site[0] + "/") if site else "")
+    if package.framework == "cc":
+        found = replace(found, site=(str(object_cache(found, work)),))
+    return found, tree.patches
 
 
 def object_cache(repository: Repository, work: Path) -> Path:
@@ -152,14 +141,13 @@ def object_cache(repository: Repository, work: Path) -> Path:
     return folder
 
 
-def from_tree(
-    root: Path, package: Package, language: str, version: str, licence: str, origin: str, site: tuple[str, ...] = ()
-) -> Repository:
+def from_tree(tree: SourceTree, package: Package, language: str, site: tuple[str, ...] = ()) -> Repository:
     """Find test files and sources in a tree. Raises DataError if it has no tests."""
+    root = tree.root
     excluded = {path for pattern in package.exclude for path in root.glob(pattern)}
     tests = _matching(root, package.tests, excluded)
     if not tests:
-        raise DataError(f"{package.name} {version}: no file fits {', '.join(package.tests)}.")
+        raise DataError(f"{package.name} {tree.version}: no file fits {', '.join(package.tests)}.")
     tops = {file.split("/", 1)[0] for file in tests if "/" in file and file.split("/", 1)[0] in TEST_TOPS}
     protected = {*tops, *(f for f in tests if f.split("/", 1)[0] not in tops), *PROTECTED[language], *package.protected}
     found = _matching(root, package.sources or ("**/*",), excluded)
@@ -169,15 +157,16 @@ def from_tree(
         if f.endswith(own) and f not in tests and not set(f.split("/")[:-1]) & (NOT_SOURCE | TEST_TOPS)
         and not NO_SOURCE_FILE.search(f)
     )  # fmt: skip
-    args = (_import_path(root), *package.args) if language == "go" else package.args
+    args = package.args
+    if language == "go":
+        args = (package.paths[0] if package.paths != (".",) else _import_path(tree), *args)
     return Repository(
-        package.name, version, licence, origin, root, package.paths, tuple(tests), tuple(sorted(protected)),
-        framework=package.framework, site=site, packages=package.requires, sources=sources, language=language,
-        args=args, build=package.build,
+        package.name, tree.version, tree.licence, tree.origin, root, package.paths, tuple(tests),
+        tuple(sorted(protected)), framework=package.framework, site=site, packages=package.requires, sources=sources,
+        language=language, args=args, build=package.build,
     )  # fmt: skip
 
 
-GOCODE = "usr/share/gocode/src"
 TEST_TOPS = {"test", "tests", "spec", "Tests", "Test", "__tests__"}
 
 
@@ -186,110 +175,27 @@ def _matching(root: Path, patterns: Sequence[str], excluded: set[Path]) -> list[
     return sorted(p.relative_to(root).as_posix() for p in found - excluded)
 
 
-def _import_path(root: Path) -> str:
-    """A Go repository's import path, from go.mod or Debian's control file. Raises DataError."""
-    path = root.as_posix()
-    if f"/{GOCODE}/" in path:
-        return path.split(f"/{GOCODE}/", 1)[1]
-    for name, pattern in (("debian/control", r"^XS-Go-Import-Path:\s*([^\s,]+)"), ("go.mod", r"^module\s+(\S+)")):
-        file = root / name
-        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else None
-        if found:
-            return found[1].strip('"')
-    raise DataError(f"{root}: neither go.mod nor debian/control names the import path.")
+def _import_path(tree: SourceTree) -> str:
+    """A Go repository's import path, from Debian's control file or go.mod. Raises DataError."""
+    module = tree.root / "go.mod"
+    found = re.search(r"^XS-Go-Import-Path:\s*([^\s,]+)", tree.control, re.MULTILINE)
+    if found is None and module.is_file():
+        found = re.search(r"^module\s+(\S+)", module.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise DataError(f"{tree.root}: neither go.mod nor debian/control names the import path.")
+    return found[1].strip('"')
 
 
-def _npm(package: Package, work: Path) -> tuple[Path, str, str, str]:
+def _npm(name: str, version: str, work: Path) -> SourceTree:
     folder = work / "npm"
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{package.name.lstrip('@').replace('/', '-')}-{package.version}"
-    archive = folder / f"{name}.tgz"
+    stem = f"{name.lstrip('@').replace('/', '-')}-{version}"
+    archive = folder / f"{stem}.tgz"
     if not archive.is_file():
-        run("npm", "pack", "--silent", f"{package.name}@{package.version}", "--pack-destination", str(folder))
-    root = unpack(archive, work / "trees" / f"npm-{name}")
+        run("npm", "pack", "--silent", f"{name}@{version}", "--pack-destination", str(folder))
+    root = unpack(archive, work / "trees" / f"npm-{stem}")
     licence = json.loads((root / "package.json").read_text(encoding="utf-8")).get("license", "unknown")
-    return root, package.version, str(licence), "sha256:" + sha256_file(archive)
-
-
-def _debian(package: Package, work: Path) -> tuple[Path, str, str, str]:
-    folder = work / "debian" / package.name
-    if not list(folder.glob("*.dsc")):
-        folder.mkdir(parents=True, exist_ok=True)
-        run("apt-get", *apt_options(work), "source", "--download-only", package.name, cwd=folder)
-    description = next(iter(folder.glob("*.dsc")), None)
-    if description is None:
-        raise DataError(f"{package.name}: there is no source package of this name.")
-    found = re.search(r"^Version: (\S+)", description.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    version = found[1] if found else ""
-    root = work / "trees" / f"debian-{package.name}-{version.replace(':', '_')}"
-    if not root.is_dir():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            run("dpkg-source", "--no-check", "-x", str(description), f"{scratch}/tree")
-            tree = Path(scratch) / "tree"
-            for path in [p for p in tree.rglob("*") if p.is_symlink()]:
-                path.unlink()
-            shutil.rmtree(tree / ".pc", ignore_errors=True)
-            root.parent.mkdir(parents=True, exist_ok=True)
-            tree.replace(root)
-    return root, version, _licence(root / "debian/copyright"), "sha256:" + sha256_file(description)
-
-
-def _deb(package: Package, work: Path) -> tuple[Path, str, str, str]:
-    folder = work / "debs" / f"{package.name}={package.version}"
-    if not list(folder.glob("*.deb")):
-        folder.mkdir(parents=True, exist_ok=True)
-        wanted = f"{package.name}={package.version}" if package.version else package.name
-        run("apt-get", *apt_options(work), "download", wanted, cwd=folder)
-    archive = next(iter(folder.glob("*.deb")), None)
-    if archive is None:
-        raise DataError(f"{package.name}: there is no package of this name.")
-    version = archive.name.split("_")[1]
-    tree = work / "trees" / archive.stem
-    if not tree.is_dir():
-        run("dpkg-deb", "-x", str(archive), str(tree))
-        for path in [p for p in tree.rglob("*") if p.is_symlink()]:
-            path.unlink()
-    gocode = ((len(p.parts), p.parent) for p in (tree / GOCODE).rglob("*.go") if p.is_file())
-    copyrights = next(iter(tree.glob("usr/share/doc/*/copyright")), None)
-    return min(gocode, default=(0, tree))[1], version, _licence(copyrights), "sha256:" + sha256_file(archive)
-
-
-def _licence(copyrights: Path | None) -> str:
-    """The first licence of a Debian copyright file."""
-    text = copyrights.read_text(encoding="utf-8", errors="replace") if copyrights and copyrights.is_file() else ""
-    found = re.search(r"^License: *(\S.*)", text, re.MULTILINE)
-    return found[1] if found else "unknown"
-
-
-_APT = threading.Lock()
-
-
-def apt_options(work: Path) -> list[str]:
-    """Options for apt-get with lists of its own that name source packages too; the machine's settings stay as they
-    are."""
-    base = (work / "apt").resolve()
-    with _APT:
-        if not (base / "ready").is_file():
-            for name in ("sources", "lists/partial", "cache/archives/partial"):
-                (base / name).mkdir(parents=True, exist_ok=True)
-            for path in [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]:
-                if path.is_file() and path.suffix in (".list", ".sources"):
-                    text = path.read_text(encoding="utf-8")
-                    text = re.sub(r"^Types:.*", "Types: deb deb-src", text, flags=re.MULTILINE)
-                    text += re.sub(r"^deb ", "deb-src ", text, flags=re.MULTILINE) if path.suffix == ".list" else ""
-                    (base / "sources" / path.name).write_text(text, encoding="utf-8")
-            run("apt-get", *_options(base), "update")
-            (base / "ready").touch()
-    return _options(base)
-
-
-def _options(base: Path) -> list[str]:
-    values = {
-        "Dir::Etc::sourcelist": os.devnull, "Dir::Etc::sourceparts": f"{base}/sources",
-        "Dir::State::lists": f"{base}/lists",
-        "Dir::Cache": f"{base}/cache", "APT::Sandbox::User": "root",
-    }  # fmt: skip
-    return [part for key, value in values.items() for part in ("-o", f"{key}={value}")]
+    return SourceTree(root, version, str(licence), "sha256:" + sha256_file(archive))
 
 
 def install(requirements: Sequence[str], language: str, folder: Path) -> Path:
@@ -299,6 +205,7 @@ def install(requirements: Sequence[str], language: str, folder: Path) -> Path:
     base = folder / digest
     if not base.is_dir():
         part = folder / f"{digest}.part{os.getpid()}.{threading.get_ident()}"
+        shutil.rmtree(part, ignore_errors=True)
         site = part / "opt/site"
         site.mkdir(parents=True)
         if requirements and language in ("javascript", "typescript"):
@@ -316,10 +223,10 @@ def install(requirements: Sequence[str], language: str, folder: Path) -> Path:
 
 def _debs(requirements: Sequence[str], site: Path, language: str, work: Path) -> None:
     with tempfile.TemporaryDirectory(dir=site.parent) as scratch:
-        run("apt-get", *apt_options(work), "download", *sorted(requirements), cwd=Path(scratch))
-        for file in sorted(Path(scratch).glob("*.deb")):
-            run("dpkg-deb", "-x", str(file), f"{scratch}/all")
-        shutil.copytree(Path(scratch) / "all" / LIBRARIES[language], site / language, symlinks=True)
+        download(requirements, Path(scratch), work)
+        for library in LIBRARIES[language].split():
+            for folder in sorted(Path(scratch).glob(f"all/{library}")):
+                shutil.copytree(folder, site / language, symlinks=True, dirs_exist_ok=True)
 
 
 def docker(repository: Repository) -> str:
@@ -329,10 +236,10 @@ def docker(repository: Repository) -> str:
     if needs and repository.language in ("javascript", "typescript"):
         install = f"RUN test -d /opt/site || npm install --ignore-scripts --prefix /opt/site {needs}\n"
     elif needs:
-        library = LIBRARIES[repository.language]
+        folders = " ".join(f"/{library}/." for library in LIBRARIES[repository.language].split())
         install = (
             f"RUN test -d /opt/site || (apt-get update && apt-get install -y --no-install-recommends {needs} && "
-            f"mkdir -p /opt/site && cp -r /{library} /opt/site/{repository.language})\n"
+            f"mkdir -p /opt/site/{repository.language} && cp -r {folders} /opt/site/{repository.language})\n"
         )
     link = "RUN ln -s /opt/site/node_modules node_modules\n" if "npm" in install else ""
     return (

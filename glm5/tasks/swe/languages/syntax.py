@@ -87,8 +87,10 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def parse(text: str, path: str, language: str) -> Parsed | None:
-    """The tree, or None if the text cannot be parsed."""
+    """The tree, or None if the text cannot be parsed. Raises ConfigError without tree-sitter."""
     try:
         return Parsed(text, path, language)
+    except ConfigError:  # which is a ValueError
+        raise
     except (ValueError, KeyError):
         return None

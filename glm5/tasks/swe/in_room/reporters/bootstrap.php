@@ -1,5 +1,6 @@
 <?php
-// Loads classes as composer.json of the repository says (autoload and autoload-dev), or from its import roots.
+// Loads classes as composer.json of the repository says (autoload and autoload-dev), from its import roots, or from the
+// folder of the test dependencies.
 $root = getenv('APP_ROOT');
 $read = @file_get_contents("$root/composer.json");
 $composer = $read === false ? [] : (json_decode($read, true) ?: []);
@@ -55,8 +56,9 @@ spl_autoload_register(function (string $class) use ($prefixes, $scan, &$classes)
         }
     }
     $classes ??= $scan();
-    if (isset($classes[$class])) {
-        require_once $classes[$class];
+    $file = $classes[$class] ?? getenv('APP_SITE') . '/php/' . str_replace('\\', '/', $class) . '.php';
+    if (is_file($file)) {
+        require_once $file;
     }
 });
 set_include_path(implode(PATH_SEPARATOR, array_filter([getenv('APP_PATHS'), get_include_path()])));

@@ -16,7 +16,7 @@ class OwnReporter
   def example_failed(event) = told(event.example, "failed", event.exception)
 
   def message(event)
-    return unless event.message.include?("error occurred outside of examples")
+    return unless event.message.include?("error occurred")
 
     @file.puts JSON.generate({ broken: true, file: "", message: event.message })
   end

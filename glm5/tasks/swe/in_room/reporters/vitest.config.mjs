@@ -5,7 +5,7 @@ export default {
     watch: false,
     pool: "forks",
     poolOptions: { forks: { singleFork: true } },
-    isolate: true,
+    isolate: false, // one evaluation of the sources for all files
     passWithNoTests: false,
     include: ["**/*.{test,spec}.?(c|m)[jt]s?(x)", "**/test{,s}/**/*.?(c|m)[jt]s?(x)", "**/__tests__/**/*.?(c|m)[jt]s?(x)"],
     setupFiles: [new URL("vitest.setup.mjs", import.meta.url).pathname],
