@@ -171,6 +171,7 @@ def used(pid: int) -> tuple[float, float]:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     status = Path(f"/proc/{pid}/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    print("user,sys", fields[11], fields[12], file=sys.stderr)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), peak
 
 

@@ -13,15 +13,18 @@ from glm5.tasks.swe.driver import APP, ENVIRONMENT, LIMITS, PYTHON, TESTS
 from glm5.tasks.swe.in_room import grade as in_room
 
 
-def grade(environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: Sequence[str]) -> dict[str, Any]:
+def grade(
+    environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: Sequence[str], *, shuffled: bool = True
+) -> dict[str, Any]:
     """The verdict of `judge`, `judge_test` or `judge_choice` on the files that an environment holds now.
 
     `tests` are the files of the task's `tests` folder by relative path, `site` the folders with the test dependencies,
     which the environment shows read-only. Every process of the environment ends; its files stay as they are.
 
     Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
-    the time since the agent's end tells the code under test its place in it. Raises GradingError if the machine fails.
-    A run that exceeds a limit is incomplete: reward 0.
+    the time since the agent's end tells the code under test its place in it. With `shuffled` off, for code that no
+    agent wrote, the tests come first, which alone refuse most of what is wrong. Raises GradingError if the machine
+    fails. A run that exceeds a limit is incomplete: reward 0.
     """
     spec = json.loads(tests["tests.json"])
     if spec["task"] == "pick":
@@ -33,7 +36,8 @@ def grade(environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: S
     kept = environment.snapshot()
     reports: dict[str, in_room.Report] = {}
     verdict: dict[str, Any] = {}
-    for run in random.SystemRandom().sample(spec["runs"], len(spec["runs"])):
+    runs = random.SystemRandom().sample(spec["runs"], len(spec["runs"])) if shuffled else spec["runs"]
+    for run in runs:
         nonce = secrets.token_hex(16)
         canary = in_room.canary_files(spec, random.SystemRandom())
         needed = {

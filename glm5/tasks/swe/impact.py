@@ -1,22 +1,84 @@
-"""Which test files a change can reach, from the calls that the fixed state's tests made."""
+"""Which test files a change can reach, from the calls that the fixed state's tests made and from what they import."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
-from glm5.tasks.swe.candidate import Candidate
+from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.test_files import functions
+
+HIDDEN_IMPORT = re.compile(r"importlib|__import__|runpy|subprocess|os\.system|pytester|testdir")
 
 
 def reached(candidate: Candidate, calls: Mapping[str, Sequence[str]] | None) -> tuple[str, ...]:
-    """The test files to run, in the repository's order: all, unless the change is inside of functions that no import
-    calls. Tests that reach the code from another process are not seen."""
-    everything = candidate.repository.test_files
+    """The test files to run, in the repository's order: those that call a changed function. If something else is
+    changed, or an import calls it, those that import the changed file. All if neither is known."""
+    repository = candidate.repository
+    everything = repository.test_files
     changed = changed_functions(candidate)
-    if calls is None or changed is None or changed & set(calls.get("", ())):
+    if calls is None:
         return everything
+    if changed is None or changed & set(calls.get("", ())):
+        changed_files = set(candidate.changes)
+        return tuple(file for file in everything if _imports_any(repository, file, changed_files))
     return tuple(file for file in everything if changed & set(calls.get(file, ())))
+
+
+def _imports_any(repository: Repository, test_file: str, wanted: set[str]) -> bool:
+    """Whether a test file imports one of the files, itself or through others; True if it may import in a way that its
+    syntax tree does not show."""
+    if HIDDEN_IMPORT.search(repository.read(test_file)):
+        return True
+    folders = [str(folder) for folder in Path(test_file).parents]
+    waiting = [test_file, *(str(Path(folder, "conftest.py")) for folder in folders)]
+    seen: set[str] = set()
+    while waiting:
+        file = waiting.pop()
+        if file in wanted:
+            return True
+        if file not in seen:
+            seen.add(file)
+            waiting += _imported(repository.root, file, (*repository.paths, folders[0]))
+    return False
+
+
+@lru_cache(maxsize=8192)
+def _imported(root: Path, file: str, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The repository's files that a file imports, with the packages around them."""
+    try:
+        tree = ast.parse((root / file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    found: dict[str, None] = {}
+    for start, names in _names(tree, file, paths):
+        folder = Path(start)
+        for name in names:
+            for path in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if (root / path).is_file():
+                    found[path.as_posix()] = None
+            folder /= name
+    return tuple(found)
+
+
+def _names(tree: ast.Module, file: str, paths: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(folder, names below it) of everything that a module may import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            dotted = [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            dotted = [(node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names]
+        else:
+            continue
+        for level, name in dotted:
+            starts = [str(Path(file).parents[min(level, len(Path(file).parents)) - 1])] if level else paths
+            if level:
+                yield starts[0], ["__init__"]
+            for start in starts:
+                yield start, name.split(".")
 
 
 def changed_functions(candidate: Candidate) -> set[str] | None:

@@ -34,6 +34,10 @@ REASONS = (
 )  # fmt: skip
 
 
+OTHER_FILES = 2
+"""Test files of a task in which no test fails. Every run of a task loads all of its files."""
+
+
 class Rejected(Exception):
     """A candidate is no task; the text is one of REASONS."""
 
@@ -200,12 +204,14 @@ def _bug_runs(
     candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules
 ) -> tuple[set[str], set[str], TestRun]:
     """(tests that fail each time, tests that pass each time, the first run); tests that the bug cannot reach pass."""
-    repository, runs = candidate.repository, []
+    repository = candidate.repository
     budget = max(20.0, 3 * clean.wall_s)
     files = reached(candidate, clean.calls)
     if not files:
         raise Rejected("no failing test")
-    affected = {name for file in files for name in clean.pinned.get(file, ())} & clean.stable
+    affected = _tests(clean, files) & clean.stable
+    runs: list[TestRun] = []
+    always, ever = set(affected), set[str]()
     for number in range(rules.bug_runs):
         run = driver.run(repository, candidate.changes, files, budget, affected)
         if run.stopped:
@@ -216,21 +222,34 @@ def _bug_runs(
         if number == 0 and len(failing) > max(3, rules.most_failing * len(clean.stable)):
             raise Rejected("too many failing tests")
         runs.append(run)
-    always = set.intersection(*(affected - run.passed for run in runs))
-    if not always:
-        raise Rejected("flaky with the bug")
-    never = set(clean.stable - affected).union(set.intersection(*(affected & run.passed for run in runs)))
+        always, ever = always & failing, ever | failing
+        if not always:
+            raise Rejected("flaky with the bug")
+        files = tuple(file for file in files if failing & set(clean.pinned.get(file, ())))  # for the runs after it
+        affected &= _tests(clean, files)
+    never = set(clean.stable - ever)
     if not never:
         raise Rejected("no passing test")
     return always, never, runs[0]
 
 
+def _tests(clean: Baseline, files: Sequence[str]) -> set[str]:
+    return {name for file in files for name in clean.pinned.get(file, ())}
+
+
 def _sample(passing: set[str], failing: set[str], repository: Repository, most: int, choice: random.Random) -> set[str]:
-    """PASS_TO_PASS tests: half from the files of the failing tests if they have so many, the others from anywhere."""
-    near_files = {split_id(name, repository.framework, repository.test_files)[0] for name in failing}
-    near = [n for n in sorted(passing) if split_id(n, repository.framework, repository.test_files)[0] in near_files]
+    """PASS_TO_PASS tests: half from the files of the failing tests if they have so many, the others from those and
+    `OTHER_FILES` more files."""
+
+    def file_of(name: str) -> str:
+        return split_id(name, repository.framework, repository.test_files)[0]
+
+    near_files = {file_of(name) for name in failing}
+    near = [name for name in sorted(passing) if file_of(name) in near_files]
     kept = set(choice.sample(near, min(len(near), most // 2)))
-    rest = sorted(passing - kept)
+    far_files = sorted({file_of(name) for name in passing} - near_files)
+    files = near_files | set(choice.sample(far_files, min(len(far_files), OTHER_FILES)))
+    rest = [name for name in sorted(passing - kept) if file_of(name) in files]
     return kept | set(choice.sample(rest, min(len(rest), most - len(kept))))
 
 
@@ -284,7 +303,7 @@ def check(candidate: Candidate, folder: Path) -> None:
     tests, site = read_tests(folder), candidate.repository.site
 
     def graded(room: NamespaceEnvironment) -> dict[str, Any]:
-        return grade(room, tests, site)
+        return grade(room, tests, site, shuffled=False)
 
     with open_room(folder / "environment/repo", site) as room:
         if graded(room)["reward"] != 0.0:

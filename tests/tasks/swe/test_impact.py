@@ -24,12 +24,30 @@ def test_a_change_inside_a_function_reaches_its_callers(tmp_path: Path) -> None:
     assert reached(candidate(tmp_path, CLIP.replace("max(", "min(")), CALLS) == ()
 
 
-def test_everything_is_run_if_the_calls_do_not_tell(tmp_path: Path) -> None:
+def test_files_that_import_a_change_are_run_if_the_calls_do_not_tell(tmp_path: Path) -> None:
     both = ("tests/test_a.py", "tests/test_b.py")
-    assert (
-        reached(candidate(tmp_path, CLIP.replace("part.strip() for", "part for")), CALLS) == both
-    )  # called by an import
-    assert reached(candidate(tmp_path, CLIP.replace("x, low", "x, low=0")), CALLS) == both  # a default
-    assert reached(candidate(tmp_path, CLIP + "\n\nclip = None\n"), CALLS) == both
-    assert reached(candidate(tmp_path, None), CALLS) == both
-    assert reached(candidate(tmp_path, CLIP.replace("return high", "return low")), None) == both
+    text = CLIP.replace("return high", "return low")
+    called_by_an_import = candidate(tmp_path, CLIP.replace("part.strip() for", "part for"))
+    tests = {
+        "tests/test_a.py": "from tiny import ranges",
+        "tests/test_b.py": "import tiny.other",
+        "tests/conftest.py": "",
+        "tiny/other.py": "import math",
+    }
+    others = [candidate(tmp_path, new) for new in (CLIP.replace("x, low", "x, low=0"), CLIP + "\n\nclip = 1\n", None)]
+    imports = {
+        "tests/test_b.py": {"": 1, "import tiny.far": 1, "import tiny.ranges": 2, "from importlib import reload": 2},
+        "tests/conftest.py": {"from tiny.ranges import clip": 2},
+        "tiny/other.py": {"from . import ranges": 2, "from .ranges import clip": 2, "import tiny.ranges as r": 2},
+        "tiny/__init__.py": {"from .ranges import *": 2},
+    }
+    for file, texts in imports.items():
+        for line, count in texts.items():
+            root = tmp_path / f"{file.replace('/', '-')}-{abs(hash(line))}"
+            for change in (called_by_an_import, *others):
+                found = replace(change, repository=replace(change.repository, root=root))
+                for name, whole in {**tests, "tiny/__init__.py": "", "tiny/ranges.py": CLIP, file: line}.items():
+                    (root / name).parent.mkdir(parents=True, exist_ok=True)
+                    (root / name).write_text(whole)
+                assert reached(found, CALLS) == both[:count], (file, line)
+    assert reached(candidate(tmp_path, text), None) == both
