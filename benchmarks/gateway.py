@@ -46,7 +46,9 @@ class Free:
         self.ids = tokenizer.encode("</think>" + "a" * (ANSWER - 2) + "<|user|>", allow_special=True)
         self.seconds, self.sampled = seconds, 0
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
         for at in range(0, ANSWER, 25):
             await asyncio.sleep(self.seconds / 4 * random.uniform(0.5, 1.5))
             piece = self.ids[at : at + 25]

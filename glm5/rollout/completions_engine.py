@@ -46,8 +46,10 @@ class CompletionsEngine(HttpEngine):
         super().__init__(url, api_key)
         self._model, self._flag = model, flag
 
-    def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
-        sent = native_params(params)
+    def _request(
+        self, ids: Sequence[int], params: SamplingParams, every: int
+    ) -> tuple[str, dict[str, Any], EventReading]:
+        sent = native_params(params, every)
         body = {NAMES.get(name, name): value for name, value in sent.items() if name not in TEXT_ONLY}
         body |= {name: getattr(params, name) for name in PENALTIES}
         body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}

@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 from glm5.engine.hash_ring import HashRing
 from glm5.engine.stops import StopStringDetector
 from glm5.errors import EngineError, Glm5Error, RequestFailed, UsageError
@@ -36,6 +38,8 @@ ATTEMPTS = 8
 """Maximum number of attempts per generation, each on a newly picked engine."""
 PAUSE_SECONDS = 0.2
 """Seconds to wait before a lost generation is retried. Doubles after each loss without a new token."""
+UNSEEN = 64
+"""Tokens per delta of an answer that nobody reads while it is sampled. So many are lost at most if its engine dies."""
 VERSION_SECONDS = 5.0
 """Longest time in which an engine must tell the version of its weights."""
 
@@ -54,9 +58,12 @@ class TokenSource(Protocol):
         """Whether it takes requests now, as far as is known."""
         ...
 
-    def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample; the last delta has a finish reason. Raises EngineLost if another engine can sample the
-        remaining tokens, EngineError for a request that cannot be computed."""
+    def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
+        """Tokens of one sample; the last delta has a finish reason. A delta may wait until it has `every` tokens. Raises
+        EngineLost if another engine can sample the remaining tokens, EngineError for a request that cannot be
+        computed."""
         ...
 
     async def version(self) -> int:
@@ -82,7 +89,9 @@ class LocalEngine:
     def __init__(self, thread: EngineThread) -> None:
         self.thread = thread
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
         try:
             stream = await self.thread.submit_all([Part(ids, params, session, session)])
             try:
@@ -113,22 +122,26 @@ class HttpEngine:
         """The client for a request."""
         yield self._http
 
-    def _request(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any], EventReading]:
+    def _request(
+        self, ids: Sequence[int], params: SamplingParams, every: int
+    ) -> tuple[str, dict[str, Any], EventReading]:
         """Path, body and reader of the events of a generation."""
         body = {
             "input_ids": list(ids),
-            "sampling_params": native_params(params),
+            "sampling_params": native_params(params, every),
             "return_logprob": True,
             "stream": True,
             "incremental_streaming_output": True,
         }
         return "/generate", body, Reading(self.name)
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
-        path, body, reading = self._request(ids, params)
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
+        path, body, reading = self._request(ids, params, every)
         last: Delta | None = None
         try:
-            raw, named = json.dumps(body, separators=(",", ":")).encode(), {"x-session-id": session}
+            raw, named = to_json(body), {"x-session-id": session}
             async with self._client() as client, client.send("POST", path, raw, named) as answer:
                 if answer.status != 200:
                     raise _refused(answer.status, (await answer.read()).decode("utf-8", "replace"))
@@ -239,11 +252,12 @@ class EnginePool:
         session: str,
         stops: StopStringDetector | None = None,
         on_loss: Callable[[], object] = lambda: None,
+        every: int = 1,
     ) -> AsyncGenerator[Delta, None]:
         """Tokens of one sample, from one or several engines; the last delta has a finish reason. `stops` finds the
         stop strings of `params` also across the loss of an engine, which no engine can see. `on_loss` is called when
         an engine has lost the generation, and when it must wait for an engine. Raises ApiError 503 after `ATTEMPTS`
-        losses."""
+        losses. `every`: see `TokenSource.stream`."""
         async with self._permits:
             sofar: list[int] = []
             attempts, pause = 0, PAUSE_SECONDS
@@ -255,7 +269,7 @@ class EnginePool:
                     on_loss()
                 self._load[rank] += 1
                 try:
-                    stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session)
+                    stream = self.engines[rank].stream([*ids, *sofar], _rest(params, before), session, every)
                     async with contextlib.aclosing(stream) as deltas:
                         async for delta in deltas:
                             self._check(name, delta, params.max_tokens - len(sofar))

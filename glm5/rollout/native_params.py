@@ -8,9 +8,9 @@ from glm5.records import SamplingParams
 from glm5.serve.errors import ApiError
 
 
-def native_params(params: SamplingParams) -> dict[str, Any]:
+def native_params(params: SamplingParams, every: int = 1) -> dict[str, Any]:
     """Convert to `sampling_params` of SGLang's `/generate`. Raises ApiError for a parameter that it does not
-    support."""
+    support. `every`: number of tokens per event of a stream."""
     if params.grammar is not None and params.grammar.kind != "any":  # "any" only limits thinking
         text = "With engines over HTTP, an output format or a forced tool is not supported; remove it."
         raise ApiError(400, text, param="response_format", code="unsupported")
@@ -33,5 +33,6 @@ def native_params(params: SamplingParams) -> dict[str, Any]:
     for name in ("presence_penalty", "frequency_penalty"):
         sent |= {name: value} if (value := getattr(params, name)) else {}
     sent |= {"repetition_penalty": params.repetition_penalty} if params.repetition_penalty != 1 else {}
+    sent |= {"stream_interval": every} if every > 1 else {}
     sent |= {"min_new_tokens": params.min_tokens} if params.min_tokens else {}
     return sent | ({} if params.seed is None else {"sampling_seed": params.seed})

@@ -49,7 +49,9 @@ class AbsentEngine:
     def __init__(self, url: str) -> None:
         self.name = url
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
         raise EngineLost(f"{self.name} was down at the start and has not answered since.")
         yield
 

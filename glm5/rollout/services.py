@@ -16,7 +16,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import EnvironmentTimeout, Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, Message, Outcome, SamplingParams, Turn
-from glm5.rollout.engines import EnginePool
+from glm5.rollout.engines import UNSEEN, EnginePool
 from glm5.rollout.history import Node
 from glm5.rollout.orchestrator import Rollout
 from glm5.rollout.store import Store
@@ -145,7 +145,7 @@ class FamilyService(TaskService):
         params = replace(self._params, max_tokens=min(self._params.max_tokens, room), seed=seed)
         found = Completion(finish_reason="error")
         try:
-            async for delta in self._pool.generate(context, params, job.session):
+            async for delta in self._pool.generate(context, params, job.session, every=UNSEEN):
                 found.token_ids += delta.token_ids
                 found.logprobs += delta.logprobs
                 found.weight_versions += delta.weight_versions

@@ -22,7 +22,7 @@ from glm5.chat.messages import normalise
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, Message, SamplingParams
-from glm5.rollout.engines import EnginePool
+from glm5.rollout.engines import UNSEEN, EnginePool
 from glm5.rollout.history import History, Node, Place
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import SessionRow
@@ -231,7 +231,9 @@ class Session:
             try:
                 async with asyncio.timeout(seconds):
                     on_loss = partial(self.lost.add, call.digest)
-                    async for delta in pool.generate(call.part.prompt, call.part.params, self.id, stops, on_loss):
+                    every = UNSEEN if whole else 1
+                    prompt, params = call.part.prompt, call.part.params
+                    async for delta in pool.generate(prompt, params, self.id, stops, on_loss, every):
                         deltas.append(delta)
                         if delta.finish_reason is None and not whole:
                             call.put(delta)

@@ -23,7 +23,9 @@ class SimulatedEngine:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.weight_version = seconds, 0
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
         await asyncio.sleep(self.seconds)
         sampled = [0, *params.stop_token_ids[:1]][: params.max_tokens]
         count = len(sampled)

@@ -43,7 +43,9 @@ class ScriptedEngine:
     """Prompt and sampled ids, also of generations that ended early."""
     asked: list[SamplingParams] = field(default_factory=list)
 
-    async def stream(self, ids: Sequence[int], params: SamplingParams, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(
+        self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
+    ) -> AsyncGenerator[Delta, None]:
         draw = random.Random(f"{self.seed} {list(ids)} {len(self.log)}")
         self.asked.append(params)
         text = self.script(self.tokenizer.decode(list(ids)))

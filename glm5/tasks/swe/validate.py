@@ -1,5 +1,6 @@
 """Which candidates are tasks. The order of the runs is fixed: the fixed state three times (tests that do not pass each
-time are left out, ids pinned), the bug twice, then the written task: its solution scores 1, no change scores 0.
+time are left out, ids pinned), the bug twice, the same test files once without it, then the written task: its solution scores
+1, no change scores 0.
 
 A test fails if it failed, ended in an error or is missing although the fixed state collects it.
 """
@@ -11,7 +12,7 @@ import json
 import random
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,19 @@ class Rules:
 @dataclass(frozen=True)
 class Baseline:
     """The fixed state's tests: `stable` pass in every run, `pinned` is what is collected per test file, `calls` the
-    functions that each test file calls ("" for what an import calls), None if unknown."""
+    functions that each test file calls ("" for what an import calls), None if unknown. `alone`: which tests of a
+    choice of test files pass without the others; some need what another file's tests leave behind."""
 
     stable: frozenset[str]
     pinned: Mapping[str, tuple[str, ...]]
     wall_s: float
     flaky: int
     calls: Mapping[str, Sequence[str]] | None = None
+    alone: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "stable": sorted(self.stable)}
+        kept = {name: value for name, value in self.__dict__.items() if name != "alone"}
+        return {**kept, "stable": sorted(self.stable)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Baseline:
@@ -216,6 +220,10 @@ def _bug_runs(
         run = driver.run(repository, candidate.changes, files, budget, affected)
         if run.stopped:
             raise Rejected("timeout" if run.stopped in ("wall", "cpu") else "crash")
+        if number == 0 and affected - run.passed:
+            if files not in clean.alone:
+                clean.alone[files] = driver.run(repository, {}, files, budget, affected).passed
+            affected &= clean.alone[files]
         failing = affected - run.passed
         if number == 0 and not failing:
             raise Rejected("no failing test")
@@ -299,20 +307,22 @@ def _sabotaged(repository: Repository, file: str, names: Sequence[Name], choice:
 
 
 def check(candidate: Candidate, folder: Path) -> None:
-    """The written task: no change scores 0, so does the cheat of QUICK, its solution 1. Raises Rejected."""
+    """The written task: its solution scores 1, no change scores 0, so does the cheat of QUICK. Raises Rejected."""
     tests, site = read_tests(folder), candidate.repository.site
 
     def graded(room: NamespaceEnvironment) -> dict[str, Any]:
         return grade(room, tests, site, shuffled=False)
 
     with open_room(folder / "environment/repo", site) as room:
+        unsolved = room.snapshot()
+        solve(folder, room)
+        if graded(room)["reward"] != 1.0:
+            raise Rejected("solution fails")
+        room.restore(unsolved)
         if graded(room)["reward"] != 0.0:
             raise Rejected("no change passes")
         if passing_cheats(folder, room, graded, QUICK):
             raise Rejected("attack passes")
-        solve(folder, room)
-        if graded(room)["reward"] != 1.0:
-            raise Rejected("solution fails")
 
 
 def solve(folder: Path, room: NamespaceEnvironment) -> None:

@@ -166,6 +166,7 @@ class Generation:
         """Each event contains the whole sample so far, or only its new part. Fewer events are sent under load."""
         incremental = self.body.incremental_streaming_output
         tokens, spent = 0, -FREE
+        sent = [0] * len(plain)  # tokens of each sample
         try:
             async for delta in stream:
                 one = plain[delta.index]
@@ -173,8 +174,10 @@ class Generation:
                 tokens += len(delta.token_ids)
                 cost = 0 if incremental else len(one.ids) + len(self.inputs[self.owners[delta.index]])
                 late = not stream.caught_up or spent + cost > REPEATS * tokens
-                if delta.finish_reason is None and late:
+                few = len(one.ids) - sent[delta.index] < (self.params[self.owners[delta.index]].stream_interval or 1)
+                if delta.finish_reason is None and (late or (few and sent[delta.index])):
                     continue
+                sent[delta.index] = len(one.ids)
                 spent += cost
                 long = len(one.ids) - one.told[1] + (0 if one.told[1] else len(self.inputs[self.owners[delta.index]]))
                 write = partial(self._event, stream, delta.index, one)

@@ -18,13 +18,15 @@ Rid = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class NativeSampling(Sampling):
-    """`sampling_params`. With `no_stop_trim` the stop string or token stays in the text."""
+    """`sampling_params`. With `no_stop_trim` the stop string or token stays in the text. `stream_interval`: tokens
+    between two events of a stream."""
 
     IGNORED = SAMPLER_DETAILS | {"custom_params", "spaces_between_special_tokens", "temperature_last"}
     REFUSED = {**COMMON, "max_tokens": no(instead="use max_new_tokens")}
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 128
     n: int = Field(default=1, ge=1, le=128)
+    stream_interval: int | None = Field(default=None, ge=1, lt=2**31)
     stop: Stop | Stops = Field(default_factory=list)
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
