@@ -38,7 +38,7 @@ Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Free:
-    """An engine that answers after `seconds` with fixed ids, in four pieces."""
+    """An engine that answers after `seconds` with fixed ids, in four pieces or fewer."""
 
     name = "free"
 
@@ -49,10 +49,11 @@ class Free:
     async def stream(
         self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
     ) -> AsyncGenerator[Delta, None]:
-        for at in range(0, ANSWER, 25):
-            await asyncio.sleep(self.seconds / 4 * random.uniform(0.5, 1.5))
-            piece = self.ids[at : at + 25]
-            reason = "stop" if at + 25 >= len(self.ids) else None
+        size = max(25, every)
+        for at in range(0, ANSWER, size):
+            piece = self.ids[at : at + size]
+            await asyncio.sleep(self.seconds * len(piece) / ANSWER * random.uniform(0.5, 1.5))
+            reason = "stop" if at + size >= len(self.ids) else None
             self.sampled += reason is not None
             yield Delta(0, piece, [-0.5] * len(piece), [], reason, [1] * len(piece))
 

@@ -2,8 +2,8 @@
 
 `python benchmarks/orchestration.py [--rollouts 3000] [--in-flight 1000] [--turns 10] [--engine inside]`. It runs the
 process that `glm5 rl` starts. A task service plays the rollouts, with agents that speak over sockets; a stub engine
-answers every turn with 100 tokens, in four pieces within about two seconds; a stub learner takes all results and
-reports updates. Counted is the CPU time of all threads of the rollout process from the first allowance to the last
+answers every turn with 100 tokens within about two seconds, in as many pieces as it is asked for; a stub learner takes
+all results and reports updates. Counted is the CPU time of all threads of the rollout process from the first allowance to the last
 update. Agents and learner run in this process, the engine in one of its own, which speaks SGLang's `/generate`; neither
 is counted. With `--engine inside` it is an object in the rollout process, and so counted; no HTTP leads to it then.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ from glm5.rl import rollout_process
 from glm5.rl.rollout_process import RolloutJob
 from glm5.rollout.simulated import SimulatedFleet
 
-PIECES, GROUP, PROMPTS = 4, 8, 16
+GROUP, PROMPTS = 8, 16
 Answer = Callable[[str, str, Any, asyncio.StreamWriter], Awaitable[Any]]
 
 
@@ -64,12 +65,12 @@ async def engine(tokenizer: Tokenizer, seconds: float) -> None:
     """The engine process: tells its port, then answers for ever."""
     ids = Free(tokenizer, seconds).ids
 
-    async def generate(writer: asyncio.StreamWriter) -> None:
+    async def generate(writer: asyncio.StreamWriter, every: int) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        step = ANSWER // PIECES
-        for at in range(0, ANSWER, step):
-            await asyncio.sleep(seconds / PIECES * random.uniform(0.5, 1.5))
-            piece, end = ids[at : at + step], at + step
+        ends = [*range(1, ANSWER, every), ANSWER]  # the first token at once, as SGLang does
+        for at, end in itertools.pairwise([0, *ends]):
+            step, piece = end - at, ids[at:end]
+            await asyncio.sleep(seconds * step / ANSWER * random.uniform(0.5, 1.5))
             meta: dict[str, Any] = {
                 "id": "0", "finish_reason": {"type": "stop"} if end == ANSWER else None, "prompt_tokens": 1,
                 "completion_tokens": end, "weight_version": "0", "output_weight_versions": [0] * step,
@@ -81,7 +82,7 @@ async def engine(tokenizer: Tokenizer, seconds: float) -> None:
 
     async def answer(method: str, path: str, body: Any, writer: asyncio.StreamWriter) -> Any:
         if path == "/generate":
-            return await generate(writer)
+            return await generate(writer, body["sampling_params"].get("stream_interval", 1))
         if path == "/get_model_info":
             return {"max_model_len": 1 << 16}
         return {"success": True, "weight_version": "0"}

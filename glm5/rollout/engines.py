@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from glm5.engine.hash_ring import HashRing
 from glm5.engine.stops import StopStringDetector
@@ -61,7 +61,7 @@ class TokenSource(Protocol):
     def stream(
         self, ids: Sequence[int], params: SamplingParams, session: str, every: int = 1
     ) -> AsyncGenerator[Delta, None]:
-        """Tokens of one sample; the last delta has a finish reason. A delta may wait until it has `every` tokens. Raises
+        """Tokens of one sample; the last delta has a finish reason. A delta may wait for `every` tokens. Raises
         EngineLost if another engine can sample the remaining tokens, EngineError for a request that cannot be
         computed."""
         ...
@@ -183,7 +183,10 @@ class Reading:
         """The new tokens of an event. Raises EngineLost for an event that reports an error, RequestFailed for one that
         is not in SGLang's format."""
         try:
-            told = json.loads(text)
+            try:
+                told = from_json(text)
+            except ValueError:  # json also reads strings that are not Unicode
+                told = json.loads(text)
         except ValueError as error:  # the connection ended within the event
             raise EngineLost(f"{self._name} sent a broken event: {error}") from error
         try:

@@ -36,7 +36,7 @@ from glm5.rollout.service import SessionService
 from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import SessionRow, StoreError
-from glm5.serve.access import KEY_ALONE, add_guard, knows, offered
+from glm5.serve.access import KEY_ALONE, Guard, add_guard, knows, offered
 from glm5.serve.errors import HANDLED, ApiError, on_error
 from glm5.serve.http_io import json_answer, read_body
 from glm5.serve.metrics import CONTENT_TYPE, Metrics
@@ -298,11 +298,12 @@ def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = 
         yield
         await gateway.pool.close()
 
-    app = FastAPI(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    guard = None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered
+    app = _Application(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.chats = Guard(Chats(gateway), *guard)
     app.state.gateway = gateway
     app.include_router(_admin_routes(gateway))
-    app.add_middleware(Chats, gateway=gateway)  # the guard, which comes before it, is added after it
-    add_guard(app, None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered)
+    add_guard(app, *guard)
     for kind in HANDLED:
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(StoreError, _store_failed)
@@ -366,19 +367,26 @@ def _admin_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-class Chats:
-    """ASGI middleware that answers the chat paths. FastAPI's layers and routes take longer than the rest of a short
-    request, and their features are not needed."""
+class _Application(FastAPI):
+    """FastAPI for all but the chat paths: its layers and routes take longer than the rest of a short request, and their
+    features are not needed there."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
-        self.app = app
+    chats: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        chat = scope["type"] == "http" and _CHAT_PATH.fullmatch(scope["path"])
+        await (self.chats if chat else super().__call__)(scope, receive, send)
+
+
+class Chats:
+    """Answers the chat paths."""
+
+    def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _CHAT_PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self.app(scope, receive, send)
-            return
+        found = _CHAT_PATH.fullmatch(scope["path"])
+        assert found is not None
         request, dialect = Request(scope, receive, send), found["dialect"]
         scope["route"] = SimpleNamespace(path=f"/v1/{dialect}")  # for the metrics
         try:
@@ -391,6 +399,9 @@ class Chats:
         except StoreError as error:
             response = await _store_failed(request, error)
         except (Glm5Error, HTTPException, ClientDisconnect) as error:
+            response = await on_error(request, error)
+        except Exception as error:
+            log.exception("A request failed.")
             response = await on_error(request, error)
         await response(scope, receive, send)
 

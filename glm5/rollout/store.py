@@ -30,6 +30,8 @@ Settled = tuple["Future[Any] | asyncio.Future[Any]", Any, Exception | None]
 FORMAT = 2
 MOST_TOGETHER = 1024
 """Maximum number of writes in one transaction."""
+BUSY, TOGETHER_SECONDS = 200.0, 0.01
+"""From so many writes per second on, the writer waits so long for more: a commit costs as much as ten writes."""
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, grp TEXT, mode TEXT NOT NULL, options TEXT NOT NULL, created REAL NOT NULL,
@@ -181,7 +183,13 @@ class Store(StoreReader):
                 opened.set_exception(error)
                 return
             opened.set_result(None)
+            since, count = time.monotonic(), 0
             while (first := self._queue.get()) is not None:
+                if count >= BUSY * TOGETHER_SECONDS:
+                    now = time.monotonic()
+                    if count >= BUSY * (now - since):
+                        time.sleep(TOGETHER_SECONDS)
+                    since, count = now, 0
                 waiting = [first]
                 while len(waiting) < MOST_TOGETHER and not self._queue.empty():
                     more = self._queue.get()
@@ -189,6 +197,7 @@ class Store(StoreReader):
                         self._queue.put(None)
                         break
                     waiting.append(more)
+                count += len(waiting)
                 db = db or self._reopened(waiting)
                 if db is not None and not self._commit(db, waiting):
                     with suppress(sqlite3.Error):

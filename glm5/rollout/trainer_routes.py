@@ -11,6 +11,7 @@ GET  /trainer/status                                          what happens now
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 from glm5.rollout.fleet import PushMode
 from glm5.rollout.gateway import Gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.status import status_of
-from glm5.serve.http_io import json_answer, read_body
+from glm5.serve.http_io import read_body
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.schema import Body, parse
 
@@ -73,7 +75,8 @@ def trainer_routes(gateway: Gateway, live: LiveRollouts) -> APIRouter:
         now = live.account()
         waits = {cause: spent - before.get(cause, 0.0) for cause, spent in now.rollouts.items()}
         clock = {"waits": waits, "engines": dict(now.engines)}
-        return json_answer({"results": await live.finished(after, 0.0), **clock})
+        body = {"results": await live.finished(after, 0.0), **clock}
+        return Response(await asyncio.to_thread(to_json, body), media_type="application/json")
 
     @routes.post("/allow")
     async def allow(request: Request) -> dict[str, Any]:

@@ -143,14 +143,20 @@ class Answer:
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it arrives."""
         if self._chunked:
-            while size := _size((await self._line()).partition(b";")[0], 16):
-                while size:
-                    piece = await self._some(size)
-                    size -= len(piece)
+            rest = b""
+            while True:
+                line, rest = await self._line(rest)
+                if not (left := _size(line.partition(b";")[0], 16)):
+                    break
+                while left:
+                    rest = rest or await self._some(PIECE)
+                    piece, rest = rest[:left], rest[left:]
+                    left -= len(piece)
                     yield piece
-                await self._line()
-            while await self._line():
-                pass  # trailers
+                _, rest = await self._line(rest)
+            while line:
+                line, rest = await self._line(rest)  # trailers
+            self.keeps &= not rest
         elif self._left is None:
             self.keeps = False
             while piece := await self._reader.read(PIECE):
@@ -186,11 +192,13 @@ class Answer:
             return piece
         raise ConnectionResetError("the server ended an answer early")
 
-    async def _line(self) -> bytes:
-        line = await self._reader.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError("the server ended an answer early")
-        return line.strip()
+    async def _line(self, begun: bytes) -> tuple[bytes, bytes]:
+        """A line of which the beginning, or more, was read; and what was read beyond it."""
+        while (end := begun.find(b"\n")) < 0:
+            if len(begun) > MOST_HEAD:
+                raise ConnectionError("a line of an answer is too long")
+            begun += await self._some(PIECE)
+        return begun[:end].strip(), begun[end + 1 :]
 
 
 def _size(digits: bytes, base: int = 10) -> int:

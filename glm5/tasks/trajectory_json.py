@@ -61,6 +61,8 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix."""
+    if a == b[: len(a)]:
+        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -439,7 +439,7 @@ def test_a_stop_string_that_spans_a_loss_ends_the_answer(opened: Open, monkeypat
         async with opened() as setting:
             tokenizer, pieces = setting.gateway.tokenizer, ["one, ST", "OP two<|user|>"]
 
-            async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+            async def stream(ids: Any, params: Any, session: str, every: int) -> AsyncGenerator[Delta, None]:
                 found = tokenizer.encode(pieces.pop(0), allow_special=True)
                 yield Delta(0, found, [-1.0] * len(found), [], None if pieces else "stop", [0] * len(found))
                 if pieces:
@@ -458,7 +458,7 @@ def test_a_stop_string_that_spans_a_loss_ends_the_answer(opened: Open, monkeypat
 
 
 def test_parameters_that_http_engines_do_not_take_are_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(ids: Any, params: Any, session: str, every: int) -> AsyncGenerator[Delta, None]:
         engines_module.native_params(params)
         yield Delta(0, [70], [-1.0], [], "stop", [0])
 
@@ -545,7 +545,7 @@ def test_progress_renews_the_attempts(opened: Open, monkeypatch: pytest.MonkeyPa
     """A long generation across more weight updates than there are attempts."""
     monkeypatch.setattr(engines_module, "PAUSE_SECONDS", 0.0001)
 
-    async def stream(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+    async def stream(ids: Any, params: Any, session: str, every: int) -> AsyncGenerator[Delta, None]:
         yield Delta(0, [70], [-1.0], [{}], "abort", [0])
 
     async def run() -> None:

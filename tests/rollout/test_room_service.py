@@ -272,7 +272,7 @@ def test_an_agent_that_gives_up_while_an_engine_is_lost(
         async with opened(acts(GIVES_UP.format(then)), limits={"wall_s": 8.0}) as one:
             stream, lost = one.engine.stream, []
 
-            async def once(ids: Any, params: Any, session: str) -> AsyncGenerator[Delta, None]:
+            async def once(ids: Any, params: Any, session: str, every: int) -> AsyncGenerator[Delta, None]:
                 if "lost" in one.engine.tokenizer.decode(list(ids)) and not lost:
                     lost.append(1)
                     raise EngineLost("it is gone.")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm5.errors import DataError
+from glm5.errors import DataError, GradingError
 from glm5.files import exclusive
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
@@ -26,6 +26,8 @@ from glm5.tasks.swe.driver import DRIVERS, Driver
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, validate
 
 MOST_TRIES = 6  # candidates per wanted task
+MOST_FAULTS = 5
+"""Candidates in a row that the machine may fail to judge before the build ends. Another run of it tries them again."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Build:
     told: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._faults = threading.Lock(), 0
         self._rows: dict[str, list[dict[str, Any]]] = {
             name: list(_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
         }
@@ -125,8 +127,16 @@ class Build:
         try:
             row = validate(candidate, clean, self.driver, self.rules, folder, same)
         except Rejected as reason:
+            self._faults = 0
             self._write("rejects", {**common, "reason": str(reason), "notes": candidate.notes})
             return False
+        except GradingError as error:
+            self._faults += 1
+            if self._faults > MOST_FAULTS:
+                raise
+            self.told(f"{repository.name}: a candidate is left out, for the machine failed: {error}")
+            return False
+        self._faults = 0
         if self.derived:
             row["derived"] = self._derive(candidate, clean, folder)
         self._write("manifest", {**common, **row, "licence": repository.licence, "origin": repository.origin,
