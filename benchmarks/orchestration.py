@@ -3,9 +3,10 @@
 `python benchmarks/orchestration.py [--rollouts 3000] [--in-flight 1000] [--turns 10] [--engine inside]`. It runs the
 process that `glm5 rl` starts. A task service plays the rollouts, with agents that speak over sockets; a stub engine
 answers every turn with 100 tokens within about two seconds, in as many pieces as it is asked for; a stub learner takes
-all results and reports updates. Counted is the CPU time of all threads of the rollout process from the first allowance to the last
-update. Agents and learner run in this process, the engine in one of its own, which speaks SGLang's `/generate`; neither
-is counted. With `--engine inside` it is an object in the rollout process, and so counted; no HTTP leads to it then.
+all results and reports updates. Counted is the CPU time of all threads of the rollout process from the first allowance
+to the last update. Agents and learner run in this process, the engine in one of its own, which speaks SGLang's
+`/generate`; neither is counted. With `--engine inside` it is an object in the rollout process, and so counted; no HTTP
+leads to it then.
 """
 
 from __future__ import annotations

@@ -151,3 +151,31 @@ def test_the_writer_survives_a_broken_connection(tmp_path: Path) -> None:
 
     with Store(tmp_path / "a#b?c%41.db") as store:
         asyncio.run(run(store))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+def test_many_writes_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Whether they come together or one after another; a few writes do not wait for others."""
+    sizes, commit = [], Store._commit
+
+    def counted(store: Store, db: sqlite3.Connection, waiting: Any) -> bool:
+        sizes.append(len(waiting))
+        return commit(store, db, waiting)
+
+    async def run(store: Store) -> None:
+        await store.add_session(SessionRow("s", "t", None, "train", {}, 0.0))
+        began = time.monotonic()
+        await add(store, "s", -1)
+        assert time.monotonic() - began < 60 and sizes == [1, 1]
+        tasks = []
+        for i in range(600):
+            tasks.append(asyncio.create_task(add(store, "s", i)))
+            await asyncio.sleep(seconds)
+        assert [made.row for made in await asyncio.gather(*tasks)] == list(range(2, 602))
+
+    monkeypatch.setattr(Store, "_commit", counted)
+    with Store(tmp_path / "s.db") as store:
+        asyncio.run(run(store))
+    assert sum(sizes) == 602 and len(sizes) < 250
+    with Store(tmp_path / "s.db") as store:
+        assert len(store.turns("s")[0].nodes) == 601

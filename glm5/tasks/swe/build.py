@@ -22,7 +22,7 @@ from glm5.errors import DataError, GradingError
 from glm5.files import exclusive
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
-from glm5.tasks.swe.driver import DRIVERS, Driver
+from glm5.tasks.swe.driver import DRIVERS, IN_ROOM, Driver
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, validate
 
 MOST_TRIES = 6  # candidates per wanted task
@@ -212,10 +212,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over the paths and contents of a folder's files."""
-    found = hashlib.sha256()
+    """SHA-256 over the paths and contents of a task's files, without the grader's programs: they are the same in all
+    tasks, and a later version of them does not make another task."""
+    found, programs = hashlib.sha256(), {"test.sh", *(path.name for path in IN_ROOM.iterdir())}
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        top, *below = path.relative_to(folder).parts
+        if path.is_file() and not (top == "tests" and below[0] in programs):
             found.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -1,6 +1,6 @@
 """Which candidates are tasks. The order of the runs is fixed: the fixed state three times (tests that do not pass each
-time are left out, ids pinned), the bug twice, the same test files once without it, then the written task: its solution scores
-1, no change scores 0.
+time are left out, ids pinned), the bug twice, the same test files once without it, then the written task: its solution
+scores 1, no change scores 0.
 
 A test fails if it failed, ended in an error or is missing although the fixed state collects it.
 """

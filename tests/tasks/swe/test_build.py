@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from glm5.errors import DataError
+from glm5.errors import DataError, GradingError
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.swe.attacks import cheats
-from glm5.tasks.swe.build import Build, Job
+from glm5.tasks.swe.build import MOST_FAULTS, Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
@@ -210,6 +211,60 @@ def test_a_build_resumes(repository: Repository, tmp_path: Path) -> None:
     again = replace(build(), out=tmp_path / "again", named=named)
     result = again.run([job], per_package=2, count=None, at_once=1)
     assert (result["tasks"], result["not_built"], result["differ"]) == (1, ["elsewhere"], [])
+
+
+def test_a_test_that_needs_another_file_is_no_failing_test(repository: Repository, tmp_path: Path) -> None:
+    """It passes only after another file's tests, and the bug cannot reach those."""
+    a, b = "tests/test_a.py::test_it", "tests/test_b.py::test_it"
+    two = replace(repository, test_files=("tests/test_a.py", "tests/test_b.py"))
+    runs: list[tuple[str, ...]] = []
+
+    def run(_: Any, changes: Any, files: Any, *rest: Any) -> TestRun:
+        runs.append(tuple(files))
+        return TestRun((b,), {b: "passed" if len(files) == 2 else "failed"}, {}, {}, 0.1, None)
+
+    pinned = {"tests/test_a.py": (a,), "tests/test_b.py": (b,)}
+    known = Baseline(frozenset((a, b)), pinned, 0.1, 0, {"tests/test_b.py": ["tiny/ranges.py:clip"]})
+    driver: Any = SimpleNamespace(run=run)
+    for high in ("low", "x"):
+        candidate = replace(bug(repository, "return high", f"return {high}"), repository=two)
+        with pytest.raises(Rejected, match="no failing test"):
+            validate(candidate, known, driver, RULES, tmp_path / "task")
+    assert runs == [("tests/test_b.py",)] * 3  # without the bug only once
+
+
+@pytest.mark.parametrize(("faults", "tried"), [((3,), 4), ((2, 2), 6), ((99,), MOST_FAULTS + 1)])
+def test_candidates_that_the_machine_cannot_judge(
+    repository: Repository,
+    clean: Baseline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: tuple[int, ...],
+    tried: int,
+) -> None:
+    """They get no row, so another run tries them again; too many in a row end the build."""
+    plan = iter([ok for count in faults for ok in [False] * count + [True]])
+
+    def judged(*_: Any) -> dict[str, Any]:
+        calls.append(1)
+        if not next(plan):
+            raise GradingError("the room is gone")
+        raise Rejected("crash")
+
+    calls: list[int] = []
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+    candidates = [bug(repository, "return high", f"return {i}") for i in range(tried)]
+    source = SimpleNamespace(name="mutate", candidates=lambda *_: iter(candidates))
+    build = Build(tmp_path / "out", tmp_path / "work")
+    job = Job("tiny", lambda: (repository, [source]))
+    if faults == (99,):
+        with pytest.raises(GradingError, match="the room is gone"):
+            build.run([job], per_package=9, count=None, at_once=1)
+    else:
+        build.run([job], per_package=9, count=None, at_once=1)
+    assert len(calls) == tried
+    assert len(build.summary()["sources"].get("mutate", {"rejects": {}})["rejects"]) == (faults != (99,))
 
 
 def test_a_module_of_the_standard_library(tmp_path: Path) -> None:

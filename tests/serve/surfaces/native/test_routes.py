@@ -144,14 +144,19 @@ def test_a_stream_grows_like_its_answer(
     assert sizes[2] < (1000 * 50 * 40 if not incremental else 1000 * 500)
 
 
-def test_the_pieces_of_an_incremental_stream_are_the_answer(engine_of: Any, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("every", [None, 1, 7, 64])
+def test_the_pieces_of_an_incremental_stream_are_the_answer(
+    engine_of: Any, tokenizer: Tokenizer, every: int | None
+) -> None:
     with long_server(engine_of, tokenizer) as client:
-        params = {"max_new_tokens": 50, "stop": "c\u20acabcx"}  # never matches, and holds text back
+        # The stop string never matches, and holds text back.
+        params = {"max_new_tokens": 50, "stop": "c\u20acabcx", "stream_interval": every}
         fields: dict[str, Any] = {"sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
         want = ask(client, text="x", logprob_start_len=0, **fields)
         events, _ = streamed(client, logprob_start_len=0, incremental_streaming_output=True, **fields)
     assert "".join(e["text"] for e in events) == want["text"]
     assert [i for e in events for i in e["output_ids"]] == want["output_ids"]
+    assert all(len(e["output_ids"]) >= (every or 1) for e in events[1:-1]) and len(events) <= 2 + 50 // (every or 1)
     metas = [e["meta_info"] for e in events]
     assert [m["finish_reason"] for m in metas[:-1]] == [None] * (len(metas) - 1)
     names = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "output_weight_versions")
