@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import posixpath
 import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from glm5.sandbox.environment import ExecResult, RoomFileError
 from glm5.tasks.contract import SPLITS, Family, ToolSpec, function_tool
 from glm5.tasks.harbor.changes import FolderDiff
 from glm5.tasks.harbor.folder import TaskFolder
-from glm5.tasks.harbor.trial import TaskRoom
+from glm5.tasks.harbor.trial import TaskRoom, TrialResult
+from glm5.tasks.swe.grading import grade
 from glm5.tasks.tools.python_tool import cut
 
 TOOLS: dict[str, ToolSpec] = {
@@ -49,7 +51,7 @@ ROOMS = threading.BoundedSemaphore(16)
 @dataclass(frozen=True)
 class RoomProblem:
     """One Harbor task. `max_turns` counts assistant messages, `most_output` characters of a tool's answer, `command_s`
-    seconds of a command."""
+    seconds of a command. `judged` gives the verdict on a room."""
 
     id: str
     key: str
@@ -60,6 +62,7 @@ class RoomProblem:
     max_turns: int
     most_output: int
     command_s: float
+    judged: Callable[[TaskRoom], TrialResult] = TaskRoom.judge
 
     @functools.cached_property
     def folder(self) -> TaskFolder:
@@ -188,7 +191,7 @@ class RoomEnv:
         return "[edited]"
 
     def _judge(self) -> StepResult:
-        result = self._open().judge()
+        result = self._source.judged(self._open())
         if result.reward is None:
             raise GradingError(f"{self.problem}: {result.error}: {result.message}")
         reward = min(max(result.reward, 0.0), 1.0)
@@ -265,13 +268,28 @@ class RoomFamily(Family):
         if not paths:
             raise DataError(f"{self.name}: no task is for the split {split}; change `held_out`.")
         path = paths[index % len(paths)]
-        return RoomProblem(f"{self.name}/{path.name}", path.name, self.domain, path, *self._options)
+        return RoomProblem(f"{self.name}/{path.name}", path.name, self.domain, path, *self._options, self._judged)
+
+    _judged: Callable[[TaskRoom], TrialResult] = staticmethod(TaskRoom.judge)
 
 
 class SweFamily(RoomFamily):
-    """Harbor tasks from repositories (`glm5 task build swe`). Options as of "terminal"."""
+    """Tasks from repositories (`glm5 task build swe`), or any Harbor tasks. Options as of "terminal"."""
 
     name = domain = "swe"
+
+    @staticmethod
+    def _judged(room: TaskRoom) -> TrialResult:
+        """Grades from outside, each run of the tests in a verifier room of its own: what their script does in one room
+        is easier to deceive."""
+        tests = {name: file.data for name, file in room.folder.tests.items() if not name.endswith("/")}
+        if "tests.json" not in tests:
+            return room.judge()
+        try:
+            verdict = grade(room.room, tests, json.loads(tests["tests.json"])["site"], prepare=room.restore_startup)
+        except RoomFileError as error:  # an agent must not escape a verdict by what it leaves
+            return TrialResult({"reward": 0.0}, message=str(error))
+        return TrialResult({name: value for name, value in verdict.items() if isinstance(value, float)})
 
 
 def _share(name: str) -> float:

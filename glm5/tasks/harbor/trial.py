@@ -152,6 +152,13 @@ class TaskRoom:
                 return f"the health check failed: {_told(done)[-300:]}"
             time.sleep(check.start_interval_sec if early else check.interval_sec)
 
+    def restore_startup(self, judge: Room) -> None:
+        """Put right, in a verifier room, what runs inside of the verifier's own programs. Raises RoomFileError."""
+        try:
+            restore_startup(judge, self._startup, self.workdir)
+        except OSError as error:
+            raise RoomFileError(str(error)) from error
+
     def _verify(self, so_far: TrialResult) -> TrialResult:
         config = self.folder.config.verifier
         env = {**self.env, **resolve_env(config.env, self.given, "[verifier] env")}
@@ -170,10 +177,7 @@ class TaskRoom:
     ) -> TrialResult:
         config, started = self.folder.config.verifier, time.monotonic()
         with self.room.verifier(writable=VERIFIER_FOLDERS) as judge:
-            try:
-                restore_startup(judge, self._startup, self.workdir)
-            except OSError as error:
-                raise RoomFileError(str(error)) from error
+            self.restore_startup(judge)
             judge.upload(tests, modes)
             cwd = self.workdir if _is_folder(judge, self.workdir) else "/"
             # A list: bash would be killed by what kills its child, and the exit code would hide it.

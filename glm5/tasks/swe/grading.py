@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError
+from glm5.sandbox.environment import NamespaceEnvironment, Room, RoomFileError
 from glm5.tasks.swe.driver import APP, ENVIRONMENT, LIMITS, PYTHON, TESTS
 from glm5.tasks.swe.in_room import grade as in_room
 
 
 def grade(
-    environment: NamespaceEnvironment, tests: Mapping[str, bytes], site: Sequence[str], *, shuffled: bool = True
+    environment: NamespaceEnvironment,
+    tests: Mapping[str, bytes],
+    site: Sequence[str],
+    *,
+    shuffled: bool = True,
+    prepare: Callable[[Room], object] = lambda room: None,
 ) -> dict[str, Any]:
     """The verdict of `judge`, `judge_test` or `judge_choice` on the files that an environment holds now.
 
     `tests` are the files of the task's `tests` folder by relative path, `site` the folders with the test dependencies,
-    which the environment shows read-only. Every process of the environment ends; its files stay as they are.
+    which the environment shows read-only, or which are as `tests.json` says. `prepare` is called with each verifier
+    room before the tests are laid in. Every process of the environment ends; its files stay as they are.
 
     Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
     the time since the agent's end tells the code under test its place in it. With `shuffled` off, for code that no
@@ -46,7 +52,9 @@ def grade(
             if not path.startswith("twins/") or (run["overlay"] and path.startswith(run["overlay"] + "/"))
         }
         order = json.dumps({"nonce": nonce, "canary": canary, "site": list(site)}).encode()
-        with environment.verifier(needed, writable=[TESTS], limits=LIMITS) as room:
+        with environment.verifier(writable=[TESTS], limits=LIMITS) as room:
+            prepare(room)
+            room.upload(needed)
             done = room.exec(
                 [*PYTHON, f"{TESTS}/grade.py", "--run", run["name"]],
                 cwd="/", env=ENVIRONMENT, timeout_s=spec["timeout_s"], stdin=order,

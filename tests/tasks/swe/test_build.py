@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from glm5.errors import DataError, GradingError
+from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
+from glm5.tasks.families import make_family
 from glm5.tasks.swe.attacks import cheats
 from glm5.tasks.swe.build import MOST_FAULTS, Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
@@ -22,7 +25,7 @@ from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, audit, baseline, solve, validate
 from tests.rooms import needs_rooms
-from tests.tasks.swe.tiny import CLIP, TESTS, tiny
+from tests.tasks.swe.tiny import CLIP, TESTS, site, tiny
 
 pytestmark = needs_rooms
 DRIVER, RULES = DRIVERS["python"], Rules(twins=1)
@@ -278,3 +281,24 @@ def test_a_module_of_the_standard_library(tmp_path: Path) -> None:
     run = DRIVER.run(repository, {"Lib/textwrap.py": text}, repository.test_files, 60)
     failed = {name for name, outcome in run.outcomes.items() if outcome == "failed"}
     assert {name.split(".")[1] for name in failed} == {"DedentTestCase", "IndentTestCase"}
+
+
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("true", 0.0),
+        ("patch -p1 < /app/fix; rm -r tests", 1.0),
+        ("patch -p1 < /app/fix; echo >> /opt/site/pluggy/__init__.py", 0.0),
+        ("rm -r /app; ln -s /opt/site /app", 0.0),
+    ],
+)
+def test_the_family_grades_from_outside(task: Path, tmp_path: Path, command: str, reward: float) -> None:
+    shutil.copytree(task, tmp_path / "tasks" / "one")
+    shutil.copytree(site(), tmp_path / "work/bases/0/opt/site")
+    shutil.copy(task / "solution/fix.patch", tmp_path / "tasks/one/environment/repo/fix")
+    env = make_family("swe", folder=str(tmp_path), held_out=0.0).problem("rl", 0).env()
+    env.start()
+    first = env.step(Message("assistant", tool_calls=(ToolCall("bash", {"command": command}),)))
+    assert not first.done
+    last = env.step(Message("assistant", "done"))
+    assert last.done and last.reward == reward and "p2p_rate" in last.detail["rewards"], last.detail

@@ -428,6 +428,8 @@ def main() -> None:
         run = next(r for r in spec["runs"] if r["name"] == sys.argv[2])
         order = json.load(sys.stdin)
         spec["site"] = order["site"]
+        if any(path in spec["site"] and site_digest(path) != known for path, known in spec["site_sha256"].items()):
+            sys.exit("the test dependencies are changed")
         prepare(spec, tests, run, order["canary"])
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(request(spec, run, order["canary"], order["nonce"])).encode())
