@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -154,11 +154,31 @@ def build_terminal(
     seed: Annotated[int, typer.Option(min=0, help="Number of the first task of each seed.")] = 0,
     only: Annotated[list[str], typer.Option("--only", help="Name of a seed; may be repeated. Default: all.")] = [],  # noqa: B006
     verify: Annotated[bool, typer.Option("--verify", help="Check every task; list those that fall.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Server's URL or checkpoint directory of a model that writes the tasks instead.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the model; default: the server's first.")] = "",
+    dialect: Annotated[str, typer.Option(help="Of the server: openai or anthropic.")] = "openai",
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the server's API key; or GLM5_API_KEY.")] = None,
+    page: Annotated[
+        list[Path], typer.Option("--page", help="Text file from which the model makes a task; may be repeated.")
+    ] = [],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="How often the model may construct a task until it passes.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Make terminal tasks from hand-written seeds: text, git, SQLite, archives, builds, services and more."""
+    """Make terminal tasks from hand-written seeds: text, git, SQLite, archives, builds, services and more; or let a
+    model write them, from ideas or from pages, and keep those that pass their check. A build that was stopped goes
+    on."""
     from glm5.obs.progress import QuietConsole
     from glm5.tasks.terminal.build import build
+
+    if model is not None:
+        if only or verify:
+            raise UsageError("--only and --verify are for the hand-written seeds; leave them out with --model.")
+        show(_written(out, model, name, dialect, api_key_file, page, count, seed, rounds), as_json)
+        return
+    if page:
+        raise UsageError("--page needs --model.")
 
     with QuietConsole().status("starting") as status:
         found = build(
@@ -166,3 +186,29 @@ def build_terminal(
         )
     show(found, as_json)
     raise typer.Exit(1 if found["fallen"] else 0)
+
+
+def _written(
+    out: Path, model: str, name: str, dialect: str, key_file: Path | None, page: list[Path], count: int, seed: int,
+    rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    from glm5.agents.endpoint import EndpointError
+    from glm5.agents.models import open_model
+    from glm5.records import Message
+    from glm5.serve.keys import find_key
+    from glm5.tasks.terminal.written import Fallen, Writer, ideas, pages
+
+    key = find_key("api", None, key_file)
+
+    with open_model(model, name, cast("Dialect", dialect), key) as (endpoint, _):
+
+        def ask(prompt: str) -> str:
+            try:
+                return endpoint.complete([Message("user", prompt)], []).message.content or ""
+            except EndpointError as error:
+                if error.too_long:
+                    raise Fallen("prompt", str(error)) from error
+                raise
+
+        writer = Writer(out, ask, rounds, endpoint.name, lambda line: typer.echo(line, err=True))
+        return writer.run(pages(page) if page else ideas(seed), len(page) if page else count)

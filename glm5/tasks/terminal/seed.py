@@ -10,7 +10,7 @@ import inspect
 import json
 import random
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,15 +83,18 @@ def seed(about: str, level: int = 1) -> Callable[[Make], Make]:
     return register
 
 
+def dockerfile(packages: Sequence[str], files: bool, setup: bool) -> str:
+    """The image of a task; `files` and `setup` say whether it has files/ and setup.sh."""
+    names = " ".join(sorted({"bash", "coreutils", "python3", *packages}))
+    return _DOCKERFILE.format(packages=names, copies=("COPY files/ /\n" if files else "") + (_SETUP if setup else ""))
+
+
 def folder_of(kind: Seed, number: int, draft: Draft) -> TaskFolder:
     """The Harbor folder of a draft."""
     environment = {f"files{path}": _file(data) for path, data in draft.files.items()}
-    copies = "COPY files/ /\n" if draft.files else ""
     if draft.setup:
         environment["setup.sh"] = File(draft.setup.encode())
-        copies += _SETUP
-    packages = " ".join(sorted({"bash", "coreutils", "python3", *draft.packages}))
-    environment["Dockerfile"] = File(_DOCKERFILE.format(packages=packages, copies=copies).encode())
+    environment["Dockerfile"] = File(dockerfile(draft.packages, bool(draft.files), bool(draft.setup)).encode())
     source = "" if draft.check is harness.outputs else textwrap.dedent(inspect.getsource(draft.check))
     script = f"{inspect.getsource(harness)}\n\n{source}\n\nmain({draft.check.__name__})\n"
     tests = {
