@@ -26,6 +26,8 @@ from glm5.tasks.swe.driver import DRIVERS, IN_ROOM, Driver
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, validate
 
 MOST_TRIES = 6  # candidates per wanted task
+MOST_MISSES = 8
+"""Candidates of a file that may fall one after another. The file's others are left out: its tests do not look there."""
 MOST_FAULTS = 5
 """Candidates in a row that the machine may fail to judge before the build ends. Another run of it tries them again."""
 
@@ -54,7 +56,7 @@ class Build:
     told: Callable[[str], None] = lambda line: None
 
     def __post_init__(self) -> None:
-        self._lock, self._faults = threading.Lock(), 0
+        self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._rows: dict[str, list[dict[str, Any]]] = {
             name: list(_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
         }
@@ -73,6 +75,7 @@ class Build:
                     for future in futures:
                         future.result()
                 except BaseException:
+                    self._stopping = True  # at the next candidate
                     pool.shutdown(cancel_futures=True)
                     raise
         return self.summary()
@@ -92,12 +95,16 @@ class Build:
                                  "origin": repository.origin, "stable_tests": len(clean.stable), "flaky": clean.flaky,
                                  "suite_s": round(clean.wall_s, 2)})  # fmt: skip
         for source in sources:
-            made = 0
+            made, misses = 0, Counter[str]()
             for candidate in itertools.islice(source.candidates(repository, self.seed), wanted * MOST_TRIES):
-                if made >= wanted or self._full(count):
+                if made >= wanted or self._full(count) or self._stopping:
                     break
-                if self.named is None or candidate.id in self.named:
-                    made += self._try(candidate, clean)
+                if self.named is not None:
+                    made += candidate.id in self.named and self._try(candidate, clean)
+                elif any(misses[path] < MOST_MISSES for path in candidate.changes):
+                    good = self._try(candidate, clean)
+                    made += good
+                    misses.update({path: -misses[path] if good else 1 for path in candidate.changes})
             self.told(f"{name}: {made} tasks from {source.name}")
 
     def _full(self, count: int | None) -> bool:
