@@ -16,7 +16,7 @@ from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
 from glm5.tasks.swe.attacks import cheats
-from glm5.tasks.swe.build import MOST_FAULTS, Build, Job
+from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
@@ -268,6 +268,34 @@ def test_candidates_that_the_machine_cannot_judge(
         build.run([job], per_package=9, count=None, at_once=1)
     assert len(calls) == tried
     assert len(build.summary()["sources"].get("mutate", {"rejects": {}})["rejects"]) == (faults != (99,))
+
+
+def test_a_file_without_finds_is_left_alone(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an interrupt ends the build at the next candidate."""
+    tried: list[str] = []
+
+    def judged(candidate: Candidate, *_: Any) -> dict[str, Any]:
+        tried.append(next(iter(candidate.changes)))
+        if len(tried) == 30:
+            raise KeyboardInterrupt
+        raise Rejected("no failing test")
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+
+    def candidates(*_: Any) -> Any:
+        yield from (replace(bug(repository, "return high", f"return {i}")) for i in range(40))
+        for i in range(100):
+            path = f"tiny/other{i % 10}.py"
+            yield replace(bug(repository, "return high", f"return {i}"), changes={path: f"x = {i}\n"})
+
+    source = SimpleNamespace(name="versions", candidates=candidates)
+    jobs = [Job("tiny", lambda: (repository, [source])), Job("second", lambda: (repository, [source]))]
+    with pytest.raises(KeyboardInterrupt):
+        Build(tmp_path / "out", tmp_path / "work").run(jobs, per_package=99, count=None, at_once=1)
+    assert tried.count("tiny/ranges.py") == MOST_MISSES and len(tried) == 30
 
 
 def test_a_module_of_the_standard_library(tmp_path: Path) -> None:
