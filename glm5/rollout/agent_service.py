@@ -20,7 +20,23 @@ from glm5.tasks.episode import CAUSES, MOST_ERROR_TEXT, play_agent
 log = get_logger("rollout")
 
 
-class AgentService(TaskService):
+class SessionTaskService(TaskService):
+    """A task service whose agents ask the gateway, each in a session of the name of its job."""
+
+    _gateway: Gateway
+
+    def oldest(self, job: Job) -> int | None:
+        session = self._gateway.loaded(job.session)
+        first = session.history.nodes[0] if session is not None and session.history.nodes else None
+        return first.versions[0] if first is not None and first.versions else None
+
+    def stage(self, job: Job) -> str:
+        """ "model" for an agent that waits for the policy."""
+        session = self._gateway.loaded(job.session) if job.stage == "agent" else None
+        return "model" if session is not None and session.calls else job.stage
+
+
+class AgentService(SessionTaskService):
     """Runs agents in threads of this process; each gets a session of `gateway` with `limits`.
 
     `problem_of(family, place)` returns an `AgentProblem`; `base_url()` is the gateway's own URL. An agent that takes
@@ -48,16 +64,6 @@ class AgentService(TaskService):
         job.enter("agent")
         found: StepResult = await self._threads.result(self._threads.submit(play_agent, problem, url, key))
         return found
-
-    def oldest(self, job: Job) -> int | None:
-        return oldest_of(self._gateway, job)
-
-
-def oldest_of(gateway: Gateway, job: Job) -> int | None:
-    """The weight version of the first token of a rollout's session."""
-    session = gateway.loaded(job.session)
-    first = session.history.nodes[0] if session is not None and session.history.nodes else None
-    return first.versions[0] if first is not None and first.versions else None
 
 
 async def ended(

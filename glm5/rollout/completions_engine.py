@@ -19,15 +19,13 @@ import httpx
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed, UsageError
 from glm5.records import SamplingParams
-from glm5.rollout.engines import VERSION_SECONDS, EngineLost, EventReading, HttpEngine
+from glm5.rollout.engines import MALFORMED, VERSION_SECONDS, EngineLost, EventReading, HttpEngine
 from glm5.rollout.native_params import native_params
 from glm5.serve.samples import Delta
 
 Flag = Literal["return_token_ids", "return_tokens_as_token_ids"]
 FLAGS: tuple[Flag, ...] = ("return_token_ids", "return_tokens_as_token_ids")
 _TOKEN = "token_id:"
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an answer of another form raises."""
 INFO_SECONDS, INFO_BYTES = 20.0, 1 << 20
 """Time to find out what a server is, in all, and the longest answer."""
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -49,7 +47,7 @@ class CompletionsEngine(HttpEngine):
     def _request(
         self, ids: Sequence[int], params: SamplingParams, every: int
     ) -> tuple[str, dict[str, Any], EventReading]:
-        sent = native_params(params, every)
+        sent = native_params(params)
         body = {NAMES.get(name, name): value for name, value in sent.items() if name not in TEXT_ONLY}
         body |= {name: getattr(params, name) for name in PENALTIES}
         body |= {"model": self._model, "prompt": list(ids), "logprobs": 0, "stream": True, self._flag: True}

@@ -318,6 +318,7 @@ class LiveRollouts:
 
     def _set_capacity(self) -> None:
         self.orchestrator.capacity = [service.capacity for service in self.services]
+        self.orchestrator.offered = [service.offered for service in self.services]
 
     async def _watch(self) -> None:
         """Adjust the number of rollouts in flight to the engines' load."""
@@ -327,6 +328,9 @@ class LiveRollouts:
                 self.signals = await self.fleet.signals()
             except (EngineError, OSError) as error:
                 log.warning("The engines' load is not known: %s", error)
+                continue
+            except Exception:  # whatever a server's metrics say, the run goes on
+                log.exception("The engines' load could not be read.")
                 continue
             self._warn_of_standstill()
             if self.trace is not None:
@@ -358,7 +362,7 @@ class LiveRollouts:
 
     def account(self) -> Waits:
         """The waits up to now."""
-        stages = Counter(job.stage for job in self.jobs.values())
+        stages = Counter(self.services[job.rollout.family].stage(job) for job in self.jobs.values())
         idle = "push" if self._pushing.locked() else "learner" if not self.orchestrator.has_allowance else "none"
         self.waits.add(time.monotonic(), stages, self.pool.running, idle)
         return self.waits

@@ -39,8 +39,8 @@ class _Group:
 @dataclass
 class Counts:
     """Numbers of groups of one family. A group is pending from its start until the learner has trained on it or dropped
-    it. `base` is `kept` at the time when a family last came or left. `lead` is by how many groups more than its share
-    of all pending ones are pending, on average: those of a slow family are for longer."""
+    it. `base` is `trained` at the time when a family last came or left. `lead` is by how many groups more than its
+    share of all pending ones are pending, on average: those of a slow family are for longer."""
 
     pending: int = 0
     trained: int = 0
@@ -75,7 +75,9 @@ class Orchestrator:
         self.permits = 1 << 30
         """Maximum number of rollouts in flight; set by the admission control."""
         self.capacity: list[int | None] = [None] * len(shares)
-        """Maximum number of rollouts in flight by family. 0: no task service runs it now. None: no limit."""
+        """Maximum number of rollouts in flight by family; None: no limit."""
+        self.offered = [True] * len(shares)
+        """Whether a family can be played now. One whose services are full is offered all the same."""
         self.counts = [Counts() for _ in shares]
         self.in_flight = 0
         self._flying = [0] * len(shares)
@@ -184,11 +186,11 @@ class Orchestrator:
 
     def _family(self) -> int | None:
         """The family of the next group: the one furthest below its share."""
-        present = {i for i, share in enumerate(self.shares) if share and self.capacity[i] != 0}
+        present = {i for i, share in enumerate(self.shares) if share and self.offered[i]}
         if present != self._present:  # do not make up now for the time in which a family could not run
             self._present = present
             for counts in self.counts:
-                counts.base = counts.kept
+                counts.base = counts.trained
         if not present:
             return None
         whole = sum(self.shares[i] for i in present)

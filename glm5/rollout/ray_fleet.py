@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from glm5.obs.logs import get_logger
 from glm5.rollout.fleet import LocalFleet
 from glm5.rollout.node_files import Piece, digest
 from glm5.rollout.weight_push import Parts, SenderAddress
-from glm5.serve.http_client import HttpClient
+from glm5.serve.http_client import KEEP_ALIVE, HttpClient
 from glm5.serve.options import EngineOptions, Limits
 from glm5.serve.router.pool import UPDATE
 from glm5.serve.router.process import WorkerJob
@@ -55,12 +54,6 @@ LOST = 1 << 20
 """Stands for the exit code of a process whose node does not answer."""
 CALLS = 8
 """Calls of an engine's actor that may run at the same time; one of them waits for the end of the engine."""
-KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in
-      (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)) if hasattr(socket, name)),
-]  # fmt: skip
-"""Socket options that notice the loss of a machine within half a minute."""
 
 
 class RayFleet(LocalFleet):
@@ -203,7 +196,7 @@ class RayWorker(Worker):
         pulse.silent.add_done_callback(lambda _: self.stirred.set())
 
     def own_client(self) -> HttpClient:
-        return HttpClient(self._url, {"authorization": f"Bearer {self._key}"}, options=KEEP_ALIVE)
+        return HttpClient(self._url, {"authorization": f"Bearer {self._key}"})
 
     def connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)

@@ -31,9 +31,9 @@ from pydantic import Field
 from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome, StepResult
-from glm5.rollout.agent_service import ended, oldest_of
+from glm5.rollout.agent_service import SessionTaskService, ended
 from glm5.rollout.gateway import Gateway
-from glm5.rollout.services import Job, LostRollout, Result, TaskService
+from glm5.rollout.services import Job, LostRollout, Result
 from glm5.rollout.session import SessionOptions, key_of
 from glm5.serve.errors import ApiError
 from glm5.serve.http_client import HttpClient
@@ -96,9 +96,12 @@ class ServiceRegister:
                 raise ApiError(
                     409, f"Another service has registered as {name}; choose another name.", code="name_taken"
                 )
+            try:
+                client = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {})
+            except ValueError as error:
+                raise ApiError(400, f"The url or key of {name} cannot be used: {error}", param="url") from None
             self.leave(name)
             registration = secrets.token_urlsafe(16)
-            client = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {})
             service = Registered(name, client, frozenset(families), capacity, until, registration)
             self.services[name] = service
             service.polling = asyncio.create_task(self._poll(service))
@@ -130,6 +133,10 @@ class ServiceRegister:
     def capacity(self, family: str) -> int:
         """Maximum number of rollouts of a family in flight: those that run, and those that services have room for."""
         return sum(one.playing[family] + one.capacity - len(one.running) for one in self._offering(family))
+
+    def offers(self, family: str) -> bool:
+        """Whether a service plays a family now, however busy it is."""
+        return bool(self._offering(family))
 
     def least_busy(self, family: str) -> Registered:
         """The service to run the next rollout of a family. Raises LostRollout without a service."""
@@ -223,7 +230,7 @@ async def _events(client: HttpClient, after: int) -> list[Any]:
     return found
 
 
-class RemoteService(TaskService):
+class RemoteService(SessionTaskService):
     """Has the registered services play one family, with sessions of `gateway` that have `limits`. A rollout may take
     `seconds`."""
 
@@ -243,6 +250,10 @@ class RemoteService(TaskService):
     @property
     def capacity(self) -> int | None:  # type: ignore[override]
         return self._register.capacity(self._family)
+
+    @property
+    def offered(self) -> bool:  # type: ignore[override]
+        return self._register.offers(self._family)
 
     async def run(self, job: Job) -> Result:
         problem: RemoteProblem = self._problem_of(job.rollout.family, job.rollout.place)[0]
@@ -267,9 +278,6 @@ class RemoteService(TaskService):
         except TimeoutError:
             return StepResult(done=True, outcome=Outcome.TRUNCATED, detail={"cut": "time"})
         return step_of(event)
-
-    def oldest(self, job: Job) -> int | None:
-        return oldest_of(self._gateway, job)
 
 
 def step_of(event: Mapping[str, Any]) -> StepResult:

@@ -9,9 +9,9 @@ from typing import Any
 from glm5.errors import EnvironmentTimeout, GradingError
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome, StepResult
-from glm5.rollout.agent_service import ended, oldest_of
+from glm5.rollout.agent_service import SessionTaskService, ended
 from glm5.rollout.gateway import Gateway
-from glm5.rollout.services import Job, Result, TaskService
+from glm5.rollout.services import Job, Result
 from glm5.rollout.session import Session, SessionOptions, key_of
 from glm5.sandbox.agent_room import mechanism
 from glm5.sandbox.agent_workers import IMPORT_S
@@ -24,7 +24,7 @@ from glm5.tasks.episode import MOST_ERROR_TEXT, checked
 log = get_logger("rollout")
 
 
-class RoomService(TaskService):
+class RoomService(SessionTaskService):
     """The agents of one `program`; each gets a session of `gateway` with `limits`, which its room reaches by the Unix
     socket `path` alone. A context manager.
 
@@ -95,9 +95,6 @@ class RoomService(TaskService):
             self._tokens.discard(token)
             if future.cancelled():  # it never began
                 token.close()
-
-    def oldest(self, job: Job) -> int | None:
-        return oldest_of(self._gateway, job)
 
 
 def _with(token: CancelToken, work: Callable[..., Any], *arguments: Any) -> Any:

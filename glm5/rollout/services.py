@@ -81,12 +81,18 @@ class TaskService(ABC):
 
     capacity: int | None = None
     """Maximum number of its rollouts in flight; None: no limit."""
+    offered: bool = True
+    """Whether its families can be played now, if perhaps not at once."""
     options: Mapping[str, Any] = MappingProxyType({})
     """`SessionOptions` of its sessions; only sessions of agents use them."""
 
     def oldest(self, job: Job) -> int | None:
         """The weight version of a rollout's first token; None before it."""
         return job.oldest
+
+    def stage(self, job: Job) -> str:
+        """What a rollout does now (see `waits.CAUSES`)."""
+        return job.stage
 
     @abstractmethod
     async def run(self, job: Job) -> Result:

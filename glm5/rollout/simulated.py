@@ -70,8 +70,15 @@ class SlowService(TaskService):
     def capacity(self) -> int | None:  # type: ignore[override]
         return self._service.capacity
 
+    @property
+    def offered(self) -> bool:  # type: ignore[override]
+        return self._service.offered
+
     def oldest(self, job: Job) -> int | None:
         return self._service.oldest(job)
+
+    def stage(self, job: Job) -> str:
+        return self._service.stage(job)
 
     async def run(self, job: Job) -> Result:
         rng = random.Random(f"wait {job.rollout.group} {job.rollout.member}")

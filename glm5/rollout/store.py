@@ -32,6 +32,7 @@ MOST_TOGETHER = 1024
 """Maximum number of writes in one transaction."""
 BUSY, TOGETHER_SECONDS = 200.0, 0.01
 """From so many writes per second on, the writer waits so long for more: a commit costs as much as ten writes."""
+CLOSED = "The session store is closed."
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, task TEXT NOT NULL, grp TEXT, mode TEXT NOT NULL, options TEXT NOT NULL, created REAL NOT NULL,
@@ -63,7 +64,7 @@ class Store(StoreReader):
 
     def __init__(self, path: Path, *, full: bool = False) -> None:
         super().__init__(path)
-        self._full = full
+        self._full, self._closed = full, False
         self._queue: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="glm5-store", daemon=True)
@@ -85,13 +86,13 @@ class Store(StoreReader):
         """Run `change` in the writer's next transaction and wait for its commit. Raises StoreError if the disk is full
         or cannot be written; nothing of `change` is then stored."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queue.put((change, future))
+        self._put((change, future))
         return await future
 
     def write_soon(self, change: Callable[[sqlite3.Connection], Result]) -> Future[Result]:
         """Like `write`, for callers without an event loop."""
         future: Future[Result] = Future()
-        self._queue.put((change, future))
+        self._put((change, future))
         return future
 
     async def add_session(self, row: SessionRow) -> bool:
@@ -205,6 +206,15 @@ class Store(StoreReader):
                     db = None  # opened again for the next writes
             if db is not None:
                 db.close()
+            self._closed = True
+            while not self._queue.empty():  # written after `close`
+                if (late := self._queue.get()) is not None:
+                    _settle([(late[1], None, StoreError(CLOSED))])
+
+    def _put(self, waiting: Waiting) -> None:
+        if self._closed:
+            raise StoreError(CLOSED)
+        self._queue.put(waiting)
 
     def _open(self, stack: ExitStack) -> sqlite3.Connection:
         """The writer's connection. `stack` keeps the lock file open, which keeps other processes out."""

@@ -22,9 +22,9 @@ class Waits:
     """Seconds since the start, in two accounts that both add up to the time that has passed.
 
     `rollouts`: by what the rollouts in flight wait for, each moment divided among them; without any, by the reason why
-    none starts. `engines`: "busy", or the reason why no engine computes. The reasons are "push" (weights are loaded),
-    "learner" (it has not allowed more groups), "environment", "judge", "store", and "none" (no permit, or no family may
-    start).
+    none starts. `engines`: "busy", or the reason why no engine computes. While weights are loaded, all rollouts count
+    as waiting for that. The reasons are "push" (weights are loaded), "learner" (it has not allowed more groups),
+    "environment", "judge", "store", and "none" (no permit, or no family may start).
     """
 
     rollouts: dict[str, float] = field(default_factory=dict)

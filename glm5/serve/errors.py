@@ -75,7 +75,8 @@ class ApiError(Glm5Error):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 1.0
     ) -> None:
-        super().__init__(message if len(message) <= LONGEST else message[:LONGEST] + "...")
+        message = message if len(message) <= LONGEST else message[:LONGEST] + "..."
+        super().__init__(message.encode("utf-8", "replace").decode())  # it may quote half a character
         self.status = status
         self.param = param
         self.code = code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -259,11 +260,11 @@ def test_a_family_without_a_service_waits_and_is_not_made_up_for() -> None:
         return found
 
     assert run(40) == {0: 20, 1: 20}
-    orchestrator.capacity[1] = 0
+    orchestrator.offered[1] = False
     assert run(40) == {0: 40}
-    orchestrator.capacity[1] = None
+    orchestrator.offered[1] = True
     assert run(40) == {0: 20, 1: 20}
-    orchestrator.capacity = [0, 0]
+    orchestrator.offered = [False, False]
     assert orchestrator.start() is None
 
 
@@ -282,3 +283,54 @@ def test_a_restored_orchestrator_goes_on_where_the_first_one_was() -> None:
     assert [(r.group, r.member) for r in again] == [(1, 0), *((g, m) for g in (3, 4, 5, 6) for m in (0, 1))]
     assert again[0].attempt == 1 and again[2].attempt == 0
     assert [c.pending + c.trained for c in second.counts] in ([3, 4], [4, 3])
+
+
+def trained_with_changes(
+    shares: Sequence[float], seconds: Sequence[float], offered: Callable[[float, list[int]], Sequence[bool]],
+    capacity: Callable[[list[int]], Sequence[int | None]], horizon: float,
+) -> list[int]:  # fmt: skip
+    """Trained groups of each family; `offered` and `capacity` are given the rollouts in flight by family."""
+    found, rng, now = Orchestrator(shares, 1, 8), random.Random(0), 0.0
+    running: list[tuple[float, int, Rollout]] = []
+    flying, ready, done, trained = [0] * len(shares), list[int](), 0, [0] * len(shares)
+    found.allowed = 200
+    while now < horizon:
+        while True:
+            found.offered, found.capacity = list(offered(now, flying)), list(capacity(flying))
+            if (rollout := found.start()) is None:
+                break
+            flying[rollout.family] += 1
+            heapq.heappush(running, (now + seconds[rollout.family] * rng.uniform(0.5, 1.5), rollout.group, rollout))
+        now, group, rollout = heapq.heappop(running)
+        flying[rollout.family] -= 1
+        found.ended(group, rollout.member)
+        ready.append(group)
+        if len(ready) == 8:
+            for one in ready:
+                trained[found.family_of(one) or 0] += 1
+            found.spent(ready)
+            done, ready = done + 8, []
+            found.allowed = done + 200
+    return trained
+
+
+def test_a_full_service_of_two_families_has_not_left() -> None:
+    """Two families share a service for four rollouts; the third runs in this process. All must stay in step."""
+
+    def capacity(flying: list[int]) -> list[int | None]:
+        free = 4 - flying[0] - flying[1]
+        return [flying[0] + free, flying[1] + free, None]
+
+    for seconds in ((1.0, 1.0, 1.0), (1.0, 20.0, 1.0)):
+        trained = trained_with_changes((1, 1, 1), seconds, lambda *_: (True, True, True), capacity, 600)
+        assert min(trained) > 20 and max(trained) - min(trained) <= 24, trained
+
+
+@pytest.mark.parametrize("every", [10.0, 50.0])
+def test_families_that_come_and_go_do_not_move_the_others(every: float) -> None:
+    """The second family is forty times slower; the small third one comes and goes."""
+    trained = trained_with_changes(
+        (0.49, 0.49, 0.02), (1.0, 40.0, 1.0), lambda now, _: (True, True, int(now / every) % 2 == 0),
+        lambda _: (None, None, None), 1500,
+    )  # fmt: skip
+    assert abs(trained[0] - trained[1]) < 0.05 * sum(trained) and trained[2] < 0.03 * sum(trained), trained

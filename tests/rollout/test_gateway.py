@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -20,9 +22,10 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed
 from glm5.rollout import check
 from glm5.rollout import engines as engines_module
-from glm5.rollout.engines import EngineLost, Reading
+from glm5.rollout.engines import EngineLost, Reading, _refused
 from glm5.rollout.samples import summary
 from glm5.rollout.session import Call, key_of, session_of_key
+from glm5.serve.errors import ApiError
 from glm5.serve.options import Limits
 from glm5.serve.prompts import Prompt
 from glm5.serve.reply import Reply
@@ -588,3 +591,47 @@ def test_session_ids(opened: Open) -> None:
             assert (await setting.admin.post("/sessions", json={"id": "run-1:sum.17~2"})).status_code == 200
 
     play(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "kind", "words"),
+    [
+        (503, '{"detail": "starting"}', EngineLost, "starting"),
+        (503, '{"error": {"message": null}}', EngineLost, "full or starting"),
+        (404, '{"detail": "Not Found"}', ApiError, "Not Found"),
+        (400, '{"object": "error", "message": "too long"}', ApiError, "too long"),
+        (400, '{"error": "no"}', ApiError, "no"),
+        (500, "[" * 100_000, EngineLost, "failed"),
+        (400, '{"error": {"message": "\\ud800"}}', ApiError, "\\?"),
+    ],
+)
+def test_refusals_of_engines_of_every_form(status: int, text: str, kind: type[Exception], words: str) -> None:
+    error = _refused(status, text)
+    assert type(error) is kind and re.search(words, str(error)), error
+    str(error).encode()
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"completion_tokens": 2_000_000_000},
+        {"completion_tokens": float("inf")},
+        {"completion_tokens": 1.9},
+        {"completion_tokens": True},
+        {"output_token_logprobs": [[10**400, 3, None]]},
+        {"output_weight_versions": [1e999]},
+        {"finish_reason": "banana"},
+        {"finish_reason": {"type": []}},
+    ],
+)
+def test_events_with_odd_values_are_refused(meta: dict[str, Any]) -> None:
+    whole = {"completion_tokens": 1, "output_token_logprobs": [[-0.5, 3, None]], "finish_reason": None}
+    event = {"output_ids": [3], "meta_info": {**whole, "weight_version": "1"}}
+    assert Reading("one").feed(json.dumps(event)).token_ids == [3]
+    event["meta_info"] |= meta
+    with pytest.raises(RequestFailed):
+        Reading("one").feed(json.dumps(event))
+    with pytest.raises(EngineLost, match="broken"):
+        Reading("one").feed("[" * 100_000)
+    with pytest.raises(EngineLost, match="boom"):
+        Reading("one").feed('{"error": "boom"}')

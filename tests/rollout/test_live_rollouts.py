@@ -44,7 +44,7 @@ from glm5.rollout.status import status_of
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import StoreError
 from glm5.rollout.text_history import mismatch, text_trajectory_of
-from glm5.rollout.waits import Waits
+from glm5.rollout.waits import CAUSES, Waits
 from glm5.rollout.weight_push import Parts
 from glm5.serve.errors import ApiError
 from glm5.serve.http_client import HttpClient
@@ -770,3 +770,48 @@ def test_all_time_has_a_cause() -> None:
     assert sum(waits.rollouts.values()) == pytest.approx(now)
     assert sum(waits.engines.values()) == pytest.approx(now)
     assert set(waits.rollouts) == {"environment", "engine", "store", "learner", "none", "push"}
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [("http://127.0.0.1:1", "a\r\nx: y"), ("http://127.0.0.1:1", "\u20ac"), ("http://127.0.0.1:+80/", "")],
+)
+def test_a_registration_that_cannot_be_used_leaves_the_older_one(url: str, key: str) -> None:
+    async def test() -> None:
+        register = ServiceRegister(lambda: None)
+        register.register("s", "http://127.0.0.1:1", "", ["f"], 1)
+        with pytest.raises(ApiError, match="cannot be used"):
+            register.register("s", url, key, ["f"], 1)
+        assert register.offers("f") and not register.offers("g")
+        register.services["s"].running["run"] = asyncio.get_running_loop().create_future()
+        assert register.capacity("f") == 0 and register.offers("f")
+        register.services["s"].running["run"].cancel()
+        register.close()
+
+    asyncio.run(test())
+
+
+def test_metrics_that_cannot_be_read_do_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    async def signals() -> None:
+        looks.append(1)
+        if len(looks) > 3:
+            raise asyncio.CancelledError
+        raise ValueError("could not convert string to float: 'x'")
+
+    monkeypatch.setattr("glm5.rollout.live.WATCH_SECONDS", 0)
+    run: Any = SimpleNamespace(fleet=SimpleNamespace(signals=signals))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(LiveRollouts._watch(run))
+    assert len(looks) == 4
+
+
+def test_an_agent_that_waits_for_the_policy_waits_for_the_engine() -> None:
+    service: Any = AgentService.__new__(AgentService)
+    session = SimpleNamespace(calls={})
+    service._gateway = SimpleNamespace(loaded=lambda name: session)
+    jobs = [SimpleNamespace(stage=stage, session="g0.0.0") for stage in ("agent", "judge")]
+    assert [CAUSES[service.stage(job)] for job in jobs] == ["environment", "judge"]
+    session.calls = {b"digest": 1}
+    assert [CAUSES[service.stage(job)] for job in jobs] == ["engine", "judge"]

@@ -4,6 +4,7 @@ else."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -159,3 +160,115 @@ def test_a_unix_socket(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
     run(test())
+
+
+LATE = OK + b"content-length: 4\r\n\r\nEVIL"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        OK + b"content-length: 1\r\n\r\na" + LATE,
+        b"HTTP/1.1 204 No Content\r\n\r\n" + LATE,
+        b"HTTP/1.1 204 No Content\r\ntransfer-encoding: chunked\r\n\r\n" + LATE,
+        CHUNKED + b"1\r\na\r\n0\r\n\r\n" + LATE,
+    ],
+)
+def test_bytes_after_an_answer_are_no_answer(first: bytes) -> None:
+    async def test() -> None:
+        async with serving(first, OK + b"content-length: 4\r\n\r\ngood") as (_, client):
+            await client.request("GET", "/")
+            await asyncio.sleep(0.02)
+            assert await client.request("GET", "/") == (200, b"good")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OK + b"content-length: 1\r\ncontent-length: 4\r\n\r\nabcd",
+        OK + b"content-length: 1_0\r\n\r\nabcdefghij",
+        OK + b"content-length: +3\r\n\r\nabc",
+        OK + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n",
+        CHUNKED + b"3\r\nabcMORE\r\n0\r\n\r\n",
+        b"HTTP/1.9 200 OK\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 2000 OK\r\ncontent-length: 0\r\n\r\n",
+    ],
+)
+def test_lax_framing_is_refused(answer: bytes) -> None:
+    async def test() -> None:
+        async with serving(answer) as (_, client):
+            with pytest.raises(ConnectionError):
+                await client.request("GET", "/")
+
+    run(test())
+
+
+def test_a_request_is_repeated_once_at_most() -> None:
+    """Also if many idle connections are there, which the server all closes without an answer."""
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"POST"):
+                    asked += 1
+                    break
+                await asyncio.sleep(0.02)
+                writer.write(OK + b"content-length: 0\r\n\r\n")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            client = HttpClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            await asyncio.gather(*(client.request("GET", "/") for _ in range(5)))
+            with pytest.raises(ConnectionError):
+                await client.request("POST", "/generate")
+            assert asked == 2 and len(client._idle) == 4
+            client.close()
+
+    run(test())
+
+
+def test_idle_connections_that_the_server_closed_are_dropped() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, TimeoutError, ConnectionError):
+            while True:
+                await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 0.1)
+                await asyncio.sleep(0.02)
+                writer.write(OK + b"content-length: 0\r\n\r\n")
+        writer.close()
+
+    async def test() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            client = HttpClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            await asyncio.gather(*(client.request("GET", "/") for _ in range(20)))
+            assert len(client._idle) == 20
+            await asyncio.sleep(0.2)
+            await client.request("GET", "/")
+            assert len(client._idle) == 1
+            client.close()
+
+    run(test())
+
+
+def test_a_line_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.serve.http_client.MOST_LINE", 1000)
+
+    async def test() -> None:
+        async with serving(OK + b"content-length: 2000\r\n\r\n" + bytes(2000)) as (_, client):
+            with pytest.raises(ConnectionError, match="too long"):
+                async with client.send("GET", "/") as answer:
+                    assert [line async for line in answer.lines()]
+
+    run(test())
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    for key in ("a\r\nx: y", "\u20ac"):
+        with pytest.raises(ValueError, match="header"):
+            HttpClient("http://127.0.0.1:1", {"authorization": key})

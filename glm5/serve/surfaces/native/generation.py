@@ -186,6 +186,9 @@ class Generation:
                     one.told = len(one.pieces), len(one.ids)
                 yield text
         except Glm5Error as error:
+            for index, one in enumerate(plain):
+                if incremental and len(one.ids) > sent[index]:  # what was sampled is not lost with the rest
+                    yield self._event(stream, index, one)
             yield event(ApiError.of(error).body())
         except Exception:
             log.exception("A streamed answer failed.")
