@@ -57,6 +57,7 @@ class Build:
 
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
+        self._claimed: set[str] = set()
         self._rows: dict[str, list[dict[str, Any]]] = {
             name: list(_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
         }
@@ -124,6 +125,10 @@ class Build:
     def _try(self, candidate: Candidate, clean: Baseline) -> bool:
         if candidate.id in self._known:
             return self._known[candidate.id] == "manifest"
+        with self._lock:  # two sources may have the same candidate
+            if candidate.id in self._claimed:
+                return False
+            self._claimed.add(candidate.id)
         repository, folder = candidate.repository, self.out / "tasks" / candidate.id
         common = {"id": candidate.id, "package": repository.name, "version": repository.version,
                   "source": candidate.source, "kind": candidate.kind, "tier": candidate.tier}  # fmt: skip

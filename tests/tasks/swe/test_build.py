@@ -270,6 +270,26 @@ def test_candidates_that_the_machine_cannot_judge(
     assert len(build.summary()["sources"].get("mutate", {"rejects": {}})["rejects"]) == (faults != (99,))
 
 
+def test_two_sources_with_the_same_candidate(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one must not remove the first one's task."""
+
+    def judged(candidate: Candidate, clean: Any, driver: Any, rules: Any, folder: Path, others: Any) -> dict[str, Any]:
+        if (tmp_path / "out/manifest.jsonl").exists():
+            raise Rejected("same failing tests")
+        folder.mkdir(parents=True)
+        return {"failing": "f"}
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+    same = bug(repository, "return high", "return low")
+    sources = [SimpleNamespace(name=name, candidates=lambda *_: iter([same])) for name in ("versions", "patches")]
+    build = Build(tmp_path / "out", tmp_path / "work")
+    build.run([Job("tiny", lambda: (repository, sources))], per_package=9, count=None, at_once=1)
+    assert (tmp_path / "out/tasks" / same.id).is_dir() and not (tmp_path / "out/rejects.jsonl").exists()
+
+
 def test_a_file_without_finds_is_left_alone(
     repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
