@@ -11,6 +11,7 @@ import re
 import socket
 import ssl
 import string
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote, urlsplit
 
@@ -55,7 +56,7 @@ class HttpClient:
         self._unix = unix
         self._base = parts.path.rstrip("/")
         self._head = _lines({"host": parts.netloc.rpartition("@")[2], **(headers or {})})
-        self._idle: list[_Streams] = []
+        self._idle: deque[_Streams] = deque()
 
     @contextlib.asynccontextmanager
     async def send(
@@ -117,10 +118,10 @@ class HttpClient:
         return None
 
     def _keep(self, streams: _Streams) -> None:
-        """Keep a connection for later, and drop those that the server has ended meanwhile."""
-        for one in [one for one in self._idle if not _usable(one)]:
-            self._idle.remove(one)
-            one[1].close()
+        """Keep a connection for later, and drop those that the server has ended meanwhile: the first ones are idle for
+        longest."""
+        while self._idle and not _usable(self._idle[0]):
+            self._idle.popleft()[1].close()
         if len(self._idle) < MOST_IDLE:
             self._idle.append(streams)
         else:
