@@ -113,7 +113,7 @@ class LiveRun:
     def processes(self, kind: str | None = None, rank: int | None = None) -> list[int]:
         """Ids of running processes, of one kind, of one rank or of all, sandboxes excepted."""
         # The environment of a fork, as the system shows it, is that of the process it was forked from.
-        forked = self.forks is not None and self.running and kind in (None, "learner")
+        forked = self.forks is not None and self.running and rank is None and kind in (None, "learner")
         found = [self.process.pid] if forked and self.process is not None else []
         wanted = [self.mark.encode()] + ([] if rank is None else [b"\0RANK=%d\0" % rank])
         for entry in Path("/proc").iterdir():
