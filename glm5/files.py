@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from glm5.errors import CheckpointError, Glm5Error
 
@@ -230,3 +231,23 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file; a last line cut off by a crash is left out, and removed from the file."""
+    if not path.is_file():
+        return
+    good = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            good += len(line)
+            yield row
+    if good < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(good)

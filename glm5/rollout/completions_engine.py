@@ -19,7 +19,8 @@ import httpx
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed, UsageError
 from glm5.records import SamplingParams
-from glm5.rollout.engines import MALFORMED, VERSION_SECONDS, EngineLost, EventReading, HttpEngine
+from glm5.rollout.engine_events import MALFORMED, EngineLost, EventReading
+from glm5.rollout.engines import VERSION_SECONDS, HttpEngine
 from glm5.rollout.native_params import native_params
 from glm5.serve.samples import Delta
 

@@ -18,13 +18,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from glm5.engine.hash_ring import HashRing
 from glm5.engine.stops import StopStringDetector
-from glm5.errors import EngineError, Glm5Error, RequestFailed, UsageError
+from glm5.errors import Glm5Error, RequestFailed, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
+from glm5.rollout.engine_events import EngineLost, EventReading, Reading, refused, version_number
 from glm5.rollout.native_params import native_params
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.errors import ApiError, EngineFailed
@@ -41,17 +42,10 @@ PAUSE_SECONDS = 0.2
 """Seconds to wait before a lost generation is retried. Doubles after each loss without a new token."""
 UNSEEN = 64
 """Tokens per delta of an answer that nobody reads while it is sampled. So many are lost at most if its engine dies."""
-FINISHES = (None, "stop", "length", "abort", "error")
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an answer of another form raises."""
 MOST_TOLD = 1 << 16
 """Bytes that are read of an answer that is not a stream."""
 VERSION_SECONDS = 5.0
 """Longest time in which an engine must tell the version of its weights."""
-
-
-class EngineLost(EngineError):
-    """The engine died, closed the connection, is full, or aborted the generation; another engine can continue it."""
 
 
 class TokenSource(Protocol):
@@ -74,15 +68,6 @@ class TokenSource(Protocol):
 
     async def version(self) -> int:
         """The version of the engine's weights. Raises EngineLost without an answer."""
-        ...
-
-
-class EventReading(Protocol):
-    """Reads the events of one answer."""
-
-    def feed(self, text: str) -> Delta:
-        """The new tokens of an event; none are possible. Raises EngineLost for an event that reports an error or is
-        broken off, RequestFailed for one of another form."""
         ...
 
 
@@ -150,7 +135,7 @@ class HttpEngine:
             raw, named = to_json(body), {"x-session-id": session}
             async with self._client() as client, client.send("POST", path, raw, named) as answer:
                 if answer.status != 200:
-                    raise _refused(answer.status, await _beginning(answer))
+                    raise refused(answer.status, await _beginning(answer))
                 async for line in answer.lines():
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]" and last is None:
                         delta = reading.feed(line[5:].decode("utf-8", "replace"))
@@ -170,53 +155,12 @@ class HttpEngine:
         try:
             async with self._client() as client, asyncio.timeout(VERSION_SECONDS):
                 _, told = await client.request("GET", "/get_weight_version", most=MOST_TOLD)
-            return _number(json.loads(told).get("weight_version"))
+            return version_number(json.loads(told).get("weight_version"))
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise EngineLost(f"{self.name} does not answer: {type(error).__name__} {error}") from error
 
     async def close(self) -> None:
         self._http.close()
-
-
-class Reading:
-    """Reads the events of one answer. Each event may contain only the new tokens or all tokens of the sample so far."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen = 0
-
-    def feed(self, text: str) -> Delta:
-        """The new tokens of an event. Raises EngineLost for an event that reports an error, RequestFailed for one that
-        is not in SGLang's format."""
-        try:
-            try:
-                told = from_json(text)
-            except ValueError:  # json also reads strings that are not Unicode
-                told = json.loads(text)
-        except (ValueError, RecursionError) as error:  # the connection ended within the event
-            raise EngineLost(f"{self._name} sent a broken event: {error}") from error
-        try:
-            if "error" in told:
-                raise EngineLost(f"{self._name}: {_message(told)[:200]}")
-            meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")
-            fresh = whole_number(meta["completion_tokens"]) - self._seen
-            ids = [whole_number(token) for token in told["output_ids"][-fresh:]] if fresh else []
-            scores = [float(entry[0]) for entry in meta["output_token_logprobs"][-fresh:]] if fresh else []
-            versions = meta.get("output_weight_versions")
-            if versions is None:
-                versions = [_number(meta.get("weight_version"))] * len(ids)
-            versions = [whole_number(version) for version in versions[-fresh:]] if fresh else []
-            kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
-            if kind not in FINISHES:
-                raise ValueError(f"finish reason {kind!r:.40}")
-        except MALFORMED as error:
-            raise RequestFailed(f"{self._name} sent an event not in SGLang's format: {error!r:.200}.") from error
-        if not len(ids) == len(scores) == len(versions) == fresh:
-            if kind in ("abort", "error"):
-                raise EngineLost(f"{self._name} aborted a generation.")
-            raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
-        self._seen += fresh
-        return Delta(0, ids, scores, [], kind, versions)
 
 
 @dataclass
@@ -378,14 +322,6 @@ def _rest(params: SamplingParams, count: int) -> SamplingParams:
     return replace(params, max_tokens=params.max_tokens - count, min_tokens=minimum, seed=None)
 
 
-def _message(told: Any) -> str:
-    """The text of an error's body: OpenAI's and SGLang's form, vLLM's, FastAPI's, or any other."""
-    if not isinstance(told, dict):
-        return str(told)
-    found = told.get("error", told.get("message", told.get("detail")))
-    return str(found.get("message") or "") if isinstance(found, dict) else str(found or "")
-
-
 async def _beginning(answer: Answer) -> str:
     """The first part of a body that may never end."""
     found = b""
@@ -394,26 +330,3 @@ async def _beginning(answer: Answer) -> str:
         if len(found) > MOST_TOLD:
             break
     return found.decode("utf-8", "replace")
-
-
-def whole_number(value: Any) -> int:
-    """Raises ValueError for what is not an int."""
-    if type(value) is not int:
-        raise ValueError(f"{value!r:.40} is no whole number")
-    return value
-
-
-def _number(version: Any) -> int:
-    """A weight version as a number; 0 if the server gives no number."""
-    return int(version) if str(version).isdigit() else 0
-
-
-def _refused(status: int, text: str) -> Exception:
-    """The error for an HTTP status other than 200: EngineLost if another engine may succeed, else ApiError."""
-    with contextlib.suppress(ValueError, RecursionError):
-        text = _message(json.loads(text)) or text
-    if status in (429, 503):
-        return EngineLost(f"An engine is full or starting: {text[:200]}")
-    if status >= 500:
-        return EngineLost(f"An engine failed: {text[:200]}")
-    return ApiError(400, f"The engine refused the request: {text[:500]}", code="engine_refused")

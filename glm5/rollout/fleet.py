@@ -17,7 +17,8 @@ import httpx
 from glm5.errors import EngineError, UsageError
 from glm5.obs.logs import get_logger
 from glm5.rollout.completions_engine import find_out
-from glm5.rollout.engines import EngineLost, HttpEngine, TokenSource
+from glm5.rollout.engine_events import EngineLost
+from glm5.rollout.engines import HttpEngine, TokenSource
 from glm5.rollout.weight_push import PART, Engine, GroupPool, Parts, SenderAddress, WeightPush
 from glm5.serve.http_client import HttpClient
 from glm5.serve.options import EngineOptions, Limits

@@ -18,7 +18,8 @@ from glm5.errors import CheckpointError, Glm5Error, UsageError
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 from glm5.rollout.completions_engine import find_out
-from glm5.rollout.engines import EngineLost, EnginePool, LocalEngine, TokenSource
+from glm5.rollout.engine_events import EngineLost
+from glm5.rollout.engines import EnginePool, LocalEngine, TokenSource
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, hosts_answered

@@ -16,7 +16,8 @@ from fastapi import FastAPI
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import SamplingParams
-from glm5.rollout.engines import EngineLost, EnginePool
+from glm5.rollout.engine_events import EngineLost
+from glm5.rollout.engines import EnginePool
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.options import Limits

@@ -25,7 +25,8 @@ from glm5.errors import EngineError, RequestFailed, UsageError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 from glm5.rollout.completions_engine import CompletionsEngine, CompletionsReading, ServerInfo, find_out
-from glm5.rollout.engines import EngineLost, EnginePool, Reading
+from glm5.rollout.engine_events import EngineLost, Reading
+from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import RemoteFleet
 from glm5.rollout.gateway import Gateway, create_gateway
 from glm5.rollout.process import _remote, join

@@ -22,7 +22,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import RequestFailed
 from glm5.rollout import check
 from glm5.rollout import engines as engines_module
-from glm5.rollout.engines import EngineLost, Reading, _refused
+from glm5.rollout.engine_events import EngineLost, Reading, refused
 from glm5.rollout.samples import summary
 from glm5.rollout.session import Call, key_of, session_of_key
 from glm5.serve.errors import ApiError
@@ -446,7 +446,7 @@ def test_a_stop_string_that_spans_a_loss_ends_the_answer(opened: Open, monkeypat
                 found = tokenizer.encode(pieces.pop(0), allow_special=True)
                 yield Delta(0, found, [-1.0] * len(found), [], None if pieces else "stop", [0] * len(found))
                 if pieces:
-                    raise engines_module.EngineLost("it died.")
+                    raise EngineLost("it died.")
 
             monkeypatch.setattr(setting.engine, "stream", stream)
             name, agent = await setting.session()
@@ -606,7 +606,7 @@ def test_session_ids(opened: Open) -> None:
     ],
 )
 def test_refusals_of_engines_of_every_form(status: int, text: str, kind: type[Exception], words: str) -> None:
-    error = _refused(status, text)
+    error = refused(status, text)
     assert type(error) is kind and re.search(words, str(error)), error
     str(error).encode()
 

@@ -15,7 +15,8 @@ import pytest
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import ConfigError, GradingError
-from glm5.rollout.engines import EngineLost, EnginePool
+from glm5.rollout.engine_events import EngineLost
+from glm5.rollout.engines import EnginePool
 from glm5.rollout.gateway import Gateway, NewSession, create_gateway
 from glm5.rollout.orchestrator import Rollout
 from glm5.rollout.room_service import RoomService

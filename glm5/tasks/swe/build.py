@@ -12,14 +12,14 @@ import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import DataError, GradingError
-from glm5.files import exclusive
+from glm5.files import exclusive, read_rows
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
 from glm5.tasks.swe.driver import DRIVERS, IN_ROOM, Driver
@@ -59,7 +59,7 @@ class Build:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
         self._claimed: set[str] = set()
         self._rows: dict[str, list[dict[str, Any]]] = {
-            name: list(_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
+            name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
         }
         self._known = {row["id"]: name for name in ("manifest", "rejects") for row in self._rows[name]}
 
@@ -201,26 +201,6 @@ class Build:
             "kinds": dict(Counter(row["kind"] for row in tasks)), "tiers": dict(Counter(row["tier"] for row in tasks)),
             "sources": table, "unusable_packages": {row["package"]: row["reason"] for row in unusable},
         }  # fmt: skip
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file; a last line cut off by a crash is left out, and removed from the file."""
-    if not path.is_file():
-        return
-    good = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            good += len(line)
-            yield row
-    if good < path.stat().st_size:
-        with path.open("r+b") as file:
-            file.truncate(good)
 
 
 def digest(folder: Path) -> str:

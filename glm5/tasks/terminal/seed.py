@@ -89,6 +89,18 @@ def dockerfile(packages: Sequence[str], files: bool, setup: bool) -> str:
     return _DOCKERFILE.format(packages=names, copies=("COPY files/ /\n" if files else "") + (_SETUP if setup else ""))
 
 
+def config_of(name: str, field: str, about: dict[str, Any]) -> TaskConfig:
+    """The task.toml of a terminal task; `about` is its metadata."""
+    return TaskConfig(
+        schema_version="1.4",
+        task=TaskInfo(name=f"glm5/{name}", keywords=["terminal", field]),
+        metadata=about,
+        agent=Agent(timeout_sec=900.0),
+        verifier=Verifier(timeout_sec=120.0),
+        environment=Environment(memory_mb=1024, storage_mb=256, network_mode="no-network", workdir="/app"),
+    )
+
+
 def folder_of(kind: Seed, number: int, draft: Draft) -> TaskFolder:
     """The Harbor folder of a draft."""
     environment = {f"files{path}": _file(data) for path, data in draft.files.items()}
@@ -103,14 +115,8 @@ def folder_of(kind: Seed, number: int, draft: Draft) -> TaskFolder:
         "data.json": File(json.dumps(draft.data).encode()),
     }
     name = kind.name.replace("_", "-")
-    config = TaskConfig(
-        schema_version="1.4",
-        task=TaskInfo(name=f"glm5/terminal-{name}-{number}", keywords=["terminal", kind.field]),
-        metadata={"seed": kind.name, "number": number, "field": kind.field, "level": kind.level},
-        agent=Agent(timeout_sec=900.0),
-        verifier=Verifier(timeout_sec=120.0),
-        environment=Environment(memory_mb=1024, storage_mb=256, network_mode="no-network", workdir="/app"),
-    )
+    about = {"seed": kind.name, "number": number, "field": kind.field, "level": kind.level}
+    config = config_of(f"terminal-{name}-{number}", kind.field, about)
     solution = {"solve.sh": File(b"#!/bin/bash\nset -e\n" + textwrap.dedent(draft.solution).encode(), executable=True)}
     instruction = textwrap.dedent(draft.instruction).strip() + "\n"
     return TaskFolder(

@@ -22,13 +22,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from glm5.errors import DataError
-from glm5.files import exclusive
+from glm5.files import exclusive, read_rows
 from glm5.sandbox.dockerfile_build import File
 from glm5.tasks.harbor.check import Report, check
 from glm5.tasks.harbor.folder import TaskFolder
-from glm5.tasks.harbor.schema import Agent, Environment, TaskConfig, TaskInfo, Verifier
 from glm5.tasks.terminal.build import digest
-from glm5.tasks.terminal.seed import SEEDS, dockerfile
+from glm5.tasks.terminal.seed import SEEDS, config_of, dockerfile
 
 Ask = Callable[[str], str]
 """Sends one prompt to the model and returns the text of its answer."""
@@ -188,7 +187,7 @@ class Writer:
     def run(self, sources: Iterator[Source], count: int) -> dict[str, Any]:
         """Try `count` sources. Returns counts of tasks, and of rejects by stage."""
         with exclusive(self.out, f"another build writes to {self.out}."):
-            self._rows = {name: _read_rows(self.out / f"{name}.jsonl") for name in ("manifest", "rejects")}
+            self._rows = {name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects")}
             done = {row["source"] for rows in self._rows.values() for row in rows}
             for number, source in zip(range(count), sources, strict=False):
                 if source.id not in done:
@@ -307,14 +306,8 @@ def task_of(written: Written, source: Source, plan: Plan) -> TaskFolder:
     environment["Dockerfile"] = File(
         dockerfile(written.packages, bool(written.files), "setup.sh" in environment).encode()
     )
-    config = TaskConfig(
-        schema_version="1.4",
-        task=TaskInfo(name=f"glm5/written-{source.id}", keywords=["terminal", "written"]),
-        metadata={"source": source.kind, "from": source.name, "title": plan.title},
-        agent=Agent(timeout_sec=900.0),
-        verifier=Verifier(timeout_sec=120.0),
-        environment=Environment(memory_mb=1024, storage_mb=256, network_mode="no-network", workdir="/app"),
-    )
+    about = {"source": source.kind, "from": source.name, "title": plan.title}
+    config = config_of(f"written-{source.id}", "written", about)
     tests = {
         "test.sh": File(_TEST.encode(), executable=True),
         "check.py": File(written.check.encode("utf-8", "replace")),
@@ -366,14 +359,3 @@ def _judge(written: Written) -> str:
         f"which is not addressed to you:\n{whole}\n\n"
         'Answer {"scores": {item: number, ...}, "problems": ["what to change", ...]}.'
     )
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file; a last line that a crash cut off is removed."""
-    if not path.is_file():
-        return []
-    whole = path.read_bytes()
-    kept = whole[: whole.rfind(b"\n") + 1]
-    if kept != whole:
-        path.write_bytes(kept)
-    return [json.loads(line) for line in kept.splitlines()]

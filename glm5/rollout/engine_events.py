@@ -1,0 +1,102 @@
+"""What engines over HTTP say: events of streams, refusals, versions. They may be any server, so all is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+
+from glm5.errors import EngineError, RequestFailed
+from glm5.serve.errors import ApiError
+from glm5.serve.samples import Delta
+
+FINISHES = (None, "stop", "length", "abort", "error")
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading an answer of another form raises."""
+
+
+class EngineLost(EngineError):
+    """The engine died, closed the connection, is full, or aborted the generation; another engine can continue it."""
+
+
+class EventReading(Protocol):
+    """Reads the events of one answer."""
+
+    def feed(self, text: str) -> Delta:
+        """The new tokens of an event; none are possible. Raises EngineLost for an event that reports an error or is
+        broken off, RequestFailed for one of another form."""
+        ...
+
+
+class Reading:
+    """Reads the events of one answer. Each event may contain only the new tokens or all tokens of the sample so far."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen = 0
+
+    def feed(self, text: str) -> Delta:
+        """The new tokens of an event. Raises EngineLost for an event that reports an error, RequestFailed for one that
+        is not in SGLang's format."""
+        try:
+            try:
+                told = from_json(text)
+            except ValueError:  # json also reads strings that are not Unicode
+                told = json.loads(text)
+        except (ValueError, RecursionError) as error:  # the connection ended within the event
+            raise EngineLost(f"{self._name} sent a broken event: {error}") from error
+        try:
+            if "error" in told:
+                raise EngineLost(f"{self._name}: {_message(told)[:200]}")
+            meta, finish = told["meta_info"], told["meta_info"].get("finish_reason")
+            fresh = whole_number(meta["completion_tokens"]) - self._seen
+            ids = [whole_number(token) for token in told["output_ids"][-fresh:]] if fresh else []
+            scores = [float(entry[0]) for entry in meta["output_token_logprobs"][-fresh:]] if fresh else []
+            versions = meta.get("output_weight_versions")
+            if versions is None:
+                versions = [version_number(meta.get("weight_version"))] * len(ids)
+            versions = [whole_number(version) for version in versions[-fresh:]] if fresh else []
+            kind = None if finish is None else str(finish["type"] if isinstance(finish, dict) else finish)
+            if kind not in FINISHES:
+                raise ValueError(f"finish reason {kind!r:.40}")
+        except MALFORMED as error:
+            raise RequestFailed(f"{self._name} sent an event not in SGLang's format: {error!r:.200}.") from error
+        if not len(ids) == len(scores) == len(versions) == fresh:
+            if kind in ("abort", "error"):
+                raise EngineLost(f"{self._name} aborted a generation.")
+            raise RequestFailed(f"{self._name} sent {len(ids)} ids and {len(scores)} scores for {fresh} tokens.")
+        self._seen += fresh
+        return Delta(0, ids, scores, [], kind, versions)
+
+
+def whole_number(value: Any) -> int:
+    """Raises ValueError for what is not an int."""
+    if type(value) is not int:
+        raise ValueError(f"{value!r:.40} is no whole number")
+    return value
+
+
+def version_number(version: Any) -> int:
+    """A weight version as a number; 0 if the server gives no number."""
+    return int(version) if str(version).isdigit() else 0
+
+
+def _message(told: Any) -> str:
+    """The text of an error's body: OpenAI's and SGLang's form, vLLM's, FastAPI's, or any other."""
+    if not isinstance(told, dict):
+        return str(told)
+    found = told.get("error", told.get("message", told.get("detail")))
+    return str(found.get("message") or "") if isinstance(found, dict) else str(found or "")
+
+
+def refused(status: int, text: str) -> Exception:
+    """The error for an HTTP status other than 200: EngineLost if another engine may succeed, else ApiError."""
+    with contextlib.suppress(ValueError, RecursionError):
+        text = _message(json.loads(text)) or text
+    if status in (429, 503):
+        return EngineLost(f"An engine is full or starting: {text[:200]}")
+    if status >= 500:
+        return EngineLost(f"An engine failed: {text[:200]}")
+    return ApiError(400, f"The engine refused the request: {text[:500]}", code="engine_refused")
