@@ -6,13 +6,14 @@ tasks come out depends only on the packages, the seed and the rules, unless a te
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,19 +71,23 @@ class Build:
         runs here."""
         with exclusive(self.out, f"another build writes to {self.out}."):
             (self.out / "tasks").mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor(at_once) as pool:
-                futures = [pool.submit(self._job, job, per_package, count) for job in jobs]
-                try:
-                    for future in futures:
-                        future.result()
-                except BaseException:
-                    self._stopping = True  # at the next candidate
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            with ThreadPoolExecutor(at_once) as pool, self._all_stop():
+                futures = [pool.submit(self._all_stop()(self._build), job, per_package, count) for job in jobs]
+                for future in futures:
+                    future.result()
         return self.summary()
 
-    def _job(self, job: Job, wanted: int, count: int | None) -> None:
-        if self._full(count):
+    @contextlib.contextmanager
+    def _all_stop(self) -> Iterator[None]:
+        """What ends one thread by an error ends the others at their next candidate, before it takes another job."""
+        try:
+            yield
+        except BaseException:
+            self._stopping = True
+            raise
+
+    def _build(self, job: Job, wanted: int, count: int | None) -> None:
+        if self._full(count) or self._stopping:
             return
         name = job.name
         try:
