@@ -25,7 +25,8 @@ from typing import Any
 from glm5.chat.tokenizer import Tokenizer
 from glm5.records import Message, SamplingParams
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.history import Node
 from glm5.rollout.store import Store
 from glm5.rollout.store_reader import SessionRow

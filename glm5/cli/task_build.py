@@ -1,4 +1,4 @@
-"""`glm5 task build swe`."""
+"""`glm5 task build swe` and `glm5 task audit`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from glm5.cli.options import Json, Out, show
-from glm5.cli.task import build_app
+from glm5.cli.task import build_app, task_app
 
 Only = Annotated[list[str], typer.Option("--only", help="Package of the list to use; may be repeated.")]
 Kinds = Annotated[list[str], typer.Option("--source", help="versions, patches or mutate; default: all.")]
@@ -57,3 +57,20 @@ def build_swe(
         derived=derived, language=language, manifest=manifest, told=told,
     )  # fmt: skip
     show(result, as_json)
+
+
+@task_app.command("audit")
+def audit_swe(
+    out: Annotated[Path, typer.Argument(help="Folder of a build of SWE tasks.")],
+    sample: Annotated[int | None, typer.Option(min=1, help="Number of random tasks; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Trials of the solution and of doing nothing.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks to audit at a time.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Check SWE tasks: the solution scores 1, doing nothing and every cheat 0. Rows go to OUT/audit.jsonl."""
+    from glm5.tasks.harbor.swe import audit_sample
+
+    found = audit_sample(out, sample, seed, repeats=repeats, at_once=jobs, told=lambda line: typer.echo(line, err=True))
+    show(found, as_json)
+    raise typer.Exit(0 if found["ok"] == found["audited"] else 1)

@@ -30,7 +30,8 @@ from glm5.rollout.admission import Admission
 from glm5.rollout.agent_service import AgentService
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import Fleet, LocalFleet, RemoteFleet
-from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.live import LiveRollouts
 from glm5.rollout.orchestrator import Orchestrator
 from glm5.rollout.process import KEEP_ALIVE_SECONDS, LIMITS, admin_key_of

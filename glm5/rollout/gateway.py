@@ -8,21 +8,15 @@ or, on plain `/v1/...`, by the key alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import Request
 from pydantic import Field
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm5.agents.context import ContextPolicy
 from glm5.chat.tokenizer import Tokenizer
@@ -33,19 +27,17 @@ from glm5.rollout.engines import EnginePool
 from glm5.rollout.history import History, Node
 from glm5.rollout.samples import forks, summary
 from glm5.rollout.service import SessionService
-from glm5.rollout.session import Session, SessionOptions, key_of, session_of_key
+from glm5.rollout.session import Session, SessionOptions, session_of_key
 from glm5.rollout.store import Store
-from glm5.rollout.store_reader import SessionRow, StoreError
-from glm5.serve.access import KEY_ALONE, Guard, add_guard, knows, offered
-from glm5.serve.errors import HANDLED, ApiError, on_error
-from glm5.serve.http_io import json_answer, read_body
-from glm5.serve.metrics import CONTENT_TYPE, Metrics
+from glm5.rollout.store_reader import SessionRow
+from glm5.serve.access import knows, offered
+from glm5.serve.errors import ApiError
+from glm5.serve.metrics import Metrics
 from glm5.serve.options import Limits
 from glm5.serve.surfaces.anthropic.routes import count_tokens, messages
 from glm5.serve.surfaces.fields import Fields
 from glm5.serve.surfaces.openai.responses import responses
 from glm5.serve.surfaces.openai.routes import chat, models
-from glm5.serve.surfaces.schema import Body, parse
 from glm5.tasks.episode import MOST_REWARD
 
 log = get_logger("gateway")
@@ -68,7 +60,6 @@ DIALECTS: dict[str, Handler] = {
     "messages/count_tokens": count_tokens,
     "models": models,
 }
-_CHAT_PATH = re.compile(rf"(?:/sessions/(?P<name>[^/]+))?/v1/(?P<dialect>{'|'.join(map(re.escape, DIALECTS))})")
 
 
 class NewSession(Fields):
@@ -288,124 +279,3 @@ class Gateway:
         }
         lines = [f"# TYPE glm5_gateway_{name} gauge\nglm5_gateway_{name} {value}\n" for name, value in numbers.items()]
         return "".join(lines) + "\n".join(self.metrics.answer_lines()) + "\n"
-
-
-def create_gateway(gateway: Gateway, *, allowed_hosts: Collection[str] | None = None) -> FastAPI:
-    """The gateway as an ASGI application."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await gateway.pool.close()
-
-    guard = None, KEY_ALONE, allowed_hosts, gateway.limits.requests, gateway.metrics.answered
-    app = _Application(title="glm5 gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.chats = Guard(Chats(gateway), *guard)
-    app.state.gateway = gateway
-    app.include_router(_admin_routes(gateway))
-    add_guard(app, *guard)
-    for kind in HANDLED:
-        app.add_exception_handler(kind, on_error)
-    app.add_exception_handler(StoreError, _store_failed)
-    return app
-
-
-def _admin_routes(gateway: Gateway) -> APIRouter:
-    routes = APIRouter()
-
-    async def read(request: Request, kind: type[Body]) -> Body:
-        return parse(kind, await read_body(request, gateway.limits) or b"{}")
-
-    @routes.get("/healthz")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok", "engines": len(gateway.pool.engines)}
-
-    @routes.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        gateway.check_admin(request)
-        return PlainTextResponse(gateway.text(), media_type=CONTENT_TYPE)
-
-    @routes.get("/engines")
-    async def engines(request: Request) -> dict[str, Any]:
-        gateway.check_admin(request)
-        versions = await gateway.pool.versions()
-        return {
-            "engines": [{"name": n, "weight_version": v, "lost": gateway.pool.lost[n]} for n, v in versions.items()]
-        }
-
-    @routes.post("/sessions")
-    async def create(request: Request) -> dict[str, Any]:
-        gateway.check_admin(request)
-        session = await gateway.create(await read(request, NewSession))
-        base = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
-        return {"id": session.id, "base_url": base, "api_key": key_of(gateway.admin_key, session.id)}
-
-    @routes.get("/sessions/{name}")
-    async def status(request: Request, name: str) -> dict[str, Any]:
-        gateway.check_admin(request)
-        return gateway.status(await gateway.session(name))
-
-    @routes.post("/sessions/{name}/reward")
-    async def reward(request: Request, name: str) -> dict[str, Any]:
-        gateway.check_admin(request)
-        body = await read(request, NewReward)
-        return gateway.status(await gateway.reward(name, body.reward))
-
-    @routes.post("/sessions/{name}/close")
-    async def close(request: Request, name: str) -> dict[str, Any]:
-        gateway.check_admin(request)
-        body = await read(request, Closing)
-        return gateway.status(await gateway.end(name, body.excluded))
-
-    @routes.get("/sessions/{name}/samples")
-    async def samples(request: Request, name: str) -> Response:
-        gateway.check_admin(request)
-        session = await gateway.session(name)
-        nodes = list(session.history.nodes)  # it may grow meanwhile
-        return await asyncio.to_thread(lambda: json_answer(gateway.samples(session, nodes)))
-
-    return routes
-
-
-class _Application(FastAPI):
-    """FastAPI for all but the chat paths: its layers and routes take longer than the rest of a short request, and their
-    features are not needed there."""
-
-    chats: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        chat = scope["type"] == "http" and _CHAT_PATH.fullmatch(scope["path"])
-        await (self.chats if chat else super().__call__)(scope, receive, send)
-
-
-class Chats:
-    """Answers the chat paths."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _CHAT_PATH.fullmatch(scope["path"])
-        assert found is not None
-        request, dialect = Request(scope, receive, send), found["dialect"]
-        scope["route"] = SimpleNamespace(path=f"/v1/{dialect}")  # for the metrics
-        try:
-            allowed = "GET" if dialect == "models" else "POST"
-            if scope["method"] != allowed:
-                raise HTTPException(405, headers={"Allow": allowed})
-            name = self.gateway.session_of(request, found["name"])
-            answer = await self.gateway.answer(request, name, dialect)
-            response = answer if isinstance(answer, Response) else JSONResponse(answer)
-        except StoreError as error:
-            response = await _store_failed(request, error)
-        except (Glm5Error, HTTPException, ClientDisconnect) as error:
-            response = await on_error(request, error)
-        except Exception as error:
-            log.exception("A request failed.")
-            response = await on_error(request, error)
-        await response(scope, receive, send)
-
-
-async def _store_failed(request: Request, error: Exception) -> Response:
-    log.error("%s", error)
-    return await on_error(request, ApiError(503, "The session store cannot be used now.", code="store_failed"))

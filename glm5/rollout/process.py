@@ -20,7 +20,8 @@ from glm5.records import SamplingParams
 from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engine_events import EngineLost
 from glm5.rollout.engines import EnginePool, LocalEngine, TokenSource
-from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.access import KEY_ALONE, hosts_answered
 from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, bind_path, fitted, url_of

@@ -18,7 +18,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.records import SamplingParams
 from glm5.rollout.engine_events import EngineLost
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.store import Store
 from glm5.serve.options import Limits
 from glm5.serve.samples import Delta

@@ -28,7 +28,8 @@ from glm5.rollout.completions_engine import CompletionsEngine, CompletionsReadin
 from glm5.rollout.engine_events import EngineLost, Reading
 from glm5.rollout.engines import EnginePool
 from glm5.rollout.fleet import RemoteFleet
-from glm5.rollout.gateway import Gateway, create_gateway
+from glm5.rollout.gateway import Gateway
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.process import _remote, join
 from glm5.rollout.store import Store
 from glm5.serve.app import create_app

@@ -17,7 +17,8 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.errors import ConfigError, GradingError
 from glm5.rollout.engine_events import EngineLost
 from glm5.rollout.engines import EnginePool
-from glm5.rollout.gateway import Gateway, NewSession, create_gateway
+from glm5.rollout.gateway import Gateway, NewSession
+from glm5.rollout.gateway_app import create_gateway
 from glm5.rollout.orchestrator import Rollout
 from glm5.rollout.room_service import RoomService
 from glm5.rollout.services import Job, Result

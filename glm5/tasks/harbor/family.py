@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import posixpath
 import random
 import threading
@@ -25,10 +24,10 @@ from glm5.records import Env, Message, Outcome, StepResult, ToolCall
 from glm5.sandbox.dockerfile_build import BuildError
 from glm5.sandbox.environment import ExecResult, RoomFileError
 from glm5.tasks.contract import SPLITS, Family, ToolSpec, function_tool
+from glm5.tasks.harbor import swe
 from glm5.tasks.harbor.changes import FolderDiff
 from glm5.tasks.harbor.folder import TaskFolder
 from glm5.tasks.harbor.trial import TaskRoom, TrialResult
-from glm5.tasks.swe.grading import grade
 from glm5.tasks.tools.python_tool import cut
 
 TOOLS: dict[str, ToolSpec] = {
@@ -278,18 +277,7 @@ class SweFamily(RoomFamily):
 
     name = domain = "swe"
 
-    @staticmethod
-    def _judged(room: TaskRoom) -> TrialResult:
-        """Grades from outside, each run of the tests in a verifier room of its own: what their script does in one room
-        is easier to deceive."""
-        tests = {name: file.data for name, file in room.folder.tests.items() if not name.endswith("/")}
-        if "tests.json" not in tests:
-            return room.judge()
-        try:
-            verdict = grade(room.room, tests, json.loads(tests["tests.json"])["site"], prepare=room.restore_startup)
-        except RoomFileError as error:  # an agent must not escape a verdict by what it leaves
-            return TrialResult({"reward": 0.0}, message=str(error))
-        return TrialResult({name: value for name, value in verdict.items() if isinstance(value, float)})
+    _judged = staticmethod(swe.judge)
 
 
 def _share(name: str) -> float:

@@ -173,21 +173,23 @@ def carry_out(cheat: Cheat, room: NamespaceEnvironment) -> None:
 
 
 QUICK = ("failures of known files swallowed",)
-"""The cheats that every new task is tried with; the others by `audit`."""
+"""The cheats that every new task is tried with; the others by `glm5 task audit`."""
 
 Grade = Callable[[NamespaceEnvironment], Mapping[str, Any]]
 
 
-def passing_cheats(folder: Path, room: NamespaceEnvironment, grade: Grade, names: tuple[str, ...] = ()) -> list[str]:
-    """Names of the cheats (default: all) that do not score 0. `room` holds the repository with the bug."""
+def passing_cheats(
+    folder: Path, room: NamespaceEnvironment, grade: Grade, names: tuple[str, ...] = ()
+) -> tuple[int, list[str]]:
+    """The number of cheats tried (default: all), and the names of those that do not score 0. `room` holds the
+    repository with the bug."""
     start = room.snapshot()
+    tried = {name: cheat for name, cheat in cheats(folder).items() if not names or name in names}
     found = []
-    for name, cheat in cheats(folder).items():
-        if names and name not in names:
-            continue
+    for name, cheat in tried.items():
         room.restore(start)
         carry_out(cheat, room)
         if grade(room)["reward"] != 0.0:
             found.append(name)
     room.restore(start)
-    return found
+    return len(tried), found

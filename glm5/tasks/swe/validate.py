@@ -8,7 +8,6 @@ A test fails if it failed, ended in an error or is missing although the fixed st
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +36,9 @@ REASONS = (
 
 OTHER_FILES = 2
 """Test files of a task in which no test fails. Every run of a task loads all of its files."""
+
+DRAWS = 3
+"""How often twins are drawn until one fails: a changed literal may leave a test passing."""
 
 
 class Rejected(Exception):
@@ -168,17 +170,19 @@ def validate(
         spec["canary"] = canary(repository, files[0])
     pinned = sorted(name for file in files for name in clean.pinned[file])
     chosen = {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
-    twins = _twins(repository, failing, rules.twins, choice)
     made, kept = [], {}
-    for overlay, changed in twins.items():
-        run = driver.run(repository, changed, files, spec["timeout_s"], chosen["select"])
-        known = {
-            "must_fail": _with(run, chosen["select"], "failed", "error"),
-            "must_pass": _with(run, chosen["select"], "passed"),
-        }
-        if not run.stopped and failing & set(known["must_fail"]):
-            made.append({"name": overlay, "overlay": overlay, **chosen, **known})
-            kept[overlay] = changed
+    for _ in range(DRAWS):
+        for overlay, changed in _twins(repository, failing, rules.twins, choice).items():
+            run = driver.run(repository, changed, files, spec["timeout_s"], chosen["select"])
+            known = {
+                "must_fail": _with(run, chosen["select"], "failed", "error"),
+                "must_pass": _with(run, chosen["select"], "passed"),
+            }
+            if not run.stopped and failing & set(known["must_fail"]):
+                made.append({"name": overlay, "overlay": overlay, **chosen, **known})
+                kept[overlay] = changed
+        if made:
+            break
     if rules.twins and not made:
         raise Rejected("no twin")
     spec["runs"] = [{"name": "tests", "overlay": "", **chosen}, *made]
@@ -321,7 +325,7 @@ def check(candidate: Candidate, folder: Path) -> None:
         room.restore(unsolved)
         if graded(room)["reward"] != 0.0:
             raise Rejected("no change passes")
-        if passing_cheats(folder, room, graded, QUICK):
+        if passing_cheats(folder, room, graded, QUICK)[1]:
             raise Rejected("attack passes")
 
 
@@ -329,21 +333,3 @@ def solve(folder: Path, room: NamespaceEnvironment) -> None:
     """Apply a task's solution."""
     room.upload_tree(folder / "solution", "/solution")
     room.exec(["/bin/bash", "/solution/solve.sh"], cwd=APP)
-
-
-def audit(folder: Path, site: Sequence[str], repeats: int = 3) -> dict[str, Any]:
-    """Every invariant of a task folder: `{ok, oracle, no_op, repeats, cheats}`; the last are the cheats that do not
-    score 0."""
-    tests = read_tests(folder)
-
-    def graded(room: NamespaceEnvironment) -> dict[str, Any]:
-        return grade(room, tests, site)
-
-    with open_room(folder / "environment/repo", site) as room:
-        no_op = [graded(room)["reward"] for _ in range(repeats)]
-        passing = passing_cheats(folder, room, graded)
-        solve(folder, room)
-        room.exec(["/bin/rm", "-rf", *(f"{APP}/{path}" for path in json.loads(tests["tests.json"])["protected"])])
-        oracle = [graded(room)["reward"] for _ in range(repeats)]
-    ok = not passing and set(no_op) == {0.0} and set(oracle) == {1.0}
-    return {"ok": ok, "oracle": oracle, "no_op": no_op, "repeats": repeats, "cheats": passing}

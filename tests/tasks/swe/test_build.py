@@ -15,6 +15,7 @@ from glm5.errors import DataError, GradingError
 from glm5.records import Message, ToolCall
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.families import make_family
+from glm5.tasks.harbor.swe import audit, audit_sample
 from glm5.tasks.swe.attacks import cheats
 from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
@@ -23,7 +24,7 @@ from glm5.tasks.swe.folder import SITE, read_tests
 from glm5.tasks.swe.grading import grade
 from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.stdlib import standard_module
-from glm5.tasks.swe.validate import Baseline, Rejected, Rules, audit, baseline, solve, validate
+from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, solve, validate
 from tests.rooms import needs_rooms
 from tests.tasks.swe.tiny import CLIP, TESTS, site, tiny
 
@@ -141,11 +142,30 @@ def test_a_solution_that_breaks_another_test_scores_0(task: Path, repository: Re
 
 
 @pytest.mark.slow
-def test_every_cheat_scores_0(task: Path, repository: Repository) -> None:
-    assert len(cheats(task)) >= 21
-    assert audit(task, repository.site, repeats=1) == {
-        "ok": True, "oracle": [1.0], "no_op": [0.0], "repeats": 1, "cheats": []
+def test_every_cheat_scores_0(task: Path) -> None:
+    assert audit(task, repeats=1, bases={"python:3.11-slim": {SITE: Path(site())}}) == {
+        "ok": True, "oracle": [1.0], "no_op": [0.0], "repeats": 1, "tried": len(cheats(task)), "cheats": []
     }  # fmt: skip
+    assert len(cheats(task)) >= 21
+
+
+def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def audited(path: Path, repeats: int) -> dict[str, Any]:
+        if path.name == "b":
+            raise GradingError("the room is gone")
+        return {"ok": path.name != "c", "tried": 21, "cheats": []}
+
+    with pytest.raises(DataError, match="no task to audit"):
+        audit_sample(tmp_path, None, 0)
+    for name in "abcd":
+        shutil.copytree(task, tmp_path / "tasks" / name)
+    monkeypatch.setattr("glm5.tasks.harbor.swe.audit", audited)
+    told: list[str] = []
+    first = audit_sample(tmp_path, 2, 0, told=told.append)
+    every = audit_sample(tmp_path, None, 0, told=told.append)
+    assert (first["audited"], every["audited"], len(told)) == (2, 4, 4)
+    assert [(row["id"], row.get("error")) for row in every["bad"]] == [("b", "the room is gone"), ("c", None)]
+    assert (every["ok"], every["tried"]) == (2, 63)
 
 
 @pytest.mark.parametrize(

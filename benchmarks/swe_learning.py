@@ -1,0 +1,334 @@
+"""Does a policy learn to repair code in rooms? SFT, then RL on validated SWE tasks, on a slice that a laptop can train.
+
+    python benchmarks/swe_learning.py [--seeds 0 1 2] [--updates 25]
+
+The slice: modules of two documented functions (`glm5.tasks.coding.pieces`; files of at most 60 lines) with tests. The
+factory (`glm5.tasks.swe`) makes the tasks: one mutation each, validated, graded by the hidden tests in rooms of their
+own (family `swe`). No function stands in two of demonstrations, prompts of RL and evaluation. Per seed:
+
+1. SFT from random weights: read the file, edit one line, end. The demonstrations are mutations of further modules.
+2. RL (`agentic`, in one process) on the tasks. Reward: the verdict.
+3. Baselines in the same time as step 2: SFT goes on from the same start; and for each held-out task a search through
+   the factory's own mutations of the file, which tries the statements of the task's text in a process, without a room
+   or a model, and takes the first that no statement and no shown test contradicts. Its time is an episode's.
+4. Every policy plays the same held-out tasks once, at temperature 1.
+
+The last line is JSON: solved shares, and gains over the start with their 95 % interval (paired tasks). Deciding: a
+gain of at least 15 points with a lower bound above 5, from a start between 15 and 60 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import random
+import time
+import unittest
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.chat import Tokenizer
+from glm5.config.evaluation import EvalConfig
+from glm5.config.families import FamilyConfig
+from glm5.config.load import load_recipe
+from glm5.config.recipe import RunRecipe
+from glm5.data.sft import Conversation, write_conversations
+from glm5.eval.harness import play_skill
+from glm5.launch.pipeline import run_pipeline
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.records import Message, Outcome, ToolCall
+from glm5.stats import paired_shares
+from glm5.tasks.coding.generation import Chain, CodeFamily, hidden_cases
+from glm5.tasks.coding.pieces import SOURCES
+from glm5.tasks.swe.build import Build, Job
+from glm5.tasks.swe.candidate import Candidate, Repository
+from glm5.tasks.swe.driver import APP
+from glm5.tasks.swe.mutate import Mutations, apply, places
+from glm5.tasks.swe.text import instruction
+
+HELD_OUT, PROMPTS, DEMONSTRATIONS = 250, 500, 6000
+PER_MODULE = 2
+CASES = 8
+LONGEST = 36  # characters of an argument
+TESTS = "test_m.py"
+NAMES = """amber birch cedar delta ember fjord grove heron inlet jetty knoll larch maple north ocean pearl quill ridge
+slate trail umber vista wharf yield""".split()
+RECIPE = """\
+name = "NAME"
+START
+seed = SEED
+runs = "RUNS"
+"""
+RANDOM = """\
+preset = "nano"
+[model]
+use_dsa = false
+max_position_embeddings = 1024
+[[stages]]
+name = "tokenizer"
+kind = "tokenizer"
+sources = ["TEXTS"]
+vocab_size = 512
+"""
+SFT = """
+[[stages]]
+name = "sft"
+kind = "sft"
+rows = 12
+row_length = 640
+thinking = "turn"
+data = "DATA"
+optim = { steps = STEPS, lr = LR, final_lr = 1e-3, warmup = 5 }
+"""
+RL = """
+[[stages]]
+name = "rl"
+kind = "agentic"
+prompts = 8
+group = 8
+concurrency = 64
+max_tokens = 96
+max_turns = 4
+max_context = 640
+max_staleness = 1
+optim = { steps = UPDATES, lr = 5e-4, schedule = "constant" }
+[[stages.families]]
+name = "swe"
+render_tools = false
+options = { folder = "FOLDER", held_out = 0.0, max_turns = 4, thinking = false }
+"""
+
+
+class OneMutation(Mutations):
+    """Bug fixes of one mutation."""
+
+    def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
+        found = super().candidates(repository, seed)
+        return (one for one in found if (one.kind, one.tier) == ("bug-fix", "single"))
+
+
+def chains(split: str) -> Iterator[Chain]:
+    """Functions from lists to whole numbers; no two splits share one."""
+    family, seen = CodeFamily(0, levels=(1, 2), sources=("list", "words")), set[str]()
+    for index in range(1_000_000):
+        chain = family.problem(split, index).chain
+        if chain.words not in seen and all(type(case.want) is int for case in hidden_cases(chain, chain.words)):
+            seen.add(chain.words)
+            yield chain
+
+
+def module(functions: dict[str, Chain]) -> str:
+    parts = ['"""Functions on lists."""\n']
+    for name, chain in functions.items():
+        words = chain.words.partition("; ")[2].removeprefix("start with it; ")
+        body = "\n".join(chain.program.split("\n")[1:])
+        parts.append(
+            f'def {name}({SOURCES[chain.source].parameter}):\n    """{words[0].upper()}{words[1:]}."""\n{body}\n'
+        )
+    return "\n\n".join(parts)
+
+
+def statements(name: str, chain: Chain) -> list[str]:
+    """Statements that hold, shortest arguments first."""
+    cases = sorted(hidden_cases(chain, chain.words), key=lambda case: len(repr(case.args[0])))
+    cases = [case for case in cases if len(repr(case.args[0])) <= LONGEST]
+    return [f"self.assertEqual({name}({case.args[0]!r}), {case.want!r})" for case in cases[:CASES]]
+
+
+def tests(functions: dict[str, Chain]) -> str:
+    lines = [
+        "import unittest",
+        "",
+        f"from m import {', '.join(sorted(functions))}",
+        "",
+        "",
+        "class Tests(unittest.TestCase):",
+    ]
+    for name, chain in functions.items():
+        for number, statement in enumerate(statements(name, chain)):
+            lines += [f"    def test_{name}_{number}(self):", f"        {statement}", ""]
+    return "\n".join(lines)
+
+
+def repositories(split: str, root: Path) -> Iterator[Repository]:
+    """Repositories with a module each, without end."""
+    functions, choice = chains(split), random.Random(split)
+    for number in range(1_000_000):
+        found = dict(zip(choice.sample(NAMES, 2), functions, strict=False))
+        folder = root / split / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "m.py").write_text(module(found), encoding="utf-8")
+        (folder / TESTS).write_text(tests(found), encoding="utf-8")
+        yield Repository(
+            "m", "1.0", "Apache-2.0", f"{split} {number}", folder, (".",), (TESTS,), (TESTS,),
+            framework="unittest", sources=("m.py",),
+        )  # fmt: skip
+
+
+def build(root: Path, split: str, count: int) -> Path:
+    """Tasks of a split, validated; goes on if it was stopped."""
+    out = root / f"tasks-{split}"
+    opened = (functools.partial(lambda r: (r, [OneMutation()]), r) for r in repositories(split, root))
+    jobs = [Job(f"{split} {number}", next(opened)) for number in range(count)]
+    Build(out, root / "work").run(jobs, PER_MODULE, count, 2)
+    return out
+
+
+def failures(text: str, tests: str) -> dict[str, str]:
+    """Test id to its statement and exception, for the tests that fail with the module `text`."""
+    found, scope = {}, dict[str, Any]()
+    exec(compile(text, "m.py", "exec"), scope)  # our own code with a mutation, without loops that do not end
+    case = unittest.TestCase()
+    for node in ast.walk(ast.parse(tests)):
+        if isinstance(node, ast.FunctionDef):
+            statement = ast.unparse(node.body[0])
+            try:
+                exec(statement, {**scope, "self": case})
+            except Exception as error:
+                found[f"test_m.Tests.{node.name}"] = f"{statement}\n\n{type(error).__name__}: {error}"
+    return found
+
+
+def conversation(task: str, file: str, bugged: str, fixed: str) -> Conversation | None:
+    """Read, edit, end; None if the line with the bug does not stand alone."""
+    changed = [(a, b) for a, b in zip(bugged.split("\n"), fixed.split("\n"), strict=False) if a != b]
+    if len(changed) != 1 or bugged.count("\n") != fixed.count("\n") or bugged.count(changed[0][0].strip()) != 1:
+        return None
+    old, new = (line.strip() for line in changed[0])
+    return Conversation([
+        Message("user", task),
+        Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat {file}"}),)),
+        Message("tool", bugged),
+        Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": old, "new": new}),)),
+        Message("tool", "[edited]"),
+        Message("assistant", "done"),
+    ])  # fmt: skip
+
+
+def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
+    made = 0
+    for repository in repositories("train", root):
+        fixed, checks = repository.read("m.py"), repository.read(TESTS)
+        kept = 0
+        for candidate in OneMutation().candidates(repository, 0):
+            bugged = candidate.changes["m.py"] or ""
+            found = failures(bugged, checks)
+            text = instruction(candidate, found, APP) if found else None
+            shown = conversation(text, "m.py", bugged, fixed) if text else None
+            if shown is not None:
+                yield shown
+                made, kept = made + 1, kept + 1
+            if kept == 4 or made == count:
+                break
+        if made == count:
+            return
+
+
+def texts(shown: Sequence[Conversation], file: Path) -> None:
+    """What the tokenizer is trained on."""
+    said = (
+        m.content + " ".join(str(v) for c in m.tool_calls for v in c.arguments.values())
+        for one in shown
+        for m in one.messages
+    )
+    file.write_text("\n".join(said), encoding="utf-8")
+
+
+def run(text: str, folder: Path, name: str) -> Path:
+    """Run a recipe; the folder of its last checkpoint."""
+    file = folder / f"{name}.toml"
+    file.write_text(text.replace("NAME", name), encoding="utf-8")
+    run_pipeline(load_recipe(file, RunRecipe, []))
+    return folder / "runs" / name / "final"
+
+
+def evaluate(policy: Path, tasks: Path, count: int) -> tuple[list[bool], float]:
+    """Whether the policy solves each held-out task, one sample each; the seconds of an episode."""
+    model, tokenizer = GLM5ForCausalLM.from_pretrained(policy), Tokenizer.load(policy)
+    options = {"folder": str(tasks), "held_out": 0.9999, "max_turns": 4, "thinking": False}
+    family = FamilyConfig(name="swe", options=options, render_tools=False)
+    config = EvalConfig(problems=count, max_tokens=96, max_turns=4, max_context=640, samples=1, ks=[1])
+    start = time.monotonic()
+    played = sorted(play_skill(model, tokenizer, family, config, seed=0), key=lambda t: t.group)
+    return [one.outcome is Outcome.SOLVED for one in played], (time.monotonic() - start) / count
+
+
+def search(task: Path, seconds: float) -> bool:
+    """The baseline without a model: whether the first mutation that contradicts nothing shown is the solution."""
+    due, choice = time.monotonic() + seconds, random.Random(task.name)
+    bugged, hidden = (task / "environment/repo/m.py").read_text(), (task / "tests/files" / TESTS).read_text()
+    shown = (task / "environment/repo" / TESTS).read_text()
+    told = [line for line in (task / "instruction.md").read_text().split("\n") if line.startswith("self.assertEqual(")]
+    told = [f"    def test_{i}(self):\n        {line}" for i, line in enumerate(told)]
+    checks = "\n".join([shown.rstrip(), "", *told])
+    edits = list(places(bugged, choice))
+    choice.shuffle(edits)
+    for edit in edits:
+        if time.monotonic() > due:
+            return False
+        text = apply(bugged, [edit])
+        if text is not None and not failures(text, checks):
+            return not failures(text, hidden)
+    return False
+
+
+def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: Path) -> dict[str, Any]:
+    folder = options.out.absolute() / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = list(demonstrations(options.out / "modules", DEMONSTRATIONS))
+    write_conversations(folder / "demonstrations.jsonl", shown)
+    texts(shown[:2000], folder / "texts.txt")
+    head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
+    sft = SFT.replace("DATA", str(folder / "demonstrations.jsonl"))
+    first = head.replace("START", "") + RANDOM.replace("TEXTS", str(folder / "texts.txt"))
+    began = time.monotonic()
+    start = run(first + sft.replace("STEPS", str(options.sft_steps)).replace("LR", "6e-3"), folder, "start")
+    per_step = (time.monotonic() - began) / options.sft_steps
+    again = head.replace("START", f'start = "{start}"')
+    found: dict[str, Any] = {"seed": seed, "seconds": {"sft": round(time.monotonic() - began)}}
+    began = time.monotonic()
+    stage = RL.replace("UPDATES", str(options.updates)).replace("FOLDER", str(prompts.absolute()))
+    policies = {"start": start, "rl": run(again + stage, folder, "rl")}
+    taken = time.monotonic() - began
+    found["seconds"]["rl"] = round(taken)
+    more = sft.replace("STEPS", str(max(1, round(taken / per_step)))).replace("LR", "2e-3")
+    policies["sft goes on"] = run(again + more, folder, "more")
+    played = {name: evaluate(policy, held_out, options.held_out) for name, policy in policies.items()}
+    solved = {name: wins for name, (wins, _) in played.items()}
+    tasks = sorted((held_out / "tasks").iterdir())[: options.held_out]
+    solved["search"] = [search(task, played["rl"][1]) for task in tasks]
+    found["seconds"]["episode"] = round(played["rl"][1], 3)
+    for name, wins in solved.items():
+        found[name] = {"rate": sum(wins) / len(wins)}
+        if name in ("rl", "sft goes on"):
+            gain = paired_shares(solved["start"], wins)
+            found[name] |= {"gain": gain.value, "low": gain.low, "high": gain.high}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--updates", type=int, default=25)
+    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--held-out", type=int, default=HELD_OUT)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--out", type=Path, default=Path("runs/swe-learning"))
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    prompts = build(options.out / "modules", "rl", options.prompts)
+    held_out = build(options.out / "modules", "heldout", options.held_out)
+    found = []
+    for seed in options.seeds:
+        found.append(experiment(seed, options, prompts, held_out))
+        print(json.dumps(found[-1]), flush=True)
+    print(json.dumps({"tasks": options.held_out, "updates": options.updates, "runs": found}))
+
+
+if __name__ == "__main__":
+    main()

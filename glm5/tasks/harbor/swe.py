@@ -1,0 +1,107 @@
+"""SWE tasks on the harness: graded from outside, and audited with every cheat (`glm5 task audit`)."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import DataError, Glm5Error
+from glm5.files import exclusive, read_rows
+from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError
+from glm5.tasks.harbor.folder import TaskFolder
+from glm5.tasks.harbor.trial import TaskRoom, TrialResult, oracle
+from glm5.tasks.swe.attacks import passing_cheats
+from glm5.tasks.swe.driver import APP
+from glm5.tasks.swe.grading import grade
+
+LEAST_CHEAT_S = 10.0
+
+
+def judge(task: TaskRoom, *, shuffled: bool = True, timeout_s: float | None = None) -> TrialResult:
+    """Grade the room's files from outside, each run of the tests in a verifier room of its own: what the script of the
+    tests does in one room is easier to deceive. A task without `tests.json` is judged by its script. `timeout_s`
+    shortens the limit of a run. For `shuffled` see `grade`."""
+    tests = {name: file.data for name, file in task.folder.tests.items() if not name.endswith("/")}
+    if "tests.json" not in tests:
+        return task.judge()
+    spec = json.loads(tests["tests.json"])
+    if timeout_s is not None:
+        spec["timeout_s"] = min(spec["timeout_s"], timeout_s)
+        tests["tests.json"] = json.dumps(spec).encode()
+    try:
+        verdict = grade(task.room, tests, spec["site"], prepare=task.restore_startup, shuffled=shuffled)
+    except RoomFileError as error:  # an agent must not escape a verdict by what it leaves
+        return TrialResult({"reward": 0.0}, message=str(error))
+    return TrialResult({name: value for name, value in verdict.items() if isinstance(value, float)})
+
+
+def audit(path: Path, repeats: int = 3, bases: Mapping[str, Mapping[str, Path]] | None = None) -> dict[str, Any]:
+    """Every invariant of a task that repairs code: `{ok, oracle, no_op, repeats, tried, cheats}`. The first two are
+    rewards; the solution is applied and the agent's tests are deleted. `tried` is the number of cheats, `cheats` are
+    the names of those that do not score 0.
+
+    Doing nothing and the cheats are graded with the tests first, which tells a cheat more than an agent knows, and get
+    four times what the solution took, at least `LEAST_CHEAT_S`: some never end. Raises what `TaskRoom` raises."""
+    folder = TaskFolder.read(path)
+    spec = json.loads(folder.tests["tests.json"].data)
+    with TaskRoom(folder, bases=bases) as task:
+        unsolved = task.room.snapshot()
+        oracle(task.room, task)
+        task.room.exec(["/bin/rm", "-rf", *(f"{APP}/{path}" for path in spec["protected"])])
+        start = time.monotonic()
+        solved = [judge(task).reward for _ in range(repeats)]
+        limit = max(LEAST_CHEAT_S, 4 * (time.monotonic() - start) / repeats)
+
+        def graded(_: NamespaceEnvironment) -> dict[str, Any]:
+            return {"reward": judge(task, shuffled=False, timeout_s=limit).reward}
+
+        task.room.restore(unsolved)
+        no_op = [graded(task.room)["reward"] for _ in range(repeats)]
+        tried, passing = passing_cheats(path, task.room, graded)
+    ok = not passing and set(no_op) == {0.0} and set(solved) == {1.0}
+    return {"ok": ok, "oracle": solved, "no_op": no_op, "repeats": repeats, "tried": tried, "cheats": passing}
+
+
+def audit_sample(
+    out: Path, count: int | None, seed: int, *, repeats: int = 3, at_once: int = 2,
+    told: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Audit `count` random tasks of the folder of a build, default all, and return `{audited, ok, tried, bad}`; `bad`
+    has the rows of those that are not ok. Every row is appended to `audit.jsonl`; a task that stands there is not
+    audited again.
+
+    Raises DataError if the folder has no task."""
+    names = [path.parents[1].name for path in sorted((out / "tasks").glob("*/tests/tests.json")) if _repairs(path)]
+    if not names:
+        raise DataError(f"{out / 'tasks'} has no task to audit; build some with `glm5 task build swe`.")
+    chosen = sorted(random.Random(seed).sample(names, min(count or len(names), len(names))))
+    with exclusive(out, f"another build or audit writes to {out}."):
+        rows = {row["id"]: row for row in read_rows(out / "audit.jsonl")}
+
+        def one(name: str) -> dict[str, Any]:
+            try:
+                return {"id": name, **audit(out / "tasks" / name, repeats)}
+            except Glm5Error as error:
+                return {"id": name, "ok": False, "error": str(error)[:500]}
+
+        with ThreadPoolExecutor(at_once) as pool, (out / "audit.jsonl").open("a", encoding="utf-8") as file:
+            for row in pool.map(one, [name for name in chosen if name not in rows]):
+                rows[row["id"]] = row
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                told(f"{row['id']}: {'ok' if row['ok'] else row}")
+    found = [rows[name] for name in chosen]
+    return {
+        "audited": len(found), "ok": sum(row["ok"] for row in found),
+        "tried": sum(row.get("tried", 0) for row in found),
+        "bad": [row for row in found if not row["ok"]],
+    }  # fmt: skip
+
+
+def _repairs(tests: Path) -> bool:
+    return bool(json.loads(tests.read_bytes())["task"] == "repair")
