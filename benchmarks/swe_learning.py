@@ -24,8 +24,9 @@ import ast
 import functools
 import json
 import random
+import runpy
+import tempfile
 import time
-import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,17 +181,19 @@ def build(root: Path, split: str, count: int) -> Path:
 
 
 def failures(text: str, tests: str) -> dict[str, str]:
-    """Test id to its statement and exception, for the tests that fail with the module `text`."""
-    found, scope = {}, dict[str, Any]()
-    exec(compile(text, "m.py", "exec"), scope)  # our own code with a mutation, without loops that do not end
-    case = unittest.TestCase()
+    """Test id to its statement and exception, for the tests that fail with the module `text`. It runs in this process:
+    our own code with a mutation, without loops that might not end."""
+    found = {}
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write("\n".join([text, *(line for line in tests.split("\n") if not line.startswith("from m "))]))
+        file.flush()
+        case = runpy.run_path(file.name)["Tests"]
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.FunctionDef):
-            statement = ast.unparse(node.body[0])
             try:
-                exec(statement, {**scope, "self": case})
+                case(node.name).debug()
             except Exception as error:
-                found[f"test_m.Tests.{node.name}"] = f"{statement}\n\n{type(error).__name__}: {error}"
+                found[f"test_m.Tests.{node.name}"] = f"{ast.unparse(node.body[0])}\n\n{type(error).__name__}: {error}"
     return found
 
 
@@ -318,9 +321,10 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=400)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/swe-learning"))
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     prompts = build(options.out / "modules", "rl", options.prompts)
     held_out = build(options.out / "modules", "heldout", options.held_out)
     found = []
