@@ -173,7 +173,7 @@ def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: p
 def test_an_audit_refuses_tests_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "tasks/x/tests").mkdir(parents=True)
     (tmp_path / "tasks/x/tests/tests.json").write_text(text)
-    with pytest.raises(DataError, match="tasks/x: tests/tests.json is not the tests of a SWE task"):
+    with pytest.raises(DataError, match=r"tasks/x: tests/tests\.json is not the tests of a SWE task"):
         audit_sample(tmp_path, None, 0)
 
 
