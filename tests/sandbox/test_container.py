@@ -38,12 +38,14 @@ def engine() -> Iterator[str]:
         try:
             with ContainerEnvironment(program=program, image=make_image(program)):
                 pass
-        except (GradingError, subprocess.SubprocessError) as error:
-            reasons.append(f"{program}: {getattr(error, 'stderr', None) or error}")
-            continue
-        yield program
-        subprocess.run([program, "rmi", "--force", NAME], capture_output=True)
-        return
+            yield program
+            return
+        except subprocess.CalledProcessError as error:
+            reasons.append(f"{program} cannot import an image: {error.stderr.decode(errors='replace')[-300:]}")
+        except GradingError as error:
+            reasons.append(str(error))
+        finally:
+            subprocess.run([program, "rmi", "--force", NAME], capture_output=True)
     pytest.skip("; ".join(reasons))
 
 
