@@ -70,7 +70,10 @@ class ExecResult:
 
 
 class Room:
-    """A room in which programs can be started. Use it from one thread at a time."""
+    """A room in which programs can be started. Use it from one thread at a time. `machine`: whether its programs are
+    this machine's."""
+
+    machine = True
 
     def __init__(self, limits: RoomLimits, gateway: Address | None) -> None:
         self.limits, self.gateway = limits, gateway
