@@ -20,6 +20,7 @@ sources = ["src/main/java"]         # folders
 helpers = ["src/test/java"]         # folders of tests; their files that are no test files are compiled too
 resources = ["src/test/resources"]  # folders on the class path
 jars = ["junit4.jar"]               # patterns below /usr/share/java
+whole = true                        # compile all sources, also those that no test file names (default: false)
 ```
 
 `cargo` needs a table that is not empty and reads nothing from it.
