@@ -33,7 +33,7 @@ import shutil
 import tempfile
 import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,14 @@ def open_package(
 ) -> tuple[Repository, tuple[Patch, ...]]:
     """Download, unpack and equip a version of a package (default: the listed one); the repository and the patches that
     are applied to it. Raises DataError."""
-    opened = {"npm": _npm, "debian": source_tree, "deb": functools.partial(_binary, language)}
+    opened: dict[str, Callable[[str, str, Path], SourceTree]] = {
+        "npm": _npm, "debian": source_tree, "deb": functools.partial(_binary, language),
+    }  # fmt: skip
     if package.source not in opened:
         raise DataError(f"{package.name}: unknown source {package.source!r}; there are {', '.join(opened)}.")
     if "=" in version:
-        tree = _binary(language, *version.split("=", 1), work)
+        name, _, older = version.partition("=")
+        tree = _binary(language, name, older, work)
         return Repository(package.name, tree.version, tree.licence, tree.origin, tree.root, (), (), ()), ()
     tree = opened[package.source](package.origin or package.name, version or package.version, work)
     if package.folder:
