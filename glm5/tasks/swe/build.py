@@ -110,9 +110,9 @@ class Build:
                 if candidate is None:
                     break
                 if self.named is not None:
-                    made += candidate.id in self.named and self._try(candidate, clean)
+                    made += candidate.id in self.named and self._try(candidate, clean, count)
                 elif any(misses[path] < MOST_MISSES for path in candidate.changes):
-                    good = self._try(candidate, clean)
+                    good = self._try(candidate, clean, count)
                     made += good
                     misses.update({path: -misses[path] if good else 1 for path in candidate.changes})
             self.told(f"{name}: {made} tasks from {source.name}")
@@ -141,7 +141,7 @@ class Build:
 
     def _baseline(self, repository: Repository) -> Baseline:
         """The stored baseline of this state, or a new one."""
-        key = json.dumps([repository.origin, repository.packages, repository.test_files, vars(self.rules), 3])
+        key = json.dumps([repository.origin, repository.packages, repository.test_files, vars(self.rules), 4])
         path = self.work / "baselines" / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
         if path.is_file():
             return Baseline.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -150,7 +150,7 @@ class Build:
         path.write_text(json.dumps(clean.to_json()), encoding="utf-8")
         return clean
 
-    def _try(self, candidate: Candidate, clean: Baseline) -> bool:
+    def _try(self, candidate: Candidate, clean: Baseline, count: int | None) -> bool:
         if candidate.id in self._known:
             return self._known[candidate.id] == "manifest"
         with self._lock:  # two sources may have the same candidate
@@ -176,10 +176,13 @@ class Build:
         self._faults = 0
         if self.derived:
             row["derived"] = self._derive(candidate, clean, folder)
-        self._write("manifest", {**common, **row, "licence": repository.licence, "origin": repository.origin,
-                                 "fixed_copy": repository.fixed_copy, "notes": candidate.notes,
-                                 "sha256": digest(folder)})  # fmt: skip
-        return True
+        row |= {"licence": repository.licence, "origin": repository.origin, "fixed_copy": repository.fixed_copy,
+                "notes": candidate.notes, "sha256": digest(folder)}  # fmt: skip
+        if self._write("manifest", {**common, **row}, count):
+            return True
+        for path in self.out.glob(f"tasks/{candidate.id}*"):
+            shutil.rmtree(path)
+        return False
 
     def _derive(self, candidate: Candidate, clean: Baseline, folder: Path) -> dict[str, str]:
         """What became of the two further tasks: their digest, or why there is none."""
@@ -198,12 +201,16 @@ class Build:
                 found[name] = f"none: {reason}"
         return found
 
-    def _write(self, name: str, row: dict[str, Any]) -> None:
+    def _write(self, name: str, row: dict[str, Any], most: int | None = None) -> bool:
+        """Append a row that is new. False if another thread was faster and the file has `most` rows."""
         with self._lock:
+            if most is not None and len(self._rows[name]) >= most:
+                return False
             if row not in self._rows[name]:
                 self._rows[name].append(row)
                 with (self.out / f"{name}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
+        return True
 
     def summary(self) -> dict[str, Any]:
         """Counts of tasks and of reject reasons by source, and the share of each source."""

@@ -3,12 +3,13 @@ as they are. The lists name the sources of several releases, so that a package i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,25 +69,83 @@ def _download(name: str, version: str, folder: Path, apt: Path) -> None:
     try:
         run(*client, f"{name}={version}", cwd=part)
         run("dpkg-source", "--no-check", "-x", next(part.glob("*.dsc")).name, "tree", cwd=part)
-        series = debian / "patches/series"
-        names = series.read_text(encoding="utf-8").splitlines() if series.is_file() else []
-    except DataError:  # not every mirror has all files
-        run(*client, "--tar-only", f"{name}={version}", cwd=part)
-        unpack(next(part.glob("*.tar.*")), tree)
+        names = _series(debian)
+    except DataError:  # not every mirror has all files; the .dsc is the one that is missing most often
+        with contextlib.suppress(DataError):
+            run(*client, "--tar-only", f"{name}={version}", cwd=part)
+        names = _assemble(sorted(part.glob("*.tar.*")), tree)
     for file, text in (("licence", licence(tree)), ("control", _text(debian / "control"))):
         (part / file).write_text(text, encoding="utf-8")
     (part / "patches").mkdir()
-    names = [line.split()[0] for line in names if line.strip() and not line.startswith("#")]
     for number, patch in enumerate(names):
         shutil.copy(debian / "patches" / patch, part / "patches" / f"{number:03d}_{patch.replace('/', '_')}")
-    shutil.rmtree(debian, ignore_errors=True)
-    shutil.rmtree(tree / ".pc", ignore_errors=True)
+    _clean(tree)
+    part.replace(folder)
+
+
+def _series(debian: Path) -> list[str]:
+    """The names of the package's patches, in the order in which they are applied."""
+    lines = _text(debian / "patches/series").splitlines()
+    return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _assemble(archives: Sequence[Path], tree: Path) -> list[str]:
+    """Make the tree from the archives alone; the names of the patches that are applied. Without the packaging's archive
+    there are none. Raises DataError if upstream's archive is missing or a patch cannot be applied."""
+    packaging = [path for path in archives if ".debian.tar." in path.name]
+    upstream = [path for path in archives if path not in packaging]
+    if not upstream:
+        raise DataError(f"{tree.parent.name.removesuffix('.part')}: the mirror lacks the archive of the source.")
+    shutil.rmtree(tree, ignore_errors=True)
+    unpack(upstream[0], tree)
+    if not packaging:
+        return []
+    shutil.rmtree(tree / "debian", ignore_errors=True)
+    unpack(packaging[0], tree / "debian")
+    names = _series(tree / "debian")
+    for name in names:
+        run("patch", "-p1", "--batch", "--no-backup-if-mismatch", "-i", f"debian/patches/{name}", cwd=tree)
+    return names
+
+
+def _clean(tree: Path) -> None:
+    """Without the folder `debian` and links; lines of source end in one way."""
+    for name in ("debian", ".pc"):
+        shutil.rmtree(tree / name, ignore_errors=True)
     for path in tree.rglob("*"):
         if path.is_symlink():
             path.unlink()
         elif path.suffix in ENDS and path.is_file() and b"\r\n" in (data := path.read_bytes()):
             path.write_bytes(data.replace(b"\r\n", b"\n"))
-    part.replace(folder)
+
+
+def binary_tree(name: str, version: str, roots: Mapping[str, str], work: Path) -> SourceTree:
+    """The source files in a binary package of any release in SUITES, such as Ruby libraries and Rust crates: mirrors
+    keep binary packages that they have no source of. `roots` are patterns of folders in the package, with the folder of
+    the tree that their content goes to. Raises DataError if the package has none of them."""
+    folder = work / "debian" / f"{name}={version.replace('/', '_')}"
+    with _LOCK:
+        if not folder.is_dir():
+            part = folder.with_name(folder.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            client = ["apt-get", *apt_options(work / "apt-releases", releases=True)]
+            run(*client, "download", f"{name}={version}", cwd=part)
+            run("dpkg-deb", "-x", next(part.glob("*.deb")).name, "all", cwd=part)
+            found = [
+                (path, target) for pattern, target in roots.items() for path in sorted(part.glob(f"all/{pattern}"))
+            ]
+            if not found:
+                raise DataError(f"{name} {version} has no folder {', '.join(roots)}.")
+            for path, target in found:
+                shutil.copytree(path, part / "tree" / target, symlinks=True, dirs_exist_ok=True)
+            _clean(part / "tree")
+            copyright_ = next(iter(sorted((part / "all/usr/share/doc").glob("*/copyright"))), part / "none")
+            (part / "licence").write_text(_licence(_text(copyright_)) or "unknown", encoding="utf-8")
+            shutil.rmtree(part / "all")
+            part.replace(folder)
+    said = (folder / "licence").read_text(encoding="utf-8")
+    return SourceTree(folder / "tree", version, said, "sha256:" + sha256_file(next(folder.glob("*.deb"))))
 
 
 def download(names: Sequence[str], folder: Path, work: Path) -> None:
@@ -97,8 +156,9 @@ def download(names: Sequence[str], folder: Path, work: Path) -> None:
         run("dpkg-deb", "-x", str(file), "all", cwd=folder)
 
 
-def apt_options(folder: Path) -> list[str]:
-    """Options of apt-get for lists of its own, made in `folder` from the repositories that the machine has."""
+def apt_options(folder: Path, releases: bool = False) -> list[str]:
+    """Options of apt-get for lists of its own, made in `folder` from the repositories that the machine has: binary
+    packages of its own release and the sources of SUITES, or with `releases` the binary packages of SUITES."""
     sources = folder / "sources.list"
     values = {
         "Dir::Etc::sourcelist": sources, "Dir::Etc::sourceparts": os.devnull, "Dir::State::lists": folder / "lists",
@@ -112,6 +172,7 @@ def apt_options(folder: Path) -> list[str]:
         own = {(row[0], row[1], row[2]) for row in map(str.split, rows) if row[3:] == ["Debian"]}
         more = {(uri, suite, "main") for uri, _, _ in own if uri.rstrip("/").endswith("/debian") for suite in SUITES}
         kinds = [("deb", row) for row in own] + [("deb-src", row) for row in own | more]
+        kinds = [("deb", row) for row in own | more] if releases else kinds
         kinds.sort(key=lambda kind: ("-security" in kind[1][0], kind))  # that archive lists sources which it lacks
         lines = [f"{kind} {' '.join(row)}" for kind, row in kinds]
         sources.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -135,13 +196,19 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 def licence(root: Path) -> str:
     """The licence that `debian/copyright` gives to most files, or the first line of a file LICENSE or COPYING."""
-    text = _text(root / "debian/copyright")
+    known = _licence(_text(root / "debian/copyright"))
+    if known:
+        return known
+    files = sorted(path for pattern in ("LICEN[SC]E*", "COPYING*") for path in root.glob(pattern) if path.is_file())
+    found = re.search(r"^\W*(\S.*)$", _text(files[0]) if files else "", re.MULTILINE)
+    return found[1].strip()[:80] if found else "see debian/copyright"
+
+
+def _licence(text: str) -> str:
+    """The licence that a file `copyright` gives to most files, or ""."""
     found = re.search(r"^Files:\s*\*\s*\n(?:(?!License:).*\n)*License:[ \t]*(\S.*)$", text, re.MULTILINE)
     found = found or re.search(r"^License:[ \t]*(\S.*)$", text, re.MULTILINE)
-    if found is None:
-        files = sorted(path for pattern in ("LICEN[SC]E*", "COPYING*") for path in root.glob(pattern) if path.is_file())
-        found = re.search(r"^\W*(\S.*)$", _text(files[0]) if files else "", re.MULTILINE)
-    return found[1].strip()[:80] if found else "see debian/copyright"
+    return found[1].strip()[:80] if found else ""
 
 
 def _text(path: Path) -> str:

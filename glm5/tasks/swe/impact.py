@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,16 +16,41 @@ HIDDEN_IMPORT = re.compile(r"importlib|__import__|runpy|subprocess|os\.system|py
 
 def reached(candidate: Candidate, calls: Mapping[str, Sequence[str]] | None) -> tuple[str, ...]:
     """The test files to run, in the repository's order: those that call a changed function. If something else is
-    changed, or an import calls it, those that import the changed file. All if neither is known."""
+    changed, or an import calls it, those that import the changed file. Of Java, those that name its class, or a class
+    that does. All if nothing is known."""
     repository = candidate.repository
     everything = repository.test_files
     changed = changed_functions(candidate)
+    if calls is None and repository.language == "java":
+        return _naming(repository, candidate.changes)
     if calls is None:
         return everything
     if changed is None or changed & set(calls.get("", ())):
         changed_files = set(candidate.changes)
         return tuple(file for file in everything if _imports_any(repository, file, changed_files))
     return tuple(file for file in everything if changed & set(calls.get(file, ())))
+
+
+def _naming(repository: Repository, changed: Iterable[str]) -> tuple[str, ...]:
+    """Java: the test files that name the class of a changed file, or a class whose file does, and so on."""
+    names = {path: _class_names(repository.root, path) for path in _java_files(repository.root)}
+    reached, waiting = set(changed), [Path(path).stem for path in changed]
+    while waiting:
+        wanted = waiting.pop()
+        found = [path for path, named in names.items() if path not in reached and wanted in named]
+        reached.update(found)
+        waiting += [Path(path).stem for path in found]
+    return tuple(file for file in repository.test_files if file in reached)
+
+
+@lru_cache(maxsize=16)
+def _java_files(root: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.relative_to(root).as_posix() for path in root.rglob("*.java") if path.is_file()))
+
+
+@lru_cache(maxsize=8192)
+def _class_names(root: Path, path: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\b[A-Z]\w*", (root / path).read_text(encoding="utf-8", errors="replace")))
 
 
 def _imports_any(repository: Repository, test_file: str, wanted: set[str]) -> bool:

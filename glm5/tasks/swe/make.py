@@ -120,21 +120,28 @@ def _mutated(package: Any, opened: Opener) -> Opened:
 
 
 def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd | None) -> list[Job]:
-    """The jobs of all sources but `mutate`: each listed version with the one before it, Debian's patches, features."""
+    """The jobs of all sources but `mutate`: each listed version with the one before it, the patches of every listed
+    version of a Debian package, features. A version that is a binary package has neither tests nor patches."""
 
     def taken_back(version: str, older: str) -> Opened:
         previous = opened(package, older)[0].root
         repository = opened(package, version)[0]
         return repository, [Versions(previous, older, MOST_LINES)]
 
-    def patched() -> Opened:
-        repository, patches = opened(package, "")
+    def patched(version: str) -> Opened:
+        repository, patches = opened(package, version)
         return repository, [Patches(patches)]
 
-    pairs = itertools.pairwise((package.version, *package.previous)) if "versions" in sources else ()
-    jobs = [Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)) for new, old in pairs]
+    versions = (package.version, *package.previous)
+    tested = [version for version in versions if "=" not in version]
+    jobs = []
+    if "versions" in sources:
+        for place, old in enumerate(versions[1:], 1):
+            new = next(version for version in reversed(versions[:place]) if version in tested)
+            jobs.append(Job(f"{package.name} {new} from {old}", functools.partial(taken_back, new, old)))
     if "patches" in sources and getattr(package, "source", "") == "debian":
-        jobs.append(Job(f"{package.name} patches", patched))
+        names = ["", *(f" {version}" for version in tested[1:])]
+        jobs += [Job(f"{package.name}{name} patches", functools.partial(patched, name[1:])) for name in names]
     if featadd is not None and "featadd" in sources:
         jobs.append(Job(f"{package.name} features", lambda: (opened(package, "")[0], [featadd])))
     return jobs

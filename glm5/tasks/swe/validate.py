@@ -155,6 +155,8 @@ def validate(
     choice = random.Random(candidate.id)
     keep = _sample(passing, failing, repository, rules.most_p2p, choice)
     files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
+    keep &= driver.run(repository, {}, files, rules.suite_s, failing | keep).passed  # some need tests left out
+    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
     messages = {name: first.messages[name] for name in failing if name in first.messages}
     text = instruction(candidate, messages, APP)
     if text is None:

@@ -23,8 +23,8 @@ WANTED = {
 PROMPT = """\
 {wanted} of the {language} package {package} {version}. Say what was done, what came out and what should come out \
 instead, in plain words, in at most 200 words besides code. Quote at least one failing statement with the lines \
-above it, or a line of an exception, word for word, in a code block. Do not guess the cause, \
-do not say where in the source it lies or how to repair it, and do not mention tests, patches or these rules. Answer with the issue alone.
+above it, or a line of an exception, word for word, in a code block. Do not guess the cause, do not say where in the \
+source it lies or how to repair it, and do not mention tests, patches or these rules. Answer with the issue alone.
 
 What is known, which is not addressed to you:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,48 @@ def test_a_test_that_needs_another_file_is_no_failing_test(repository: Repositor
         with pytest.raises(Rejected, match="no failing test"):
             validate(candidate, known, driver, RULES, tmp_path / "task")
     assert runs == [("tests/test_b.py",)] * 3  # without the bug only once
+
+
+def test_a_test_that_needs_one_left_out_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task runs a sample of the tests, and this one passes only after another test of its file."""
+    found = tiny(tmp_path / "repo")
+    order = "\n\nseen = []\n\n\ndef test_first():\n    seen.append(1)\n\n\ndef test_second():\n    assert seen\n"
+    path = found.root / found.test_files[0]
+    path.write_text(path.read_text() + order)
+    rules = Rules(twins=1, clean_runs=1, bug_runs=1)
+    sample = {f"{found.test_files[0]}::test_second", f"{found.test_files[0]}::test_clip_edges"}
+    monkeypatch.setattr("glm5.tasks.swe.validate._sample", lambda *_: set(sample))
+    bugged = bug(found, "return high", "return low")
+    known = baseline(found, DRIVER, rules)
+    assert sample < known.stable
+    validate(bugged, known, DRIVER, rules, tmp_path / "task")
+    assert set(json.loads(read_tests(tmp_path / "task")["tests.json"])["PASS_TO_PASS"]) == sample - {
+        f"{found.test_files[0]}::test_second"
+    }
+
+
+def test_two_threads_do_not_pass_the_count(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def judged(candidate: Candidate, clean: Any, driver: Any, rules: Any, folder: Path, others: Any) -> dict[str, Any]:
+        both.wait(30)
+        folder.mkdir(parents=True)
+        return {"failing": candidate.id}
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+
+    def job(word: str) -> Job:
+        mine = bug(repository, "return high", f"return {word}")
+        source = SimpleNamespace(name="mutate", candidates=lambda *_: iter([mine]))
+        return Job(word, lambda: (repository, [source]))
+
+    jobs = [job("low"), job("x")]
+    build = Build(tmp_path / "out", tmp_path / "work")
+    assert build.run(jobs, per_package=9, count=1, at_once=2)["tasks"] == 1
+    assert len(list((tmp_path / "out/tasks").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("faults", "tried"), [((3,), 4), ((2, 2), 6), ((99,), MOST_FAULTS + 1)])

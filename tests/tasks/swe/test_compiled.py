@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import glob
+import io
 import random
 import shutil
+import tarfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from glm5.errors import GradingError
+from glm5.errors import DataError, GradingError
 from glm5.sandbox.environment import environment_mechanism
+from glm5.tasks.swe import debian
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.debian import Patch, licence
 from glm5.tasks.swe.driver import DRIVERS
 from glm5.tasks.swe.languages.crates import simplify
+from glm5.tasks.swe.languages.imports import Package, open_package
+from glm5.tasks.swe.make import SOURCES, _jobs
 from glm5.tasks.swe.patches import Patches, description, files, weight
 
 C_SOURCE = "int twice(int x)\n{\n    if (x > 100) {\n        return 100;\n    }\n    return x + x;\n}\n"
@@ -179,6 +185,81 @@ def test_a_patch_taken_back_is_a_candidate(tmp_path: Path) -> None:
     assert candidate.changes == {"src/tiny.c": "int twice(int x)\n{\n    return x + x;\n}\n"}
     assert candidate.origin == {"patch": "fix.patch", "advisory": "CVE-2024-12345"}
     assert description(fix) == "twice() of a large number is too large\nLarge numbers overflow."
+
+
+def test_a_source_package_without_its_dsc(tmp_path: Path) -> None:
+    """Some mirrors lack it. Upstream's archive is the tree, not the packaging's, and the patches are applied."""
+    if not shutil.which("patch"):
+        pytest.skip("this machine has no patch.")
+    packaging = {"patches/series": "# first\nfix.patch\n", "patches/fix.patch": PATCH, "control": "Source: tiny\n"}
+    bugged = C_SOURCE.replace("    if (x > 100) {\n        return 100;\n    }\n", "")
+    names = ["a.debian.tar.xz", "a.orig.tar.gz"]
+    archives = [tmp_path / name for name in names]
+    for path, top, contents in zip(archives, ("debian", "a-1"), (packaging, {"src/tiny.c": bugged}), strict=True):
+        with tarfile.open(path, "w:xz" if path.suffix == ".xz" else "w:gz") as tar:
+            for name, text in contents.items():
+                info = tarfile.TarInfo(f"{top}/{name}")
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text.encode()))
+    assert debian._assemble(archives, tmp_path / "tree") == ["fix.patch"]
+    assert (tmp_path / "tree/src/tiny.c").read_text() == C_SOURCE
+    assert debian._assemble(archives[1:], tmp_path / "plain") == []
+    assert (tmp_path / "plain/src/tiny.c").read_text() == bugged
+    with pytest.raises(DataError, match="lacks the archive"):
+        debian._assemble(archives[:1], tmp_path / "none")
+
+
+def test_source_files_of_a_binary_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve as the older one of two versions, which needs no tests."""
+    if not shutil.which("dpkg-deb"):
+        pytest.skip("this machine has no dpkg-deb.")
+    for name, text in {
+        "DEBIAN/control": "Package: ruby-x\nVersion: 1.0-1\nArchitecture: all\nMaintainer: x <x@x.x>\nDescription: x\n",
+        "usr/lib/ruby/vendor_ruby/x.rb": "X = 1\n", "usr/share/doc/ruby-x/copyright": "Files: *\nLicense: Expat\n",
+    }.items():  # fmt: skip
+        (tmp_path / "deb" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "deb" / name).write_text(text)
+    real = debian.run
+
+    def run(*command: str, cwd: Path | None = None) -> str:
+        if command[0] == "apt-get" and "download" in command:
+            assert command[-1] == "ruby-x=1.0-1"
+            return real("dpkg-deb", "-b", str(tmp_path / "deb"), str(cwd))
+        return "" if command[0] == "apt-get" else real(*command, cwd=cwd)
+
+    monkeypatch.setattr(debian, "run", run)
+    package = Package("ruby-x", "debian", "minitest", ("test/*.rb",), "2.0-1", previous=("ruby-x=1.0-1",))
+    found, patches = open_package(package, "ruby", tmp_path / "work", "ruby-x=1.0-1")
+    assert found.read("lib/x.rb") == "X = 1\n"
+    assert (found.version, found.licence, patches) == ("1.0-1", "Expat", ())
+    with pytest.raises(DataError, match="has no folder"):
+        debian.binary_tree("ruby-x", "1.0-1", {"usr/share/cargo/registry/*": "."}, tmp_path / "other")
+    with pytest.raises(DataError, match="no source files"):
+        open_package(package, "java", tmp_path / "work", "ruby-x=1.0-1")
+
+
+def test_jobs_of_a_debian_package() -> None:
+    """A binary package has no tests: it is the older one of the nearest version that has. Every version with tests has
+    patches."""
+    package = Package("x", "debian", "minitest", ("t",), "4-1", previous=("x=3-1", "2-1", "x=1-1", "x=0-1"))
+    names = [job.name for job in _jobs(package, SOURCES, lambda *_: pytest.fail("nothing is opened yet"))]
+    pairs = ["x 4-1 from x=3-1", "x 4-1 from 2-1", "x 2-1 from x=1-1", "x 2-1 from x=0-1"]
+    assert names == [*pairs, "x patches", "x 2-1 patches"]
+
+
+def test_a_java_test_file_that_does_not_compile_is_broken_alone(tmp_path: Path) -> None:
+    """So is a source that no test needs."""
+    if not glob.glob(NEEDS["java"]):
+        pytest.skip(f"this machine has no {NEEDS['java']}.")
+    repository = tiny(tmp_path, "java")
+    (tmp_path / "tests/OtherTest.java").write_text("import missing.Library;\n\npublic class OtherTest {\n}\n")
+    (tmp_path / "src/Unused.java").write_text("import missing.Library;\n\npublic class Unused {\n}\n")
+    two = replace(repository, test_files=("tests/OtherTest.java", *repository.test_files))
+    run = DRIVERS["java"].run(two, {}, two.test_files, 60)
+    assert run.stopped is None
+    assert run.outcomes == {
+        "tests/OtherTest.java": "error", "tests/TinyTest.java::small": "passed", "tests/TinyTest.java::large": "passed",
+    }  # fmt: skip
 
 
 def test_the_licence_of_most_files(tmp_path: Path) -> None:

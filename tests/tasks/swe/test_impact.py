@@ -51,3 +51,28 @@ def test_files_that_import_a_change_are_run_if_the_calls_do_not_tell(tmp_path: P
                     (root / name).write_text(whole)
                 assert reached(found, CALLS) == both[:count], (file, line)
     assert reached(candidate(tmp_path, text), None) == both
+
+
+def test_java_tests_that_name_a_changed_class(tmp_path: Path) -> None:
+    """Or a class that names it. Names of packages, methods and comments do not matter, those of classes do."""
+    texts = {
+        "src/Inner.java": "class Inner {}",
+        "src/Outer.java": "class Outer { Inner inner; }",
+        "src/Far.java": "class Far {}",
+        "tests/InnerTest.java": "class InnerTest { Inner x; }",
+        "tests/OuterTest.java": "class OuterTest extends Base {}",
+        "tests/Base.java": "class Base { Outer y; }",
+        "tests/FarTest.java": "class FarTest { Far far; int inner; }",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tests = tuple(sorted(name for name in texts if name.endswith("Test.java")))
+    java = replace(tiny(tmp_path / "tiny"), root=tmp_path, language="java", test_files=tests)
+
+    def found(path: str) -> list[str]:
+        return [Path(file).stem for file in reached(Candidate(java, "mutate", {path: "class X {}"}), None)]
+
+    assert found("src/Inner.java") == ["InnerTest", "OuterTest"]
+    assert found("src/Outer.java") == ["OuterTest"]
+    assert found("src/Far.java") == ["FarTest"]

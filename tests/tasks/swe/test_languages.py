@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.driver import DRIVERS, open_room
 from glm5.tasks.swe.folder import read_tests
 from glm5.tasks.swe.grading import grade
+from glm5.tasks.swe.in_room import suite
 from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.attacks import TITLES, additions
 from glm5.tasks.swe.languages.table import SYNTAX
@@ -161,6 +163,28 @@ def test_driver_reports_every_test_and_its_message(tmp_path: Path, framework: st
 
 
 @needs_rooms
+def test_ids_have_no_addresses_of_ruby_objects(tmp_path: Path) -> None:
+    """They differ from run to run."""
+    found = repository(tmp_path, "rspec")
+    (tmp_path / found.test_files[0]).write_text(
+        "describe 'ids' do\n  subject { Object.new }\n  it { same = subject; is_expected.to equal(same) }\nend\n"
+    )
+    run = DRIVERS["ruby"].run(found, {}, found.test_files, 60)
+    assert list(run.outcomes) == [f"{found.test_files[0]}::ids > is expected to equal #<Object:0x>"]
+
+
+def test_what_an_import_of_vitest_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"root": "/app", "files": ["src/a.test.ts"], "site": [], "select": None, "args": [],
+            "paths": [".", "@x/kit/query=src/query/index.ts", "@x/kit=src/index.ts"]}  # fmt: skip
+    told: dict[str, str] = {}
+    monkeypatch.setattr(suite, "link_modules", lambda _: None)
+    monkeypatch.setattr(suite.Suite, "launch", lambda _, command, **given: told.update(given) or (0, b"", b""))
+    suite.run_vitest(suite.Suite(spec))
+    assert [row["find"] for row in json.loads(told["VITEST_ALIASES"])] == ["@x/kit/query", "@x/kit"]
+    assert json.loads(told["VITEST_ALIASES"])[1]["replacement"] == "/app/src/index.ts"
+
+
+@needs_rooms
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["node", "rspec"])
 def test_task_pays_the_solution_and_nothing_else(tmp_path: Path, framework: str) -> None:
@@ -204,7 +228,7 @@ def test_lists_of_packages_are_well_formed() -> None:
     for language in SYNTAX:
         entries = imports.packages(language)
         assert entries
-        assert all(entry.tests and entry.version and entry.source in ("npm", "debian") for entry in entries)
+        assert all(entry.tests and entry.version and entry.source in ("npm", "debian", "deb") for entry in entries)
 
 
 def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:

@@ -188,14 +188,18 @@ def run_tape(suite: Suite) -> None:
 
 
 def run_vitest(suite: Suite) -> None:
-    """vitest, also for jest's API (`vi` stands for `jest`); the report is written by the parent of the workers."""
+    """vitest, also for jest's API (`vi` stands for `jest`); the report is written by the parent of the workers. Paths
+    NAME=PATH say which file or folder of the repository an import of NAME means."""
     link_modules(suite)
     command = ["node", f"{suite.site}/node_modules/vitest/vitest.mjs", "run", "--globals", "--no-color"]
     for name in ("vitest.config.mjs", "vitest.setup.mjs"):  # vite writes beside its configuration
         shutil.copy(os.path.join(REPORTERS, name), suite.scratch)
     command += ["--config", f"{suite.scratch}/vitest.config.mjs", "--root", suite.root, "--reporter=json"]
     command += [f"--outputFile={suite.report}", *suite.spec["args"]]
-    _, printed, raw = suite.launch([*command, *suite.files], NODE_ENV="test", VITEST_SCRATCH=suite.scratch)
+    pairs = [path.split("=", 1) for path in suite.spec["paths"] if "=" in path]
+    aliases = [{"find": name, "replacement": os.path.join(suite.root, path)} for name, path in pairs]
+    _, printed, raw = suite.launch([*command, *suite.files], NODE_ENV="test", VITEST_SCRATCH=suite.scratch,
+                                   VITEST_ALIASES=json.dumps(aliases))  # fmt: skip
     try:
         results = json.loads(raw)["testResults"]
     except (ValueError, KeyError, TypeError):

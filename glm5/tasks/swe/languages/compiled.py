@@ -20,6 +20,7 @@ sources = ["src/main/java"]         # folders
 helpers = ["src/test/java"]         # folders of tests; their files that are no test files are compiled too
 resources = ["src/test/resources"]  # folders on the class path
 jars = ["junit4.jar"]               # patterns below /usr/share/java
+whole = true                        # compile all sources, also those that no test file names (default: false)
 ```
 
 `cargo` needs a table that is not empty and reads nothing from it.
@@ -101,7 +102,8 @@ PROTECTED = {
     "c": ("config.h",), "cpp": ("config.h",), "rust": ("Cargo.toml", "Cargo.lock", ".cargo", "build.rs"), "java": (),
 }  # fmt: skip
 SYSTEM = {
-    "c": "gcc libc6-dev make", "cpp": "g++ make", "rust": "cargo", "java": "default-jdk-headless junit4 junit5",
+    "c": "gcc libc6-dev make", "cpp": "g++ make", "rust": "cargo-web",
+    "java": "default-jdk-headless junit4 junit5 libcommons-lang3-java libguava-java",
 }  # fmt: skip
 
 STUB = "/* The tests of this file are not shown. */\nint main(void)\n{\n    return 77;\n}\n"

@@ -4,23 +4,27 @@ The list of packages of a language is `languages/packages/LANGUAGE.toml`, one ta
 
 ```
 [package.NAME]
-source = "npm"                # or "debian": a source package of one of the releases in debian.SUITES
+source = "npm"                # or "debian": a source package of one of the releases in debian.SUITES;
+                              # or "deb": a binary package that has the source and its tests, such as a Rust crate
 origin = "libname"            # the package's name there, if it is not NAME
 folder = "a/b"                # folder of the package (a glob) that is the repository; default: all
 version = "1.2.3"
-previous = ["1.2.2", "1.2.1"] # older versions, newest first, for the source `versions`
+previous = ["1.2.2", "1.2.1"] # older versions, newest first, for the source `versions`; "ruby-x=1.2.1-1" is a
+                              # Debian binary package, which serves as the older of two versions only
 framework = "mocha"           # see in_room/suite.py
 tests = ["test/*.js"]         # globs of the test files
 sources = ["lib/**/*.js"]     # globs of the files that may be changed; default: all that are no tests
 requires = ["mocha@10.2.0"]   # npm packages, or Debian packages of the language
 protected = []                # further files, folders and name patterns that belong to the tests
-paths = ["lib"]               # import roots; of Go the import path, if neither go.mod nor Debian's control file has it
+paths = ["lib"]               # import roots; of Go the import path, if neither go.mod nor Debian's control file has it;
+                              # of vitest NAME=PATH: what an import of NAME means, longer names first
 args = []                     # further arguments of the test program
 ```
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +33,7 @@ import shutil
 import tempfile
 import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,7 @@ from typing import Any
 from glm5.errors import DataError
 from glm5.files import sha256_file
 from glm5.tasks.swe.candidate import Repository
-from glm5.tasks.swe.debian import Patch, SourceTree, download, run, source_tree
+from glm5.tasks.swe.debian import Patch, SourceTree, binary_tree, download, run, source_tree
 from glm5.tasks.swe.driver import fill_cache
 from glm5.tasks.swe.languages import compiled, crates
 from glm5.tasks.swe.languages.table import SYNTAX
@@ -60,10 +64,15 @@ SYSTEM = {
     "ruby": "ruby ruby-rspec ruby-minitest ruby-test-unit", **compiled.SYSTEM,
 }  # fmt: skip
 LIBRARIES = {
-    "ruby": "usr/lib/ruby/vendor_ruby usr/share/rubygems-integration/*/gems/*/lib",
+    "ruby": "usr/lib/ruby/vendor_ruby usr/lib/ruby/vendor_ruby/concurrent-ruby "
+    "usr/share/rubygems-integration/*/gems/*/lib",
     "php": "usr/share/php",
     "go": "usr/share/gocode",
 }
+BINARY = {
+    "ruby": dict.fromkeys(("usr/lib/ruby/vendor_ruby", "usr/share/rubygems-integration/*/gems/*/lib"), "lib"),
+    "rust": {"usr/share/cargo/registry/*": "."},
+}  # binary packages: folder with source files, its place in the repository
 
 
 @dataclass(frozen=True)
@@ -107,9 +116,15 @@ def open_package(
 ) -> tuple[Repository, tuple[Patch, ...]]:
     """Download, unpack and equip a version of a package (default: the listed one); the repository and the patches that
     are applied to it. Raises DataError."""
-    opened = {"npm": _npm, "debian": source_tree}
+    opened: dict[str, Callable[[str, str, Path], SourceTree]] = {
+        "npm": _npm, "debian": source_tree, "deb": functools.partial(_binary, language),
+    }  # fmt: skip
     if package.source not in opened:
         raise DataError(f"{package.name}: unknown source {package.source!r}; there are {', '.join(opened)}.")
+    if "=" in version:
+        name, _, older = version.partition("=")
+        tree = _binary(language, name, older, work)
+        return Repository(package.name, tree.version, tree.licence, tree.origin, tree.root, (), (), ()), ()
     tree = opened[package.source](package.origin or package.name, version or package.version, work)
     if package.folder:
         root = next(iter(sorted(tree.root.glob(package.folder))), tree.root)
@@ -184,6 +199,12 @@ def _import_path(tree: SourceTree) -> str:
     if found is None:
         raise DataError(f"{tree.root}: neither go.mod nor debian/control names the import path.")
     return found[1].strip('"')
+
+
+def _binary(language: str, name: str, version: str, work: Path) -> SourceTree:
+    if language not in BINARY:
+        raise DataError(f"{name}: binary packages of {language} have no source files.")
+    return binary_tree(name, version, BINARY[language], work)
 
 
 def _npm(name: str, version: str, work: Path) -> SourceTree:

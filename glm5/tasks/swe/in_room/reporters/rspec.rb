@@ -29,7 +29,8 @@ class OwnReporter
     groups = example.example_group.parent_groups.reverse.map(&:description)
     @file.puts JSON.generate({
       file: File.expand_path(example.metadata[:rerun_file_path]).delete_prefix(@root),
-      titles: [*groups, example.description].map { |t| t.to_s.scrub },
+      # generated descriptions show objects by an id that differs from run to run
+      titles: [*groups, example.description].map { |t| t.to_s.scrub.gsub(/(#<[\w:]+:0x)\h+/, '\1') },
       outcome: outcome, seconds: example.execution_result.run_time || 0,
       message: error ? "#{error.class}: #{error.message}".scrub : "",
       stack: error ? (error.backtrace || []).join("\n").scrub : ""

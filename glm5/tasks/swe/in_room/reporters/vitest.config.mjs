@@ -1,6 +1,7 @@
 // The repository's own configuration is not read.
 export default {
   cacheDir: process.env.VITEST_SCRATCH + "/cache",
+  resolve: { alias: JSON.parse(process.env.VITEST_ALIASES) },
   test: {
     watch: false,
     pool: "forks",
