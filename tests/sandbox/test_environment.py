@@ -31,6 +31,15 @@ from tests.rooms import needs_rooms
 
 pytestmark = needs_rooms
 SMALL = RoomLimits(memory_mb=256, processes=32, disk_mb=16, cpu_s=20, output_kb=16)
+SHARED = """import mmap, time
+with open("/dev/zero", "r+b") as file:
+    x = mmap.mmap(file.fileno(), 90 << 20)
+x.write(b"x" * (90 << 20))
+time.sleep(20)"""
+ZEROS = (  # a private mapping without reserve that is only read takes memory for page tables alone
+    "import mmap, time; n = 160 << 10; x = mmap.mmap(-1, n << 21, 0x4022, mmap.PROT_READ);"
+    "sum(x[i << 21] for i in range(n)); time.sleep(20)"
+)
 
 CROWD = """
 import os, time
@@ -120,6 +129,8 @@ def test_what_a_room_must_not_show(room: NamespaceEnvironment, tree: Path) -> No
             "for i in 1 2 3 4; do python3 -c 'import time; x = bytearray(90 << 20); time.sleep(20)' & done; wait",
             "memory",
         ),
+        (f"for i in 1 2 3 4; do python3 -c '{SHARED}' & done; wait", "memory"),
+        (f"python3 -c '{ZEROS}'", "memory"),
         ("head -c 40M /dev/zero > /tmp/x", "disk"),
         ("head -c 40M /dev/zero > /dev/shm/x", "disk"),
         ("kill -SEGV $$", "signal SIGSEGV"),
@@ -135,6 +146,15 @@ def test_limits_are_the_programs_failure(room: NamespaceEnvironment, command: st
     room.exec("rm -f /tmp/x /dev/shm/x")
     room.clear()
     assert said(room, "echo fine") == "fine\n"
+
+
+def test_a_file_that_many_processes_map_is_no_memory(room: NamespaceEnvironment) -> None:
+    """Together they map more than the limit, but of one file, for which the room's disk has a limit."""
+    code = 'import mmap, time; x = mmap.mmap(open("/tmp/x", "r+b").fileno(), 0); bytes(x); time.sleep(1)'
+    run = room.exec(
+        f"head -c 14M /dev/zero > /tmp/x; for i in $(seq 22); do python3 -c '{code}' & done; wait; echo all"
+    )
+    assert run.stdout == b"all\n" and run.stopped is None, run
 
 
 def test_services_live_on_until_they_are_cleared(room: NamespaceEnvironment) -> None:
