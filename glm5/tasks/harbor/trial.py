@@ -219,7 +219,7 @@ def plan_of(folder: TaskFolder, bases: tuple[str, ...] = ()) -> Plan:
         text = f"FROM {image}\n"
     else:
         text = folder.environment["Dockerfile"].data.decode("utf-8", "replace")
-    plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases)
+    plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases, present=folder.trees)
     if None in folder.trees.values() and plan.base not in bases:
         raise BuildError(
             "dependencies",
