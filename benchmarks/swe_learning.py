@@ -1,6 +1,6 @@
 """Does a policy learn to repair code in rooms? SFT, then RL on validated SWE tasks, on a slice that a laptop can train.
 
-    python benchmarks/swe_learning.py [--seeds 0 1 2] [--updates 25]
+    python benchmarks/swe_learning.py [--seeds 1 2 3] [--updates 25]
 
 The slice: modules of two documented functions (`glm5.tasks.coding.pieces`; files of at most 60 lines) with tests. The
 factory (`glm5.tasks.swe`) makes the tasks: one mutation each, validated, graded by the hidden tests in rooms of their
@@ -22,10 +22,13 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import itertools
 import json
 import random
+import re
+import runpy
+import tempfile
 import time
-import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
 from glm5.config.load import load_recipe
 from glm5.config.recipe import RunRecipe
-from glm5.data.sft import Conversation, write_conversations
+from glm5.data.sft import Conversation, TurnMarks, write_conversations
 from glm5.eval.harness import play_skill
 from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -51,10 +54,12 @@ from glm5.tasks.swe.driver import APP
 from glm5.tasks.swe.mutate import Mutations, apply, places
 from glm5.tasks.swe.text import instruction
 
-HELD_OUT, PROMPTS, DEMONSTRATIONS = 250, 500, 6000
+HELD_OUT, PROMPTS, DEMONSTRATIONS = 250, 500, 12_000
 PER_MODULE = 2
 CASES = 8
 LONGEST = 36  # characters of an argument
+SLIPS, GIVES_UP = 0.4, 0.5
+PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 TESTS = "test_m.py"
 NAMES = """amber birch cedar delta ember fjord grove heron inlet jetty knoll larch maple north ocean pearl quill ridge
 slate trail umber vista wharf yield""".split()
@@ -67,13 +72,20 @@ runs = "RUNS"
 RANDOM = """\
 preset = "nano"
 [model]
+vocab_size = 1024
 use_dsa = false
 max_position_embeddings = 1024
 [[stages]]
 name = "tokenizer"
 kind = "tokenizer"
 sources = ["TEXTS"]
-vocab_size = 512
+vocab_size = 1024
+[[stages]]
+name = "text"
+kind = "pretrain"
+rows = 16
+row_length = 512
+optim = { steps = STEPS, lr = 1.5e-2, final_lr = 4e-3, warmup = 8 }
 """
 SFT = """
 [[stages]]
@@ -93,14 +105,14 @@ prompts = 8
 group = 8
 concurrency = 64
 max_tokens = 96
-max_turns = 4
+max_turns = 6
 max_context = 640
 max_staleness = 1
 optim = { steps = UPDATES, lr = 5e-4, schedule = "constant" }
 [[stages.families]]
 name = "swe"
 render_tools = false
-options = { folder = "FOLDER", held_out = 0.0, max_turns = 4, thinking = false }
+options = { folder = "FOLDER", held_out = 0.0, max_turns = 6, thinking = false }
 """
 
 
@@ -180,38 +192,88 @@ def build(root: Path, split: str, count: int) -> Path:
 
 
 def failures(text: str, tests: str) -> dict[str, str]:
-    """Test id to its statement and exception, for the tests that fail with the module `text`."""
-    found, scope = {}, dict[str, Any]()
-    exec(compile(text, "m.py", "exec"), scope)  # our own code with a mutation, without loops that do not end
-    case = unittest.TestCase()
+    """Test id to its statement and exception, for the tests that fail with the module `text`. It runs in this process:
+    our own code with a mutation, without loops that might not end."""
+    found = {}
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write("\n".join([text, *(line for line in tests.split("\n") if not line.startswith("from m "))]))
+        file.flush()
+        case = runpy.run_path(file.name)["Tests"]
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.FunctionDef):
-            statement = ast.unparse(node.body[0])
             try:
-                exec(statement, {**scope, "self": case})
+                case(node.name).debug()
             except Exception as error:
-                found[f"test_m.Tests.{node.name}"] = f"{statement}\n\n{type(error).__name__}: {error}"
+                found[f"test_m.Tests.{node.name}"] = f"{ast.unparse(node.body[0])}\n\n{type(error).__name__}: {error}"
     return found
 
 
-def conversation(task: str, file: str, bugged: str, fixed: str) -> Conversation | None:
-    """Read, edit, end; None if the line with the bug does not stand alone."""
-    changed = [(a, b) for a, b in zip(bugged.split("\n"), fixed.split("\n"), strict=False) if a != b]
-    if len(changed) != 1 or bugged.count("\n") != fixed.count("\n") or bugged.count(changed[0][0].strip()) != 1:
+def edit(bugged: str, fixed: str) -> tuple[str, str] | None:
+    """Old and new text of an edit: what differs, widened by whole words until the old text occurs once; None if lines
+    differ at several places."""
+    if bugged.count("\n") != fixed.count("\n"):
         return None
-    old, new = (line.strip() for line in changed[0])
-    return Conversation([
+    lines = zip(bugged.split("\n"), fixed.split("\n"), strict=True)
+    changed = [tuple(PIECE.findall(line) for line in pair) for pair in lines if pair[0] != pair[1]]
+    if len(changed) != 1:
+        return None
+    old, new = changed[0]
+    pairs = list(itertools.zip_longest(old, new))
+    first = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    same = next(i for i, (a, b) in enumerate(itertools.zip_longest(old[::-1], new[::-1])) if a != b)
+    last = min(same, len(old) - first, len(new) - first)  # pieces at the end that stay
+    while True:
+        parts = ["".join(line[first : len(line) - last]) for line in (old, new)]
+        if bugged.count(parts[0]) == 1 and all(part.strip() for part in parts):
+            return parts[0], parts[1]
+        if first == last == 0:
+            return None
+        first, last = max(0, first - 1), max(0, last - 1)
+
+
+def slip(text: str, old: str, choice: random.Random) -> str | None:
+    """`old` with one piece changed, so that it does not occur once."""
+    pieces, others = PIECE.findall(old), PIECE.findall(text)
+    for _ in range(10):
+        changed = list(pieces)
+        changed[choice.randrange(len(changed))] = choice.choice(others)
+        if text.count("".join(changed)) != 1:
+            return "".join(changed)
+    return None
+
+
+def conversation(task: str, file: str, bugged: str, fixed: str, choice: random.Random) -> Conversation | None:
+    """Read, edit, end; None if one edit does not do. A share of SLIPS first tries an edit that is refused, which is
+    context only, and of these a share of GIVES_UP ends there."""
+    change = edit(bugged, fixed)
+    if change is None:
+        return None
+    old, new = change
+    messages = [
         Message("user", task),
         Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat {file}"}),)),
         Message("tool", bugged),
-        Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": old, "new": new}),)),
-        Message("tool", "[edited]"),
-        Message("assistant", "done"),
-    ])  # fmt: skip
+    ]
+    marks, solved = {}, True
+    while len(messages) < 7 and choice.random() < SLIPS and (wrong := slip(bugged, old, choice)) is not None:
+        marks[len(messages)] = TurnMarks(calls=(0,))
+        messages += [
+            Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": wrong, "new": new}),)),
+            Message("tool", f"error: the old text occurs {bugged.count(wrong)} times in {file}"),
+        ]
+        if choice.random() < GIVES_UP:
+            solved = False
+            break
+    if solved:
+        messages += [
+            Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": old, "new": new}),)),
+            Message("tool", "[edited]"),
+        ]
+    return Conversation([*messages, Message("assistant", "done")], marks=marks)
 
 
 def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
-    made = 0
+    made, choice = 0, random.Random("slips")
     for repository in repositories("train", root):
         fixed, checks = repository.read("m.py"), repository.read(TESTS)
         kept = 0
@@ -219,7 +281,7 @@ def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
             bugged = candidate.changes["m.py"] or ""
             found = failures(bugged, checks)
             text = instruction(candidate, found, APP) if found else None
-            shown = conversation(text, "m.py", bugged, fixed) if text else None
+            shown = conversation(text, "m.py", bugged, fixed, choice) if text else None
             if shown is not None:
                 yield shown
                 made, kept = made + 1, kept + 1
@@ -239,20 +301,21 @@ def texts(shown: Sequence[Conversation], file: Path) -> None:
     file.write_text("\n".join(said), encoding="utf-8")
 
 
-def run(text: str, folder: Path, name: str) -> Path:
-    """Run a recipe; the folder of its last checkpoint."""
+def run(text: str, folder: Path, name: str) -> tuple[Path, float]:
+    """Run a recipe, or what is left of it: the folder of its last checkpoint, and the seconds that training took."""
     file = folder / f"{name}.toml"
     file.write_text(text.replace("NAME", name), encoding="utf-8")
     run_pipeline(load_recipe(file, RunRecipe, []))
-    return folder / "runs" / name / "final"
+    results = json.loads((folder / "runs" / name / "results.json").read_text(encoding="utf-8"))
+    return folder / "runs" / name / "final", sum(s["train_seconds"] for s in results["times"]["stages"].values())
 
 
 def evaluate(policy: Path, tasks: Path, count: int) -> tuple[list[bool], float]:
     """Whether the policy solves each held-out task, one sample each; the seconds of an episode."""
     model, tokenizer = GLM5ForCausalLM.from_pretrained(policy), Tokenizer.load(policy)
-    options = {"folder": str(tasks), "held_out": 0.9999, "max_turns": 4, "thinking": False}
+    options = {"folder": str(tasks), "held_out": 0.9999, "max_turns": 6, "thinking": False}
     family = FamilyConfig(name="swe", options=options, render_tools=False)
-    config = EvalConfig(problems=count, max_tokens=96, max_turns=4, max_context=640, samples=1, ks=[1])
+    config = EvalConfig(problems=count, max_tokens=96, max_turns=6, max_context=640, samples=1, ks=[1])
     start = time.monotonic()
     played = sorted(play_skill(model, tokenizer, family, config, seed=0), key=lambda t: t.group)
     return [one.outcome is Outcome.SOLVED for one in played], (time.monotonic() - start) / count
@@ -280,29 +343,25 @@ def search(task: Path, seconds: float) -> bool:
 def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: Path) -> dict[str, Any]:
     folder = options.out.absolute() / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    shown = list(demonstrations(options.out / "modules", DEMONSTRATIONS))
-    write_conversations(folder / "demonstrations.jsonl", shown)
-    texts(shown[:2000], folder / "texts.txt")
+    data, sources = (options.out.absolute() / name for name in ("demonstrations.jsonl", "texts.txt"))
     head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
-    sft = SFT.replace("DATA", str(folder / "demonstrations.jsonl"))
-    first = head.replace("START", "") + RANDOM.replace("TEXTS", str(folder / "texts.txt"))
-    began = time.monotonic()
-    start = run(first + sft.replace("STEPS", str(options.sft_steps)).replace("LR", "6e-3"), folder, "start")
-    per_step = (time.monotonic() - began) / options.sft_steps
+    sft = SFT.replace("DATA", str(data))
+    random_start = RANDOM.replace("TEXTS", str(sources)).replace("STEPS", str(options.text_steps))
+    text, _ = run(head.replace("START", "") + random_start, folder, "text")
+    stage = sft.replace("STEPS", str(options.sft_steps)).replace("LR", "1e-2")
+    start, sft_s = run(head.replace("START", f'start = "{text}"') + stage, folder, "start")
     again = head.replace("START", f'start = "{start}"')
-    found: dict[str, Any] = {"seed": seed, "seconds": {"sft": round(time.monotonic() - began)}}
-    began = time.monotonic()
     stage = RL.replace("UPDATES", str(options.updates)).replace("FOLDER", str(prompts.absolute()))
-    policies = {"start": start, "rl": run(again + stage, folder, "rl")}
-    taken = time.monotonic() - began
-    found["seconds"]["rl"] = round(taken)
-    more = sft.replace("STEPS", str(max(1, round(taken / per_step)))).replace("LR", "2e-3")
-    policies["sft goes on"] = run(again + more, folder, "more")
+    after, rl_s = run(again + stage, folder, "rl")
+    steps = max(1, round(rl_s / sft_s * options.sft_steps))
+    more, more_s = run(again + sft.replace("STEPS", str(steps)).replace("LR", "2e-3"), folder, "more")
+    policies = {"start": start, "rl": after, "sft goes on": more}
     played = {name: evaluate(policy, held_out, options.held_out) for name, policy in policies.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
     tasks = sorted((held_out / "tasks").iterdir())[: options.held_out]
     solved["search"] = [search(task, played["rl"][1]) for task in tasks]
-    found["seconds"]["episode"] = round(played["rl"][1], 3)
+    seconds = {"sft": sft_s, "rl": rl_s, "sft goes on": more_s, "episode": played["rl"][1]}
+    found: dict[str, Any] = {"seed": seed, "seconds": {name: round(value, 2) for name, value in seconds.items()}}
     for name, wins in solved.items():
         found[name] = {"rate": sum(wins) / len(wins)}
         if name in ("rl", "sft goes on"):
@@ -313,16 +372,23 @@ def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--updates", type=int, default=25)
-    parser.add_argument("--sft-steps", type=int, default=400)
+    parser.add_argument("--text-steps", type=int, default=250)
+    parser.add_argument("--sft-steps", type=int, default=250)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/swe-learning"))
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     prompts = build(options.out / "modules", "rl", options.prompts)
     held_out = build(options.out / "modules", "heldout", options.held_out)
+    data = options.out / "demonstrations.jsonl"
+    if not data.exists():
+        shown = list(demonstrations(options.out / "modules", DEMONSTRATIONS))
+        texts(shown, options.out / "texts.txt")
+        write_conversations(data, shown)
     found = []
     for seed in options.seeds:
         found.append(experiment(seed, options, prompts, held_out))

@@ -18,7 +18,7 @@ from glm5.agents.notes import project_notes
 from glm5.agents.session_log import VERSION, SessionLog
 from glm5.agents.tools import CHANGING, SPECS, ToolResult, Tools, detect_tests
 from glm5.agents.wire import SignedMessage
-from glm5.agents.workspace import ROOT, Changes, File, TooManyFiles, Workspace, base_file, restore
+from glm5.agents.workspace import ROOT, Changes, File, TooManyFiles, Workspace, base_file, diff, restore
 from glm5.errors import DataError
 from glm5.records import Message, ToolCall
 from glm5.sandbox.programs import Room
@@ -26,6 +26,8 @@ from glm5.sandbox.programs import Room
 Reason = Literal["done", "turns", "tokens", "seconds", "malformed", "repeated", "endpoint", "interrupted"]
 MOST_CALLS = 16
 """Calls of one reply that are carried out."""
+MOST_PATCH = 1 << 16
+"""Characters that the log keeps of what one call changed; the files themselves are kept whole."""
 MOST_MALFORMED, MOST_REPEATED = 3, 4
 """Replies in a row without a usable call or text, and equal calls with equal results in a row, that end a session."""
 CUT = frozenset(("length", "max_tokens"))
@@ -293,8 +295,10 @@ class CodingAgent:
             if path not in self._seen:
                 before = base_file(self._repo, path)
                 self._seen[path] = None if before is None else before.digest
+        patch = diff(self._repo, found.files, self._files)
         self._files = dict(found.files)
-        return {"files": self.log.keep(found.files), "seen": self._seen, "left_out": self._left_out}
+        kept = {"files": self.log.keep(found.files), "seen": self._seen, "left_out": self._left_out}
+        return kept | {"diff": patch[:MOST_PATCH]}
 
     def _note_result(self, call: ToolCall, result: ToolResult) -> None:
         self._append(Message("tool", result.content))

@@ -18,7 +18,8 @@ from glm5.agents.session_log import SessionLog
 from glm5.agents.tools import SPECS
 from glm5.agents.workspace import ROOT, apply, check_work_tree, diff, safety_commit
 from glm5.errors import UsageError
-from glm5.sandbox.environment import NamespaceEnvironment, RoomLimits
+from glm5.sandbox.container import open_environment
+from glm5.sandbox.environment import RoomLimits
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def play(settings: Settings, options: Options, view: View | None = None) -> tupl
         )
         model, measure = stack.enter_context(opened)
         limits = RoomLimits(memory_mb=options.memory_mb, disk_mb=options.disk_mb)
-        room = stack.enter_context(NamespaceEnvironment({ROOT: repo}, read_only=options.show, limits=limits))
+        room = stack.enter_context(open_environment({ROOT: repo}, read_only=options.show, limits=limits))
         paths = [*options.paths, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
         env = {"PATH": ":".join(paths)} if options.paths else {}
         agent = CodingAgent(settings, model, room, log, view or View(), measure.count, measure.overhead, env)

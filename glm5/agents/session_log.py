@@ -8,7 +8,7 @@ Events, by `kind`:
     start   task, settings and tools of the session; the first line
     reply   a message of the model, its token counts, the arguments that were not JSON, and what became of each earlier
             message in its prompt (`actions`: k kept, o omitted, d dropped)
-    result  the result of one call, with the files changed by then if they differ from those before
+    result  the result of one call; if files changed, all files changed so far, and a patch of what it changed (`diff`)
     note    what the agent itself told the model
     end     why the session ended; a resumed session has several
 """

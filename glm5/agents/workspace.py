@@ -291,9 +291,16 @@ def _git(
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def diff(repo: Path, files: Mapping[str, File]) -> str:
-    """The changes as a patch for `git apply`; binary files are only named."""
-    return "".join(_file_diff(path, base_file(repo, path), files[path]) for path in sorted(files))
+def diff(repo: Path, files: Mapping[str, File], since: Mapping[str, File] | None = None) -> str:
+    """The changes as a patch for `git apply`; binary files are only named. With `since`, what has changed since those
+    changes."""
+    parts = []
+    for path in sorted({*files, *(since or {})}):
+        base = base_file(repo, path)
+        before, after = (since or {}).get(path, base), files.get(path, base or File(None))
+        if before != after:
+            parts.append(_file_diff(path, None if before is None or before.data is None else before, after))
+    return "".join(parts)
 
 
 def _file_diff(path: str, before: File | None, after: File) -> str:

@@ -208,8 +208,13 @@ def reproduce(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write RUN/report.html."""
+def report(run: Annotated[Path, typer.Argument(help="A run folder, or the log of a session of `glm5 agent`.")]) -> None:
+    """Write RUN/report.html, or beside a session's log a page that shows it step by step."""
+    if run.is_file():
+        from glm5.report.session import build_session_page
+
+        typer.echo(f"Session: {build_session_page(run)}")
+        return
     from glm5.report import build_report
 
     typer.echo(f"Report: {build_report(run)}")

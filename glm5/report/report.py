@@ -44,7 +44,12 @@ def build_report(run_dir: Path, out: Path | None = None) -> Path:
 
 def render(run: Run) -> str:
     """The page as text."""
-    environment = Environment(
+    return environment().from_string(TEMPLATE.read_text(encoding="utf-8")).render(_context(run))
+
+
+def environment() -> Environment:
+    """Of a template whose printed values are inert text unless they are HTML already."""
+    made = Environment(
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_finalize,
@@ -52,8 +57,8 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["visible"] = visible
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(_context(run))
+    made.filters["visible"] = visible
+    return made
 
 
 def _finalize(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 MECHANISMS = {"root": "Linux namespaces (root)", "user": "Linux user namespaces"}
@@ -17,11 +18,12 @@ class Clock:
 
     On a busy machine, the time that a program waits for a core does not count, up to `MOST_STRETCH` times the limit.
     The bound keeps a program with many threads from extending its run without end. `room` is the process outside of
-    the room.
+    the room. At `due`, by the monotonic clock, its time is over in any case.
     """
 
-    def __init__(self, room: int, wall_s: float) -> None:
+    def __init__(self, room: int, wall_s: float, due: float | None = None) -> None:
         self._room, self._wall_s, self._before = room, wall_s, waited_for_a_core(room)
+        self._due = math.inf if due is None else due
         self._end = time.monotonic() + wall_s
         self._granted = 0.0  # added seconds of waiting
 
@@ -32,7 +34,7 @@ class Clock:
             left += waited - self._granted
             self._end += waited - self._granted
             self._granted = waited
-        return left
+        return min(left, self._due - time.monotonic())
 
 
 def waited_for_a_core(pid: int) -> float:

@@ -3,6 +3,7 @@
 Harbor (Python 3.12 or newer) is not a dependency: install glm5 into Harbor's own virtual environment, without torch if
 you like. The task's Dockerfile is carried out by `dockerfile_build`; what it asks for beyond the subset is Harbor's
 `SandboxBuildFailedError`. There is no network, and one ordinary user, who may change every file: `user` is ignored.
+A room's Python is the one that Harbor's virtual environment was made with.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from glm5.errors import GradingError
+from glm5.errors import ConfigError, GradingError
 from glm5.sandbox import programs
+from glm5.sandbox.cancel import CURRENT, CancelToken
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base
 from glm5.sandbox.environment import NamespaceEnvironment, RoomLimits, environment_mechanism
@@ -31,9 +33,13 @@ FOREVER_S = 7 * 86_400.0
 
 
 class RoomEnvironment(BaseEnvironment):
-    """One room. Harbor's constructor and methods; see `harbor.environments.base.BaseEnvironment`."""
+    """One room. Harbor's constructor and methods; see `harbor.environments.base.BaseEnvironment`.
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    `base` (`--ek base=IMAGE=DIR`): the folders of DIR stand for FROM IMAGE. Raises ConfigError if DIR is no folder.
+    """
+
+    def __init__(self, *args: Any, base: str | None = None, **keywords: Any) -> None:
+        self._bases = _bases(base)
         self._plan = Plan("", (), {}, "/")
         self._context: dict[str, File] = {}
         self._room: NamespaceEnvironment | None = None
@@ -81,9 +87,9 @@ class RoomEnvironment(BaseEnvironment):
                 self._context[f"{path.relative_to(folder).as_posix()}/"] = File(b"")
         given = self._context.get("Dockerfile")
         text = given.data.decode("utf-8", "replace") if given else f"FROM {config.docker_image}\n"
-        self._plan = read_dockerfile(text, self._context, machine_base())
+        self._plan = read_dockerfile(text, self._context, machine_base(), bases=tuple(self._bases))
         limits = RoomLimits(memory_mb=config.memory_mb or 2048, disk_mb=config.storage_mb or 1024)
-        room = NamespaceEnvironment(limits=limits)
+        room = NamespaceEnvironment(self._bases.get(self._plan.base), limits=limits)
         room.start()
         try:
             build(room, self._plan, self._context, config.build_timeout_sec)
@@ -98,10 +104,13 @@ class RoomEnvironment(BaseEnvironment):
 
     async def stop(self, delete: bool) -> None:
         """End the room's processes and drop its files."""
+        await self._call(self._close)
+        self._thread.shutdown(wait=False)
+
+    def _close(self) -> None:
         room, self._room = self._room, None
         if room is not None:
-            await self._call(room.stop)
-        self._thread.shutdown(wait=False)
+            room.stop()
 
     async def exec(
         self,
@@ -159,4 +168,28 @@ class RoomEnvironment(BaseEnvironment):
         return self._open.exec(command, cwd=cwd, env=env, timeout_s=seconds or FOREVER_S)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """The result of `work` in the room's thread. A cancellation, such as Harbor's at an agent's time limit, ends
+        the program that `work` waits for, so that the next call finds the thread free."""
+        token = CancelToken()
+
+        def cancellable() -> T:
+            CURRENT.set(token)
+            return work()
+
+        future = self._thread.submit(cancellable)
+        future.add_done_callback(lambda _: token.close())
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            token.cancel()
+            raise
+
+
+def _bases(text: str | None) -> dict[str, dict[str, Path]]:
+    """The folders that stand for an image, by their places, from `IMAGE=DIR`."""
+    if text is None:
+        return {}
+    image, _, folder = text.partition("=")
+    if not (image and folder and Path(folder).is_dir()):
+        raise ConfigError(f"base={text:.200}: it takes IMAGE=DIR, and DIR must be a folder.")
+    return {image: {f"/{path.name}": path for path in sorted(Path(folder).iterdir()) if path.is_dir()}}

@@ -70,7 +70,10 @@ class ExecResult:
 
 
 class Room:
-    """A room in which programs can be started. Use it from one thread at a time."""
+    """A room in which programs can be started. Use it from one thread at a time. `machine`: whether its programs are
+    this machine's."""
+
+    machine = True
 
     def __init__(self, limits: RoomLimits, gateway: Address | None) -> None:
         self.limits, self.gateway = limits, gateway
@@ -78,6 +81,7 @@ class Room:
         self._channel: socket.socket | None = None
         self._files: RoomFiles | None = None
         self._pid = self._spared = 0  # the launcher outside, and a program inside that `clear` spares
+        self.due: float | None = None  # when every program must have ended, by the monotonic clock
         self._sum_of_cpu = False  # whether `cpu_s` holds for all processes together as well
 
     def __enter__(self) -> Self:
@@ -344,7 +348,7 @@ class Run:
     def _serve(self, timeout_s: float) -> tuple[str | None, bool]:
         """Until the program ends or must be ended: the reason to end it, and whether it was at its process limit."""
         room, limits, crowded = self._room, self._room.limits, False
-        clock = Clock(room._pid, timeout_s)
+        clock = Clock(room._pid, timeout_s, room.due)
         look = time.monotonic() + WATCH_S
         before = measure(room._pid, sys.maxsize).cpu_s if room._sum_of_cpu else 0.0
         while self._open:

@@ -69,6 +69,8 @@ class RoomFiles:
                 raise RoomFileError(f"{path} of the room is not a regular file.")
             while len(data) <= limit and (chunk := os.read(descriptor, min(CHUNK, limit + 1 - len(data)))):
                 data += chunk
+        except OSError as error:  # of /proc: the memory of a process
+            raise RoomFileError(f"{path} of the room cannot be read: {_why(error)}.") from error
         finally:
             os.close(descriptor)
         if len(data) > limit:
@@ -133,7 +135,7 @@ class RoomFiles:
                 for name in sorted(os.listdir(folder)):
                     try:
                         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    except FileNotFoundError:
+                    except OSError:  # it is gone, or its folder may be listed only
                         continue
                     if (count := count + 1) > most:
                         raise RoomFileError(f"{path} of the room has more than {most:,} entries.")

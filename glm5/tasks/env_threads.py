@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from glm5.errors import EnvironmentTimeout, text_of
-from glm5.sandbox.cancel import CURRENT, CancelToken
+from glm5.sandbox.cancel import CURRENT, DEADLINE, CancelToken
 
 PATIENCE_S = 1.5
 """Seconds that `close` waits for running environments."""
@@ -162,6 +162,7 @@ class EnvThreadPool:
             if future.set_running_or_notify_cancel():
                 with self._lock:
                     self._running[own] = (future, time.monotonic())
+                DEADLINE.set((time.monotonic() + self._limit, self._limit))
                 result, error = None, None
                 try:
                     result = work(*args)

@@ -87,7 +87,9 @@ def test_a_task_is_solved_and_nothing_outside_changes(repo: Path, tmp_path: Path
     assert "a + b" in (repo / "sums.py").read_text()
     said = json.dumps(model.bodies[-1])
     assert "[exit code 1]" in said and "[exit code 0]" in said and "Changed sums.py at line 2." in said
-    kinds = [event["kind"] for event in read_log(tmp_path / "log.jsonl")[0]]
+    events = read_log(tmp_path / "log.jsonl")[0]
+    assert [event["diff"] for event in events if "diff" in event] == [patch]
+    kinds = [event["kind"] for event in events]
     assert kinds == ["start", "reply", "result", "result", "reply", "result", "reply", "result", "reply", "end"]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,23 +17,39 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def interpreter(name: str, *more: str, ours: bool = False) -> Path:
-    """The interpreter of an environment with the packages of `requirements-NAME.txt` and of `more`. With `ours`, it
-    also finds the packages of our own environment, after its own. Skips the test if pip cannot install them."""
+def newer_python(least: tuple[int, int]) -> str:
+    """A Python of at least this version: ours, one on the PATH or one of pyenv. Skips the test if there is none."""
+    if sys.version_info >= least:
+        return sys.executable
+    versions = range(least[1], least[1] + 4)
+    found = [shutil.which(f"python{least[0]}.{minor}") for minor in versions]
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    found += [str(path) for minor in versions for path in sorted(pyenv.glob(f"{least[0]}.{minor}.*/bin/python3"))]
+    for python in filter(None, found):  # a shim of pyenv may stand for none
+        if subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, timeout=60).returncode == 0:
+            return python
+    pytest.skip(f"needs Python {least[0]}.{least[1]} or newer, which is neither on the PATH nor in {pyenv}")
+
+
+def interpreter(name: str, *more: str, ours: bool = False, python: str = sys.executable) -> Path:
+    """The interpreter of an environment with the packages of `requirements-NAME.txt` and of `more`, made with `python`.
+    With `ours`, it also finds the packages of our own environment, after its own. Skips the test if pip cannot install
+    them."""
     requirements = HERE / f"requirements-{name}.txt"
     key = " ".join((requirements.read_text(encoding="utf-8"), sys.prefix, sys.version, *more))
+    key += "" if python == sys.executable else python
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm5"
     folder = cache / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ready").exists():
-            _make(folder, ours, ["-r", str(requirements), *more])
+            _make(folder, python, ours, ["-r", str(requirements), *more])
     return folder / "bin" / "python"
 
 
-def _make(folder: Path, ours: bool, packages: list[str]) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
+def _make(folder: Path, base: str, ours: bool, packages: list[str]) -> None:
+    subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
     python = str(folder / "bin" / "python")
     if ours:
         where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]

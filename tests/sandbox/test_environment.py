@@ -26,6 +26,7 @@ from glm5.sandbox.environment import (
     python_files,
 )
 from glm5.sandbox.room import interpreter
+from glm5.sandbox.room_files import RoomFiles
 from tests.rooms import needs_rooms
 
 pytestmark = needs_rooms
@@ -177,6 +178,7 @@ def test_files_are_moved_from_outside_and_links_are_never_followed(room: Namespa
         "/app/large",
         "/app/none",
         "/../../app/link",
+        "/proc/1/mem",
     ):
         with pytest.raises(RoomFileError, match="of the room"):
             room.download(path, limit=1 << 20)
@@ -194,6 +196,30 @@ def test_files_are_moved_from_outside_and_links_are_never_followed(room: Namespa
     (tmp_path / "up" / "l").symlink_to(secret)
     room.upload_tree(tmp_path / "up", "/data/up")
     assert said(room, "cd /data; find . | sort; cat up/in/f; echo x >> up/in/f") == ".\n./up\n./up/in\n./up/in/f\nup"
+
+
+def test_a_folder_that_may_only_be_listed_looks_empty(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "shut" / "file").touch()
+    (tmp_path / "open").touch()
+    (tmp_path / "shut").chmod(0o444)
+    files = RoomFiles(os.open(tmp_path, os.O_RDONLY), None)
+    try:
+        if os.geteuid() == 0:
+            os.chmod(tmp_path, 0o755)
+            os.seteuid(65534)
+        found = [entry.path for entry in files.entries("/")]
+    finally:
+        os.seteuid(os.getuid())
+        os.close(files.root)
+        (tmp_path / "shut").chmod(0o755)
+    assert found == ["/open", "/shut"]
+
+
+def test_at_its_due_time_a_program_ends_whatever_its_limit(room: NamespaceEnvironment) -> None:
+    room.due = time.monotonic() + 0.5
+    run = room.exec("for i in 1 2 3 4 5 6 7 8; do while :; do :; done & done; wait", timeout_s=60)
+    assert (run.stopped, run.seconds < 10) == ("wall", True)
 
 
 def test_the_verifier_room(room: NamespaceEnvironment) -> None:

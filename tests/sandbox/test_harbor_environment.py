@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from glm5.errors import GradingError
+from glm5.errors import ConfigError, GradingError
 from glm5.sandbox.environment import environment_mechanism
 
 
@@ -89,6 +89,41 @@ def test_a_trial_in_harbors_order(room_environment: Any, tmp_path: Path) -> None
             await environment.stop(delete=True)
 
     asyncio.run(play())
+
+
+def test_a_cancelled_command_ends_and_leaves_the_room_usable(room_environment: Any, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM ubuntu\n")
+
+    async def play() -> None:
+        environment = room_environment(tmp_path, Config())
+        await environment.start(force_build=False)
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(environment.exec("sleep 9999"), 0.5)
+            async with asyncio.timeout(30):
+                assert "sleep" not in (await environment.exec("cat /proc/[0-9]*/cmdline")).stdout
+        finally:
+            await environment.stop(delete=True)
+
+    asyncio.run(play())
+
+
+def test_a_base_is_a_folder_that_stands_for_an_image(room_environment: Any, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM own:1\nRUN cp /data/in /data/out\n")
+    (tmp_path / "base" / "data").mkdir(parents=True)
+    (tmp_path / "base" / "data" / "in").write_text("1")
+
+    async def play() -> None:
+        environment = room_environment(tmp_path, Config(), base=f"own:1={tmp_path / 'base'}")
+        await environment.start(force_build=False)
+        try:
+            assert (await environment.exec("cat /data/out")).stdout == "1"
+        finally:
+            await environment.stop(delete=True)
+
+    asyncio.run(play())
+    with pytest.raises(ConfigError, match="IMAGE=DIR"):
+        room_environment(tmp_path, Config(), base="own:1")
 
 
 def test_definitions_that_cannot_be_built(room_environment: Any, tmp_path: Path) -> None:

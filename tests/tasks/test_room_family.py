@@ -11,6 +11,8 @@ from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Message, Outcome, SamplingParams, StepResult, ToolCall
 from glm5.tasks import DistinctProblems, make_family
 from glm5.tasks.difficulty import PassCount, measure_pass_rates
+from glm5.tasks.env_threads import EnvThreadPool
+from glm5.tasks.harbor.changes import MOST_COMPARED, MOST_LINES, FolderDiff
 from glm5.tasks.harbor.family import RoomEnv, RoomFamily
 from tests.rooms import needs_rooms
 from tests.tasks.test_difficulty import TOKENIZER, Fixed
@@ -99,6 +101,16 @@ def test_the_detail_has_the_changes_step_by_step(folder: Path) -> None:
     assert rest == ["", f"{names}{gone}--- /dev/null\n+++ b/é\n@@ -0,0 +1 @@\n+ä\n", "", ""]
 
 
+def test_many_changed_files_are_named_only(folder: Path) -> None:
+    env = env_of(folder)
+    most = MOST_COMPARED // MOST_LINES
+    call(env, "bash", command=f"for i in $(seq 100 {100 + most + 4}); do seq {MOST_LINES} > f$i; done")
+    assert env._room is not None
+    diffs = FolderDiff(env._room.room, "/app")
+    env._room.room.exec("for f in f*; do : > $f; done", cwd="/app")
+    assert diffs.new().count("has changed") == 5
+
+
 def test_no_work_no_reward_and_the_verifier_is_out_of_reach(folder: Path) -> None:
     assert end(env_of(folder)).reward == 0.0
     env = env_of(folder)
@@ -147,12 +159,25 @@ def test_limits_of_an_episode(folder: Path) -> None:
     )
 
 
+def test_an_episode_cannot_be_made_to_time_out(folder: Path) -> None:
+    """A policy that does not like its verdict must not turn it into an error of the environment."""
+    env = env_of(folder)
+    spin = "[ os.fork() for _ in range(4) ]\nwhile True: pass\n"
+    with EnvThreadPool(1, limit_s=12.0) as threads:
+        calls = tuple(ToolCall("bash", {"command": command}) for command in ("pwd", "sleep 60"))
+        shown = threads.wait(threads.submit(env.step, Message("assistant", tool_calls=calls))).messages[1].content
+        assert shown.startswith("[stopped: wall]")
+        call(env, "bash", command=f"printf 'import os\n{spin}' > sums.py")
+        result = threads.wait(threads.submit(env.step, Message("assistant", "done")))
+    assert (result.reward, result.outcome, result.detail["error"]) == (0.0, Outcome.FAILED, "VerifierTimeoutError")
+
+
 def test_links_and_odd_files_are_not_edited(folder: Path) -> None:
     env = env_of(folder)
     call(
         env, "bash", command="ln -s /etc/passwd link; mkdir dir; mkfifo pipe; printf '\\xff a - b' > raw; chmod 755 raw"
     )
-    for path in ("link", "dir", "pipe", "none", "../../etc/shadow", "\n"):
+    for path in ("link", "dir", "pipe", "none", "../../etc/shadow", "\n", "/proc/1/mem", "/proc/1/pagemap"):
         assert call(env, "edit", path=path, old="a", new="b").startswith("error: ")
     assert call(env, "edit", path="raw", old="a - b", new="c") == "[edited]"
     system = call(env, "edit", path="/usr/lib/os-release", old="PRETTY_NAME", new="x")

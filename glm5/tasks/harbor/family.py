@@ -21,6 +21,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError, GradingError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
+from glm5.sandbox.cancel import due_in
 from glm5.sandbox.dockerfile_build import BuildError
 from glm5.sandbox.environment import ExecResult, RoomFileError
 from glm5.tasks.contract import SPLITS, Family, ToolSpec, function_tool
@@ -43,6 +44,9 @@ MOST_MALFORMED = 3
 MOST_SHOWN = 65_536
 MOST_DIFF = 20_000
 """Characters of all diffs of an episode."""
+COMMANDS_SHARE, VERDICT_SHARE = 0.5, 0.8
+"""Shares of an environment's time for the commands of a message, and for the verdict. What takes longer is stopped, and
+is the policy's result: it could make the environment time out to escape a verdict."""
 ROOMS = threading.BoundedSemaphore(16)
 """Rooms that do something at a time, over all episodes."""
 
@@ -142,6 +146,7 @@ class RoomEnv:
         if message is None:
             return ["error: bad call"], True
         texts, bad, due = [], False, time.monotonic() + self._source.command_s
+        until = due_in(COMMANDS_SHARE)
         for number, call in enumerate(message.tool_calls):
             problem = "too many calls at once" if number >= MOST_CALLS else self._misuse(call)
             bad |= problem is not None
@@ -153,6 +158,7 @@ class RoomEnv:
             self._calls += 1
             if call.name == "bash":
                 room = self._open()
+                room.room.due = until
                 texts.append(observation(room.execute(room.room, call.arguments["command"]), self._source.most_output))
             else:
                 texts.append(self._edit(**call.arguments))
@@ -190,7 +196,10 @@ class RoomEnv:
         return "[edited]"
 
     def _judge(self) -> StepResult:
-        result = self._source.judged(self._open())
+        until = due_in(VERDICT_SHARE)
+        room = self._open()
+        room.room.due = until
+        result = self._source.judged(room)
         if result.reward is None:
             raise GradingError(f"{self.problem}: {result.error}: {result.message}")
         reward = min(max(result.reward, 0.0), 1.0)

@@ -29,7 +29,7 @@ def judge(task: TaskRoom, *, shuffled: bool = True, timeout_s: float | None = No
     tests = {name: file.data for name, file in task.folder.tests.items() if not name.endswith("/")}
     if "tests.json" not in tests:
         return task.judge()
-    spec = json.loads(tests["tests.json"])
+    spec = spec_of(tests["tests.json"], task.folder.name)
     if timeout_s is not None:
         spec["timeout_s"] = min(spec["timeout_s"], timeout_s)
         tests["tests.json"] = json.dumps(spec).encode()
@@ -48,7 +48,7 @@ def audit(path: Path, repeats: int = 3, bases: Mapping[str, Mapping[str, Path]] 
     Doing nothing and the cheats are graded with the tests first, which tells a cheat more than an agent knows, and get
     four times what the solution took, at least `LEAST_CHEAT_S`: some never end. Raises what `TaskRoom` raises."""
     folder = TaskFolder.read(path)
-    spec = json.loads(folder.tests["tests.json"].data)
+    spec = spec_of(folder.tests["tests.json"].data, path)
     with TaskRoom(folder, bases=bases) as task:
         unsolved = task.room.snapshot()
         oracle(task.room, task)
@@ -104,4 +104,17 @@ def audit_sample(
 
 
 def _repairs(tests: Path) -> bool:
-    return bool(json.loads(tests.read_bytes())["task"] == "repair")
+    return bool(spec_of(tests.read_bytes(), tests.parents[1])["task"] == "repair")
+
+
+def spec_of(data: bytes, task: object) -> dict[str, Any]:
+    """The content of a `tests.json`. Raises DataError if it is none."""
+    try:
+        spec: dict[str, Any] = json.loads(data)
+    except (ValueError, RecursionError):
+        spec = {}
+    needed = ("task", "site", "runs", "timeout_s", "protected")
+    missing = [name for name in needed if name not in spec] if isinstance(spec, dict) else list(needed)
+    if missing:
+        raise DataError(f"{task}: tests/tests.json is not the tests of a SWE task: it has no {', '.join(missing)}.")
+    return spec

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from glm5.errors import GradingError
+from glm5.errors import ConfigError, GradingError
+from glm5.sandbox.container import ContainerEnvironment, chosen_engine
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
-from glm5.sandbox.dockerfile_build import BuildError, build, machine_base
+from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base
 from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, Room, RoomFileError, RoomLimits, Snapshot
 from glm5.sandbox.system_files import restore_startup, startup_files, verifier_path
 from glm5.tasks.harbor.failures import cause_of
@@ -85,7 +86,7 @@ class TaskRoom:
         memory = min(config.environment.memory_mb or 2048, MOST_MEMORY_MB)
         limits = RoomLimits(memory_mb=memory, disk_mb=min(config.environment.storage_mb or 1024, MOST_DISK_MB))
         found = {place: tree for place, tree in folder.trees.items() if tree is not None}
-        self.room = NamespaceEnvironment(trees=dict(self.bases.get(self.plan.base, found)), limits=limits)
+        self.room = _room(folder, dict(self.bases.get(self.plan.base, found)), limits, bool(bases))
         self._ready: Snapshot | None = None
 
     def __enter__(self) -> TaskRoom:
@@ -101,8 +102,10 @@ class TaskRoom:
     def _prepare(self) -> None:
         config = self.folder.config.environment
         build(self.room, self.plan, self.folder.environment, config.build_timeout_sec)
+        if isinstance(self.room, ContainerEnvironment):
+            self.workdir = config.workdir or self.room.workdir
         self.room.exec(["/usr/bin/mkdir", "-p", self.workdir, "/logs/agent", "/logs/verifier", "/logs/artifacts"])
-        self._startup = startup_files(self.room, self.workdir)
+        self._startup = startup_files(self.room, self.workdir) if self.room.machine else {}
         self._ready = self.room.snapshot()
 
     def trial(self, agent: Agent) -> TrialResult:
@@ -154,6 +157,8 @@ class TaskRoom:
 
     def restore_startup(self, judge: Room) -> None:
         """Put right, in a verifier room, what runs inside of the verifier's own programs. Raises RoomFileError."""
+        if not judge.machine:  # agents cannot change a container's system
+            return
         try:
             restore_startup(judge, self._startup, self.workdir)
         except OSError as error:
@@ -162,7 +167,8 @@ class TaskRoom:
     def _verify(self, so_far: TrialResult) -> TrialResult:
         config = self.folder.config.verifier
         env = {**self.env, **resolve_env(config.env, self.given, "[verifier] env")}
-        env.setdefault("PATH", verifier_path())
+        if self.room.machine:
+            env.setdefault("PATH", verifier_path())
         env |= {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
         tests = {f"/tests/{name}": file.data for name, file in self.folder.tests.items() if not name.endswith("/")}
         modes = {f"/tests/{name}": 0o755 if f.executable else 0o644 for name, f in self.folder.tests.items()}
@@ -197,8 +203,23 @@ class TaskRoom:
                 return replace(judged, error=error.name, message=str(error))
 
 
+def _room(folder: TaskFolder, trees: Mapping[str, Path], limits: RoomLimits, based: bool) -> NamespaceEnvironment:
+    """A room for a task. If an engine makes it, the engine builds the task's image as well."""
+    engine, config = chosen_engine(), folder.config.environment
+    if engine is None:
+        return NamespaceEnvironment(trees, limits=limits)
+    if based:
+        raise ConfigError(f"folders cannot stand for an image in {engine[0]}; tag an image with the name of FROM.")
+    context = {"Dockerfile": File(f"FROM {config.docker_image}\n".encode()), **folder.environment}
+    writable = ["/logs", *([config.workdir] if config.workdir else [])]
+    return ContainerEnvironment(
+        trees, program=engine[0], context=context, build_s=config.build_timeout_sec, writable=writable, limits=limits
+    )
+
+
 def plan_of(folder: TaskFolder, bases: tuple[str, ...] = ()) -> Plan:
-    """The plan of a task's environment. Raises BuildError with the kind of what rooms do not have."""
+    """The plan of a task's environment; empty if an engine builds its image. Raises BuildError with the kind of what
+    rooms do not have."""
     config = folder.config
     unsupported = {
         "windows": config.environment.os == "windows",
@@ -219,6 +240,8 @@ def plan_of(folder: TaskFolder, bases: tuple[str, ...] = ()) -> Plan:
         text = f"FROM {image}\n"
     else:
         text = folder.environment["Dockerfile"].data.decode("utf-8", "replace")
+    if chosen_engine() is not None:
+        return Plan("", (), {}, "/")
     plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases, present=folder.trees)
     if None in folder.trees.values() and plan.base not in bases:
         raise BuildError(

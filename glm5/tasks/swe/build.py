@@ -25,6 +25,7 @@ from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
 from glm5.tasks.swe.driver import DRIVERS, IN_ROOM, Driver
 from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, validate
+from glm5.tasks.swe.written import Ask
 
 MOST_TRIES = 6  # candidates per wanted task
 MOST_MISSES = 8
@@ -45,7 +46,7 @@ class Job:
 class Build:
     """One build in the folder `out`; `work` holds downloads and baselines, which builds may share. `derived` asks for
     the two further tasks of each, in `tasks/ID-write-test` and `tasks/ID-pick`. With `named`, the id and digest of
-    another build's tasks, only these are built."""
+    another build's tasks, only these are built. `ask` is a model that writes the texts."""
 
     out: Path
     work: Path
@@ -55,6 +56,7 @@ class Build:
     derived: bool = False
     named: Mapping[str, str] | None = None
     told: Callable[[str], None] = lambda line: None
+    ask: Ask | None = None
 
     def __post_init__(self) -> None:
         self._lock, self._faults, self._stopping = threading.Lock(), 0, False
@@ -102,8 +104,10 @@ class Build:
                                  "suite_s": round(clean.wall_s, 2)})  # fmt: skip
         for source in sources:
             made, misses = 0, Counter[str]()
-            for candidate in itertools.islice(source.candidates(repository, self.seed), wanted * MOST_TRIES):
-                if made >= wanted or self._full(count) or self._stopping:
+            candidates = itertools.islice(source.candidates(repository, self.seed), wanted * MOST_TRIES)
+            while made < wanted and not self._full(count) and not self._stopping:
+                candidate = self._next(candidates, name)  # only if it is wanted, for a session may be played for it
+                if candidate is None:
                     break
                 if self.named is not None:
                     made += candidate.id in self.named and self._try(candidate, clean, count)
@@ -112,6 +116,25 @@ class Build:
                     made += good
                     misses.update({path: -misses[path] if good else 1 for path in candidate.changes})
             self.told(f"{name}: {made} tasks from {source.name}")
+
+    @property
+    def stopping(self) -> bool:
+        """Whether an error or an interrupt ends the build."""
+        return self._stopping
+
+    def _next(self, candidates: Iterator[Candidate], name: str) -> Candidate | None:
+        try:
+            return next(candidates, None)
+        except GradingError as error:
+            self._fault(f"{name}: the other candidates are left out: {error}", error)
+            return None
+
+    def _fault(self, line: str, error: GradingError) -> None:
+        """The machine or a model has failed; another run tries again. Raises `error` after too many in a row."""
+        self._faults += 1
+        if self._faults > MOST_FAULTS:
+            raise error
+        self.told(line)
 
     def _full(self, count: int | None) -> bool:
         return count is not None and len(self._rows["manifest"]) >= count
@@ -142,16 +165,13 @@ class Build:
         rows = list(self._rows["manifest"]) if candidate.source != "mutate" else []
         same = [row.get("failing", "") for row in rows if all(row[key] == common[key] for key in keys)]
         try:
-            row = validate(candidate, clean, self.driver, self.rules, folder, same)
+            row = validate(candidate, clean, self.driver, self.rules, folder, same, self.ask)
         except Rejected as reason:
             self._faults = 0
             self._write("rejects", {**common, "reason": str(reason), "notes": candidate.notes})
             return False
         except GradingError as error:
-            self._faults += 1
-            if self._faults > MOST_FAULTS:
-                raise
-            self.told(f"{repository.name}: a candidate is left out, for the machine failed: {error}")
+            self._fault(f"{repository.name}: a candidate is left out, for the machine failed: {error}", error)
             return False
         self._faults = 0
         if self.derived:

@@ -1,4 +1,5 @@
-"""Source `commits`: bug fixes in the history of a local git repository, taken back, with the tests of the fix."""
+"""Source `commits`: bug fixes in the history of a local git repository, taken back, with the tests of the fix. Commits
+that only rename or move public functions and classes are taken back too (kind "refactor")."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from glm5.errors import DataError
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
+from glm5.tasks.swe.renames import renamed
 from glm5.tasks.swe.repositories import from_tree, install, unpack
 from glm5.tasks.swe.versions import scrub
 
@@ -24,6 +26,7 @@ FIX = re.compile(
     r"corrects?|handle[sd]?|missing|prevents?|avoids?|error|exception|raises?|off[- ]by[- ]one)\b",
     re.IGNORECASE,
 )
+RENAME = re.compile(r"\b(renam(e[sd]?|ing)|mov(e[sd]?|ing))\b", re.IGNORECASE)
 SHORTEST_MESSAGE = 20  # characters after scrubbing
 MOST_CHANGED = 400  # changed lines outside of the tests
 GIT_S = 120.0
@@ -60,8 +63,8 @@ def is_fix(message: str) -> bool:
 
 
 def fixes(repo: Path, most: int) -> Iterator[Commit]:
-    """Bug fixes of the current branch that change Python files both of the tests and outside of them, newest first, at
-    most `most`. Raises DataError if `repo` is no git repository."""
+    """Bug fixes and renames of the current branch that change Python files both of the tests and outside of them,
+    newest first, at most `most`. Raises DataError if `repo` is no git repository."""
     raw = git(repo, "log", "--no-merges", "--format=%H%x00%P%x00%B%x00%x01", "HEAD").decode(errors="replace")
     found = 0
     for record in raw.split("\x01"):
@@ -69,11 +72,13 @@ def fixes(repo: Path, most: int) -> Iterator[Commit]:
         if len(fields) < 3 or len(fields[1].split()) != 1 or found >= most:
             continue
         message = scrub(fields[2])
-        if not is_fix(fields[2]) or len(message) < SHORTEST_MESSAGE:
+        fix, rename = is_fix(fields[2]), RENAME.search(fields[2].strip().split("\n", 1)[0])
+        if not (fix or rename) or len(message) < SHORTEST_MESSAGE:
             continue
-        if _suits(repo, fields[1], fields[0]):
+        commit = Commit(fields[0], fields[1], message)
+        if _suits(repo, commit.parent, commit.hash) and (fix or renamed(*_states(repo, commit))):
             found += 1
-            yield Commit(fields[0], fields[1], message)
+            yield commit
 
 
 def _suits(repo: Path, parent: str, commit: str) -> bool:
@@ -126,14 +131,24 @@ class Commits:
         self.repo, self.commit = repo, commit
 
     def candidates(self, repository: Repository, seed: int) -> Iterator[Candidate]:
-        status = git(
-            self.repo, "diff", "--name-status", "--no-renames", "--no-ext-diff", self.commit.parent, self.commit.hash
-        )
-        changes: dict[str, str | None] = {}
-        for row in status.decode(errors="replace").splitlines():
-            kind, path = row.split("\t", 1)
-            if path.endswith(".py") and not is_test(path):
-                changes[path] = None if kind == "A" else git(self.repo, "show", f"{self.commit.parent}:{path}").decode()
+        changes, fixed = _states(self.repo, self.commit)
+        missing = renamed(changes, fixed)
         if changes:
-            yield Candidate(repository, self.name, changes, notes=("commit",), description=self.commit.message,
+            yield Candidate(repository, self.name, changes, "refactor" if missing else "bug-fix", notes=("commit",),
+                            description=self.commit.message, missing=missing,
                             tier="hard" if len(changes) > 1 else "single")  # fmt: skip
+
+
+def _states(repo: Path, commit: Commit) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """The Python files outside of the tests that a commit changes, before and after it; None for an absent one. Both
+    are empty if one of them is not UTF-8."""
+    status = git(repo, "diff", "--name-status", "--no-renames", "--no-ext-diff", commit.parent, commit.hash)
+    before, after = dict[str, str | None](), dict[str, str | None]()
+    try:
+        for kind, path in (row.split("\t", 1) for row in status.decode(errors="replace").splitlines()):
+            if path.endswith(".py") and not is_test(path):
+                before[path] = None if kind == "A" else git(repo, "show", f"{commit.parent}:{path}").decode()
+                after[path] = None if kind == "D" else git(repo, "show", f"{commit.hash}:{path}").decode()
+    except UnicodeDecodeError:
+        return {}, {}
+    return before, after

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from glm5.errors import GradingError
+from glm5.sandbox.container import open_environment
 from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, RoomLimits
 from glm5.sandbox.programs import Room
 from glm5.sandbox.room import interpreter
@@ -84,7 +85,7 @@ def register_driver(driver: Driver) -> Driver:
 
 def open_room(root: Path, site: Sequence[str], limits: RoomLimits = LIMITS) -> NamespaceEnvironment:
     """A room with a copy-on-write view of a repository at /app and the test dependencies read-only."""
-    return NamespaceEnvironment({APP: root}, read_only=[*site, IN_ROOM], writable=["/logs"], limits=limits)
+    return open_environment({APP: root}, read_only=[*site, IN_ROOM], writable=["/logs"], limits=limits)
 
 
 def change(room: Room, changes: Mapping[str, str | None], root: str = APP) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def grade(
     Every run has a verifier room of its own, so that none can tell the next what it saw, and their order is random, for
     the time since the agent's end tells the code under test its place in it. With `shuffled` off, for code that no
     agent wrote, the tests come first, which alone refuse most of what is wrong. Raises GradingError if the machine
-    fails. A run that exceeds a limit is incomplete: reward 0.
+    fails. A run that exceeds a limit is incomplete: reward 0; so is a verdict that is not there when `due` is over.
     """
     spec = json.loads(tests["tests.json"])
     if spec["task"] == "pick":
@@ -44,13 +45,12 @@ def grade(
     verdict: dict[str, Any] = {}
     runs = random.SystemRandom().sample(spec["runs"], len(spec["runs"])) if shuffled else spec["runs"]
     for run in runs:
+        if environment.due is not None and time.monotonic() > environment.due:
+            verdict = judge(spec, reports)
+            return verdict | {"reward": 0.0, "flags": [*verdict["flags"], "no time is left"]}
         nonce = secrets.token_hex(16)
         canary = in_room.canary_files(spec, random.SystemRandom())
-        needed = {
-            f"{TESTS}/{path}": data
-            for path, data in tests.items()
-            if not path.startswith("twins/") or (run["overlay"] and path.startswith(run["overlay"] + "/"))
-        }
+        needed = {f"{TESTS}/{path}": data for path, data in laid_out(tests, spec, run).items()}
         order = json.dumps({"nonce": nonce, "canary": canary, "site": list(site)}).encode()
         with environment.verifier(writable=[TESTS], limits=LIMITS) as room:
             prepare(room)
@@ -66,3 +66,16 @@ def grade(
         if known and (verdict["failing"] or verdict["flags"]):  # the others could not change the reward
             break
     return verdict
+
+
+def laid_out(tests: Mapping[str, bytes], spec: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of the tests for one run, with those of its overlay in their final places. Every run of a repair task
+    has the same names in the same order: a file system numbers what is made in it, and by a number of its own the code
+    under test could tell a twin from the real run."""
+    overlays = tuple(f"{one['overlay']}/" for one in spec["runs"] if one["overlay"])
+    found = {path: data for path, data in tests.items() if not path.startswith(overlays)}
+    own = f"{run['overlay']}/"
+    found |= {
+        f"files/{path[len(own) :]}": data for path, data in tests.items() if run["overlay"] and path.startswith(own)
+    }
+    return {path: found[path] for path in sorted(found)}

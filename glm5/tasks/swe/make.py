@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from glm5.tasks.swe.candidate import Repository, Source
 from glm5.tasks.swe.commits import fixes, open_commit
 from glm5.tasks.swe.debian import Patch
 from glm5.tasks.swe.driver import DRIVERS
+from glm5.tasks.swe.featadd import FeatAdd
 from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.mutate import SyntaxMutations
 from glm5.tasks.swe.mutate import Mutations
@@ -23,8 +25,10 @@ from glm5.tasks.swe.repositories import PACKAGES, open_package, packages
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Rules
 from glm5.tasks.swe.versions import Versions
+from glm5.tasks.swe.written import Ask
 
-SOURCES = ("versions", "patches", "mutate")
+SOURCES = ("versions", "patches", "mutate", "featadd")
+DEFAULT = SOURCES[:3]  # `featadd` needs a model
 MOST_LINES = 300  # changed lines of a version taken back, for Debian's releases are far apart
 MOST_COMMITS = 200
 Opened = tuple[Repository, Sequence[Source]]
@@ -37,7 +41,7 @@ def make(
     work: Path,
     listed: Path | None = None,
     only: Sequence[str] = (),
-    sources: Sequence[str] = SOURCES,
+    sources: Sequence[str] = DEFAULT,
     modules: Sequence[str] = (),
     repos: Sequence[Path] = (),
     requires: Sequence[str] = (),
@@ -50,10 +54,12 @@ def make(
     language: str = "python",
     manifest: Path | None = None,
     told: Callable[[str], None] = lambda line: None,
+    featadd: FeatAdd | None = None,
+    ask: Ask | None = None,
 ) -> dict[str, Any]:
     """Build tasks into `out`; returns the summary. At most half of them are mutations, unless that is the only source.
     With `manifest`, the rows of another build with the same seed, only its tasks are built, and the summary says which
-    differ.
+    differ. `featadd` is the source of that name, `ask` a model that writes the texts.
 
     With `modules` (of the interpreter's library) or `repos` (local git repositories, whose tests need the packages
     `requires`), the list of packages `listed` is left out. Raises UsageError for an unknown name, DataError for a bad
@@ -62,7 +68,11 @@ def make(
     for source in sources:
         if source not in SOURCES:
             raise UsageError(f"unknown source {source}{nearest(source, SOURCES)}; there are {', '.join(SOURCES)}.")
-    build = Build(out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told)
+    if "featadd" in sources and (featadd is None or language != "python" or modules or repos):
+        raise UsageError("the source featadd needs a model, and packages in Python from the list.")
+    build = Build(out, work, seed, rules or Rules(), DRIVERS[language], derived, _named(manifest), told, ask)
+    if featadd is not None:
+        featadd = replace(featadd, stopping=lambda: build.stopping)
     if language == "python":
         entries, common = packages(listed or PACKAGES)
         if modules or repos:
@@ -75,7 +85,7 @@ def make(
     else:
         chosen = _chosen(imports.packages(language, listed), only)
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731
-    rounds = itertools.zip_longest(*(_jobs(package, sources, opened) for package in chosen))
+    rounds = itertools.zip_longest(*(_jobs(package, sources, opened, featadd) for package in chosen))
     jobs = [job for found in rounds for job in found if job is not None]  # packages in turn
     made = build.run(jobs, per_package, count, at_once)["sources"]
     if "mutate" in sources:
@@ -109,9 +119,9 @@ def _mutated(package: Any, opened: Opener) -> Opened:
     return repository, [Mutations() if repository.language == "python" else SyntaxMutations()]
 
 
-def _jobs(package: Any, sources: Sequence[str], opened: Opener) -> list[Job]:
-    """The jobs of all sources but `mutate`: each listed version with the one before it, and the patches of every listed
-    version of a Debian package. A version that is a binary package has neither tests nor patches."""
+def _jobs(package: Any, sources: Sequence[str], opened: Opener, featadd: FeatAdd | None) -> list[Job]:
+    """The jobs of all sources but `mutate`: each listed version with the one before it, the patches of every listed
+    version of a Debian package, features. A version that is a binary package has neither tests nor patches."""
 
     def taken_back(version: str, older: str) -> Opened:
         previous = opened(package, older)[0].root
@@ -132,6 +142,8 @@ def _jobs(package: Any, sources: Sequence[str], opened: Opener) -> list[Job]:
     if "patches" in sources and getattr(package, "source", "") == "debian":
         names = ["", *(f" {version}" for version in tested[1:])]
         jobs += [Job(f"{package.name}{name} patches", functools.partial(patched, name[1:])) for name in names]
+    if featadd is not None and "featadd" in sources:
+        jobs.append(Job(f"{package.name} features", lambda: (opened(package, "")[0], [featadd])))
     return jobs
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 
 from glm5.tasks.swe.operators import Source
 
 Name = tuple[str, ...]
+WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}(?![A-Za-z])")
 
 
 def split_id(test: str, framework: str, files: Collection[str]) -> tuple[str, Name]:
@@ -93,7 +95,8 @@ def sabotaged(text: str, targets: Collection[Name], choice: random.Random) -> st
         return None
     edits = []
     for node in resolve(source.tree, sorted(targets)).values():
-        proposals = [edit for inner in ast.walk(node) for edit in _spoiled(source, inner, choice)]
+        known = [words_of(node), words_of(source.tree)]
+        proposals = [edit for inner in ast.walk(node) for edit in _spoiled(source, inner, choice, known)]
         best = [p for p in proposals if p[3]] or proposals
         if best:
             edits.append(choice.choice(best))
@@ -107,29 +110,53 @@ def sabotaged(text: str, targets: Collection[Name], choice: random.Random) -> st
     return raw.decode() if raw != source.raw else None
 
 
-def _spoiled(source: Source, node: ast.AST, choice: random.Random) -> Iterator[tuple[int, int, bytes, bool]]:
-    """(start, end, text, whether an expected value changed) for an assertion."""
+def words_of(node: ast.AST) -> list[str]:
+    """The words in the strings below a node."""
+    texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return sorted({word for text in texts for word in WORD.findall(text)})
+
+
+def other_word(text: str, known: Sequence[Sequence[str]], choice: random.Random) -> str | None:
+    """The text with a word of it replaced by another that stands in the same test, else in the file: a misspelt word,
+    which stands nowhere else, would tell a twin. None without such words."""
+    for words in known:
+        places = [(m, [w for w in words if w.lower() != m[0].lower()]) for m in WORD.finditer(text)]
+        if places := [(found, others) for found, others in places if others]:
+            found, others = choice.choice(places)
+            nearest = min(abs(len(word) - len(found[0])) for word in others)
+            new = choice.choice([word for word in others if abs(len(word) - len(found[0])) == nearest])
+            return text[: found.start()] + new + text[found.end() :]
+    return None
+
+
+def _spoiled(
+    source: Source, node: ast.AST, choice: random.Random, known: Sequence[Sequence[str]]
+) -> Iterator[tuple[int, int, bytes, bool]]:
+    """(start, end, text, whether an expected value changed) for an assertion. `known` are words to put in the place of
+    others, the best first."""
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and len(node.test.ops) == 1:
         sides, op = [node.test.left, node.test.comparators[0]], node.test.ops[0]
         if isinstance(op, ast.Eq):
-            yield from _other_value(source, sides, choice)
+            yield from _other_value(source, sides, choice, known)
         if type(op) in FLIPPED:
             left, right = (source.of(side) for side in sides)
             yield (*source.span(node.test), b" ".join([left, FLIPPED[type(op)].encode(), right]), False)
     elif isinstance(node, ast.Assert):
         inner = node.test
         negated = inner.operand if isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not) else None
-        new = source.of(negated) if negated is not None else b"not (" + source.of(inner) + b")"
+        plain = isinstance(inner, ast.Call | ast.Name | ast.Attribute | ast.Subscript)  # parentheses would show it
+        text = source.of(inner) if plain else b"(" + source.of(inner) + b")"
+        new = source.of(negated) if negated is not None else b"not " + text
         yield (*source.span(inner), new, False)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NEGATED:
         if node.func.attr == "assertEqual" and len(node.args) >= 2:
-            yield from _other_value(source, node.args[:2], choice)
+            yield from _other_value(source, node.args[:2], choice, known)
         end = source.span(node.func)[1]
         yield end - len(node.func.attr), end, NEGATED[node.func.attr].encode(), False
 
 
 def _other_value(
-    source: Source, sides: list[ast.expr], choice: random.Random
+    source: Source, sides: list[ast.expr], choice: random.Random, known: Sequence[Sequence[str]]
 ) -> Iterator[tuple[int, int, bytes, bool]]:
     """Another value for a literal inside a side of an equation that holds no call."""
     for side in sides:
@@ -140,12 +167,13 @@ def _other_value(
             value = node.value
             if isinstance(value, bool):
                 yield (*source.span(node), str(not value).encode(), True)
-            elif type(value) is int:
+            elif type(value) is int and source.of(node) == str(value).encode():  # not 0xff: it would show
                 steps = [1, 2, 10, -1, -2, -10] if value > 10 else [1, 2, 10]  # the right one must not be the smallest
                 yield (*source.span(node), str(value + choice.choice(steps)).encode(), True)
             elif isinstance(value, str) and value and "\n" not in value:
                 at = choice.randrange(len(value))
                 other = choice.choice("aeinorst".replace(value[at], ""))
-                new, text = value[:at] + other + value[at + 1 :], source.of(node)
+                new = other_word(value, known, choice) or value[:at] + other + value[at + 1 :]
+                text = source.of(node)
                 plain = text[1:-1] == value.encode()  # its quotes stay: others would show the change
                 yield (*source.span(node), text[:1] + new.encode() + text[-1:] if plain else repr(new).encode(), True)

@@ -24,13 +24,14 @@ OPENINGS = {
         "A user reports that {package} misbehaves.",
     ),
     "feature": ("{package} {version} lacks an implementation.", "A part of {package} is not written yet."),
-    "refactor": ("The inner structure of {package} {version} is to be changed.",),
+    "refactor": ("A part of {package} {version} is to be renamed or moved.",),
 }
 EXAMPLES = ("What goes wrong:", "To reproduce:", "Observed:", "These statements fail:")
 CLOSINGS = {
     "bug-fix": "Find the cause in the source and repair it there. Everything that works now must keep working.",
     "feature": "Implement it as its documentation and its callers require. What works now must keep working.",
-    "refactor": "Make the change. Everything that works now must keep working.",
+    "refactor": "What is missing exists under another name or in another file; make it available as said here. What "
+    "works now must keep working.",
 }
 RULES = (
     "The repository is in `{app}`. Tests for this issue are not shown and run after you have finished, together with "
@@ -43,19 +44,29 @@ def instruction(candidate: Candidate, messages: Mapping[str, str], app: str) -> 
     left to tell without giving the fix away."""
     repository, choice = candidate.repository, random.Random(candidate.id)
     opening = choice.choice(OPENINGS[candidate.kind]).format(package=repository.name, version=repository.version)
-    examples = _examples(candidate, messages, choice)
+    examples = examples_of(candidate, messages, choice)
     description = candidate.description.strip()
-    missing = [f"Missing: `{name}` in `{path}`." for path, name in candidate.missing]
+    missing = missing_names(candidate)
     if not (examples or missing or description):
         return None
     examples = [choice.choice(EXAMPLES), *examples] if examples else []
     said = "" if leaks(description, candidate) else description
-    parts = [opening, said, *missing, *examples, CLOSINGS[candidate.kind], RULES.format(app=app)]
-    text = "\n\n".join(part for part in parts if part) + "\n"
+    return finished(candidate, [opening, said, *missing, *examples], app)
+
+
+def finished(candidate: Candidate, parts: Sequence[str], app: str) -> str | None:
+    """A task's text from its parts, with the last two paragraphs of every text; None if it gives the fix away."""
+    every = [*parts, CLOSINGS[candidate.kind], RULES.format(app=app)]
+    text = "\n\n".join(part for part in every if part) + "\n"
     return None if leaks(text, candidate) else text
 
 
-def _examples(candidate: Candidate, messages: Mapping[str, str], choice: random.Random) -> list[str]:
+def missing_names(candidate: Candidate) -> list[str]:
+    """A sentence for each name that the task has to provide."""
+    return [f"Missing: `{name}` in `{path}`." for path, name in candidate.missing]
+
+
+def examples_of(candidate: Candidate, messages: Mapping[str, str], choice: random.Random) -> list[str]:
     """Blocks of a failing statement and its exception, one for each of a few test functions."""
     repository = candidate.repository
     by_function: dict[object, str] = {}
@@ -94,13 +105,16 @@ def _clip(text: str) -> str:
 
 def leaks(text: str, candidate: Candidate) -> bool:
     """Whether the text holds a changed line of the patch or tells how the bug was made."""
-    squeezed = _squeeze(text)
+    squeezed = squeeze(text)
     lines = [line[1:] for line in candidate.patch().splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    changed: Sequence[str] = [s for s in map(_squeeze, lines) if len(s) >= SHORTEST]
+    changed: Sequence[str] = [s for s in map(squeeze, lines) if len(s) >= SHORTEST]
     operators = {*OPERATORS, *(note.split(" in ", 1)[0] for note in candidate.notes if "_" in note.split(" in ", 1)[0])}
     words = [name.replace("_", " ") for name in operators] + [*operators, "mutation", "mutant"]
-    return any(line in squeezed for line in changed) or any(re.search(rf"\b{word}\b", text.lower()) for word in words)
+    return any(line in squeezed for line in changed) or any(
+        re.search(rf"\b{re.escape(word)}\b", text.lower()) for word in words
+    )
 
 
-def _squeeze(text: str) -> str:
+def squeeze(text: str) -> str:
+    """The text without white space."""
     return re.sub(r"\s+", "", text)

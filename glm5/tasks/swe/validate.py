@@ -27,6 +27,7 @@ from glm5.tasks.swe.languages import test_edits
 from glm5.tasks.swe.languages.canaries import canary
 from glm5.tasks.swe.test_files import Name, sabotaged, split_id, without_tests
 from glm5.tasks.swe.text import instruction
+from glm5.tasks.swe.written import Ask, written
 
 REASONS = (
     "timeout", "crash", "no failing test", "too many failing tests", "flaky with the bug", "no passing test",
@@ -141,9 +142,11 @@ def validate(
     rules: Rules,
     folder: Path,
     others: Collection[str] = (),
+    ask: Ask | None = None,
 ) -> dict[str, Any]:
     """Write the task to `folder` and return its row of the manifest. `others` are the values of "failing" in the rows
-    of tasks that this one must differ from in its failing tests. Raises Rejected, leaving no folder."""
+    of tasks that this one must differ from in its failing tests; `ask` is a model that writes the text. Raises
+    Rejected, leaving no folder."""
     repository = candidate.repository
     failing, passing, first = _bug_runs(candidate, clean, driver, rules)
     digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
@@ -189,7 +192,8 @@ def validate(
         raise Rejected("no twin")
     spec["runs"] = [{"name": "tests", "overlay": "", **chosen}, *made]
     hidden = _hidden(repository, failing)
-    write_folder(folder, candidate, text, spec, hidden, kept)
+    told = None if ask is None else written(candidate, messages, APP, ask)
+    write_folder(folder, candidate, told or text, spec, hidden, kept)
     try:
         check(candidate, folder)
     except BaseException:
@@ -197,7 +201,7 @@ def validate(
         raise
     return {
         "fail_to_pass": len(failing), "pass_to_pass": len(keep), "passing": len(passing), "twins": len(made),
-        "failing": digest, "suite_s": round(first.wall_s, 2),
+        "failing": digest, "suite_s": round(first.wall_s, 2), "text": "model" if told else "template",
     }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Source `versions`: a release's source changes taken back, with the release's own tests.
 
 For two consecutive source distributions, a candidate takes back one hunk, one file, or all source files of the newer
-one. The description is what the newer changelog adds.
+one. It is a feature if public names are missing then, a refactor (Python only) if they exist under other names. The
+description is what the newer changelog adds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.languages.syntax import Parsed, parse, walk
 from glm5.tasks.swe.mutate import runs_alike
+from glm5.tasks.swe.renames import renamed
 
 CONTEXT = 3  # lines between two hunks
 MOST_DESCRIPTION = 1500  # characters
@@ -56,8 +58,9 @@ class Versions:
             if self.most_lines is not None and size > self.most_lines:
                 continue
             if any(_differs(new[p], t, p, repository.language) for p, t in changes.items() if t is not None):
-                missing = _added_names(changes, new, repository.language)
-                kind = "feature" if missing else "bug-fix"
+                renames = renamed(changes, new) if repository.language == "python" else ()
+                missing = renames or _added_names(changes, new, repository.language)
+                kind = "refactor" if renames else "feature" if missing else "bug-fix"
                 tier = "hard" if len(changes) > 1 else "single"
                 yield Candidate(
                     repository,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,21 @@ def test_an_audit_of_a_sample_goes_on(task: Path, tmp_path: Path, monkeypatch: p
     assert (first["audited"], every["audited"], len(told)) == (2, 4, 4)
     assert [(row["id"], row.get("error")) for row in every["bad"]] == [("b", "the room is gone"), ("c", None)]
     assert (every["ok"], every["tried"]) == (2, 63)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "{}", '{"task": "repair"}', "[" * 99999])
+def test_an_audit_refuses_tests_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tasks/x/tests").mkdir(parents=True)
+    (tmp_path / "tasks/x/tests/tests.json").write_text(text)
+    with pytest.raises(DataError, match=r"tasks/x: tests/tests\.json is not the tests of a SWE task"):
+        audit_sample(tmp_path, None, 0)
+
+
+def test_a_verdict_is_there_in_time(task: Path, repository: Repository) -> None:
+    with open_room(task / "environment/repo", repository.site) as room:
+        room.due = time.monotonic() - 1.0
+        verdict = grade(room, read_tests(task), repository.site)
+    assert (verdict["reward"], verdict["flags"]) == (0.0, ["no time is left"])
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,17 @@ def test_it():
     with open(tiny.ranges.__file__) as file:
         assert known(file.read()) != known({bug!r})
 """
+BY_STATES = """
+import os, tiny.ranges
+
+
+def test_it():
+    with open(tiny.ranges.__file__) as file:
+        text = file.read()
+    for folder, _, names in os.walk("/tests"):
+        for path in (os.path.join(folder, name) for name in names if "/bug" in folder):
+            assert open(path).read() != text
+"""
 BUG = CLIP.replace("return high", "return low", 1)
 
 
@@ -66,6 +77,7 @@ def reward(folder: Path, files: dict[str, str]) -> float:
         ("x = 1\n", 0.0),
         (BY_TEXT.format(bug=BUG), 0.0),
         (BY_TREE.replace("{bug!r}", repr(BUG)), 0.0),
+        (BY_STATES, 0.0),
         ("import pytest\n\n\ndef test_it():\n    pytest.skip()\n", 0.0),
     ],
 )

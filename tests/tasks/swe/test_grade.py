@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from glm5.tasks.swe.grading import laid_out
 from glm5.tasks.swe.in_room import grade
 
 NONCE = "n"
@@ -134,6 +135,24 @@ def test_neither_times_nor_their_order_tell_a_twin(tmp_path: Path) -> None:
         assert (target / "d").read_text() == "twin" and len({p.stat().st_mtime_ns for p in target.iterdir()}) == 1
         last.add(max(target.iterdir(), key=lambda path: path.stat().st_ctime_ns).name)
     assert len(last) > 2
+
+
+def test_every_run_is_laid_out_alike() -> None:
+    tests = {"tests.json": b"", "files/t.py": b"real", "files/u.py": b"", "twins/0/t.py": b"twin", "grade.py": b""}
+    first, second = (laid_out(tests, SPEC, run) for run in (RUN, TWIN))
+    assert list(first) == list(second) == ["files/t.py", "files/u.py", "grade.py", "tests.json"]
+    assert (first["files/t.py"], second["files/t.py"]) == (b"real", b"twin")
+
+
+def test_what_tells_the_runs_apart_is_put_away(tmp_path: Path) -> None:
+    for name in ("files", "twins", "states", "reporters"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "t").write_text(name)
+    (tmp_path / "runner.py").touch()
+    with grade.put_away(str(tmp_path)) as place:
+        assert sorted(p.name for p in Path(place).iterdir()) == ["files", "states", "twins"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([Path(place).name, "reporters", "runner.py"])
+    assert {p.name for p in tmp_path.iterdir()} == {"files", "twins", "states", "reporters", "runner.py"}
 
 
 def test_an_answer_is_a_regular_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_release_is_taken_back_hunk_by_hunk_and_whole(tmp_path: Path) -> None:
     assert OLD in texts and len(texts) == len(set(texts)) >= 3
     assert all(candidate.description == "- Fix the upper end" for candidate in found)
     kinds = {str(c.changes["tiny/ranges.py"]): c.kind for c in found}
-    assert kinds[OLD] == "feature"  # it lacks `spread`
+    assert kinds[OLD] == "refactor"  # it lacks `spread`, which it has as `gap`
     assert "bug-fix" in kinds.values()
 
 

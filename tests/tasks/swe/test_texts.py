@@ -82,12 +82,26 @@ def test_a_sabotaged_value_is_of_the_same_kind() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("assert f(x) == y", "assert f(x) != y"), ("assert f(x)", "assert not (f(x))"), ("assert not f(x)", "assert f(x)"),
+    [("assert f(x) == y", "assert f(x) != y"), ("assert f(x)", "assert not f(x)"),
+     ("assert f(x) or y", "assert not (f(x) or y)"), ("assert not f(x)", "assert f(x)"),
      ("self.assertIn(x, y)", "self.assertNotIn(x, y)"), ("assert x in y", "assert x not in y")],
 )  # fmt: skip
 def test_an_assertion_without_a_written_value_is_negated(before: str, after: str) -> None:
     assert (
         sabotaged(f"def test_a():\n    {before}\n", [("test_a",)], random.Random(0)) == f"def test_a():\n    {after}\n"
+    )
+
+
+def test_a_sabotaged_word_stands_elsewhere_in_the_file() -> None:
+    text = "def test_a():\n    assert f('red apple') == 'green pears'\n\n\ndef test_b():\n    assert f('') == 'plum'\n"
+    found = {str(sabotaged(text, [("test_a",)], random.Random(seed))).split("== ")[1] for seed in range(20)}
+    assert len(found) > 2
+    for changed in found:
+        assert set(changed.partition("\n")[0].strip("'").split()) <= {"green", "pears", "red", "apple"}
+    alone = {str(sabotaged(text, [("test_b",)], random.Random(seed))) for seed in range(20)}
+    assert {one.rsplit("'", 2)[1] for one in alone} <= {"red", "apple", "green", "pears"}
+    assert sabotaged("def test_a():\n    assert f(x) == 0xff\n", [("test_a",)], random.Random(0)) == (
+        "def test_a():\n    assert f(x) != 0xff\n"
     )
 
 

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 CANARY = """\
@@ -125,16 +126,19 @@ def lay_in(sources: list[str], target: str) -> None:
     """Copy the files of the folders `sources` over `target`, a later folder's in the place of an earlier one's; links
     and files in the place of a folder are replaced. Neither times nor the order of inodes tell where a file is from."""
     files: dict[str, str] = {}
+    places: dict[str, None] = {}
     for source in sources:
         for folder, _, names in os.walk(source):
-            place = os.path.join(target, os.path.relpath(folder, source))
-            if os.path.islink(place) or not os.path.isdir(place):
-                if os.path.lexists(place):
-                    remove(place)
-                os.makedirs(place)
-            os.chmod(place, stat.S_IRWXU | 0o055)
+            place = os.path.normpath(os.path.join(target, os.path.relpath(folder, source)))
+            places[place] = None
             files.update({os.path.join(place, name): os.path.join(folder, name) for name in names})
-    for path in random.SystemRandom().sample(list(files), len(files)):
+    for place in sorted(places):
+        if os.path.islink(place) or not os.path.isdir(place):
+            if os.path.lexists(place):
+                remove(place)
+            os.makedirs(place)
+        os.chmod(place, stat.S_IRWXU | 0o055)
+    for path in random.SystemRandom().sample(sorted(files), len(files)):
         if os.path.lexists(path):
             remove(path)
         for _ in range(secrets.randbelow(8)):  # numbers of inodes, which are given in turn
@@ -318,15 +322,40 @@ def unreadable(folder: str, names: list[str]) -> list[str]:
     return found
 
 
-def run_here(spec: dict[str, Any], tests: str, run: dict[str, Any]) -> Report:
+@contextlib.contextmanager
+def put_away(tests: str) -> Iterator[str]:
+    """Move what tells the runs apart into a folder below `tests` whose name cannot be guessed; yields it. Landlock
+    keeps the code under test from reading and listing, but not from looking at a known path: sizes and times of the
+    twins would tell which of them is running. If the folder cannot be changed, everything stays where it is."""
+    place, moved = os.path.join(tests, secrets.token_hex(16)), []
+    names = [name for name in os.listdir(tests) if os.path.isdir(os.path.join(tests, name)) and name != "reporters"]
+    try:
+        os.mkdir(place, 0o700)
+        for name in names:
+            os.rename(os.path.join(tests, name), os.path.join(place, name))
+            moved.append(name)
+    except OSError:
+        for name in moved:
+            os.rename(os.path.join(place, name), os.path.join(tests, name))
+        moved, place = [], tests
+    try:
+        yield place
+    finally:
+        for name in moved:
+            os.rename(os.path.join(place, name), os.path.join(tests, name))
+        if place != tests:
+            os.rmdir(place)
+
+
+def run_here(spec: dict[str, Any], tests: str, kept: str, run: dict[str, Any]) -> Report:
     """One run in this room, on a copy of the repository, confined so that the code under test reaches neither the
-    grader and its files nor the next run."""
+    grader and its files nor the next run. `kept` is the folder with the files of the runs."""
     nonce, canary = secrets.token_hex(16), canary_files(spec, random.SystemRandom())
     scratch = tempfile.mkdtemp()
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    spec = {**spec, "root": os.path.join(scratch, "app")}
-    shutil.copytree(load(tests)["root"], spec["root"], symlinks=True, ignore=unreadable)
-    prepare(spec, tests, run, canary)
+    root, spec = spec["root"], {**spec, "root": os.path.join(scratch, "app")}
+    shutil.copytree(root, spec["root"], symlinks=True, ignore=unreadable)
+    prepare(spec, kept, run, canary)
     for name in ("runner.py", "suite.py", "compiled.py", "confine.py"):
         if os.path.exists(os.path.join(tests, name)):
             shutil.copy(os.path.join(tests, name), scratch)
@@ -417,7 +446,8 @@ def verdict_here(spec: dict[str, Any], tests: str) -> dict[str, Any]:
     if any(site_digest(folder) != digest for folder, digest in spec["site_sha256"].items()):
         return {"reward": 0.0, "flags": ["test dependencies changed"]}
     runs = random.SystemRandom().sample(spec["runs"], len(spec["runs"]))
-    reports = {run["name"]: run_here(spec, tests, run) for run in runs}
+    with put_away(tests) as kept:
+        reports = {run["name"]: run_here(spec, tests, kept, run) for run in runs}
     return (judge if spec["task"] == "repair" else judge_test)(spec, reports)
 
 
@@ -435,7 +465,7 @@ def main() -> None:
             file.write(json.dumps(request(spec, run, order["canary"], order["nonce"])).encode())
             file.seek(0)
             os.dup2(file.fileno(), 0)
-        for name in ("files", "twins", "tests.json"):  # the code under test must not see which run it is
+        for name in ("files", "twins", "states", "tests.json"):  # the code under test must not see which run it is
             if os.path.lexists(os.path.join(tests, name)):
                 remove(os.path.join(tests, name))
         os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", os.path.join(tests, spec["runner"])])

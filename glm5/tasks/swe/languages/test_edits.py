@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from glm5.tasks.swe.languages.compiled import PROGRAM, STUB
 from glm5.tasks.swe.languages.syntax import Node, Parsed, parse, walk
-from glm5.tasks.swe.test_files import Name
+from glm5.tasks.swe.test_files import WORD, Name, other_word
 
 LETTERS = "aeinorst"
+ESCAPE = re.compile(r"[\\%#$][A-Za-z{]")
 NEGATIONS = {
     "javascript": ((r"\.not\.(?=to)", "."), (r"\.(?=to[A-Z])", ".not."),
                    (r"\b(?:t|assert)\.(?:equal|same|deepEqual|strictEqual|deepStrictEqual|is|ok)\b", None)),
@@ -187,10 +188,11 @@ def _values(source: Parsed, test: Node, choice: random.Random) -> Iterator[tuple
         owners = [n for n in walk(test) if n.type in ("literal_value", "binary_expression")]
     else:
         owners = [a for node, _ in _assertions(source, test) for a in _first_two(node)]
+    known = [_words(source, test), _words(source, source.root)] if owners else []
     for owner in owners:
         for node in walk(owner):
             literal = node.type in source.syntax.numbers | source.syntax.strings | source.syntax.truths
-            if literal and node.start_byte not in seen and (new := _other(source, node, choice)) is not None:
+            if literal and node.start_byte not in seen and (new := _other(source, node, choice, known)) is not None:
                 seen.add(node.start_byte)
                 yield node.start_byte, node.end_byte, new
 
@@ -209,7 +211,13 @@ def _first_two(call: Node) -> list[Node]:
     return [node for node in found if not _has_body(call, node.parent) or node.type.endswith("argument")]
 
 
-def _other(source: Parsed, node: Node, choice: random.Random) -> bytes | None:
+def _words(source: Parsed, node: Node) -> list[str]:
+    """The words in the strings below a node."""
+    found = (source.of(n).decode(errors="replace") for n in walk(node) if n.type in source.syntax.strings)
+    return sorted({word for text in found if not ESCAPE.search(text) for word in WORD.findall(text)})
+
+
+def _other(source: Parsed, node: Node, choice: random.Random, known: Sequence[Sequence[str]]) -> bytes | None:
     text = source.of(node)
     if node.type in source.syntax.numbers:
         return str(int(text) + choice.choice([1, 2, 10])).encode() if text.isdigit() and len(text) < 7 else None
@@ -221,6 +229,9 @@ def _other(source: Parsed, node: Node, choice: random.Random) -> bytes | None:
     ]
     if not places or b"\n" in text or b"{" in text:
         return None
+    plain = text.decode(errors="replace")
+    if not ESCAPE.search(plain) and (changed := other_word(plain, known, choice)) is not None:
+        return changed.encode()
     at = choice.choice(places)
     other = choice.choice(LETTERS.replace(chr(text[at]), "")).encode()
     return text[:at] + other + text[at + 1 :]
