@@ -116,11 +116,13 @@ def read_dockerfile(
     *,
     bases: Collection[str] = (),
     args: Mapping[str, str] | None = None,
+    present: Collection[str] = (),
 ) -> Plan:
     """The plan of a Dockerfile. `context` are the paths of the files beside it (with a slash at the end: of an
     empty folder), `bases` names of further base trees,
-    `args` values for ARG."""
-    reader = _Reader(context, base, bases, args or {})
+    `args` values for ARG, `present` folders that the room has before the build: what comes after `test -d FOLDER ||`
+    is not looked at, for it does not run."""
+    reader = _Reader(context, base, bases, args or {}, present)
     try:
         if len(text) > MOST_CHARS:
             raise Blocked("syntax", f"more than {MOST_CHARS:,} characters")
@@ -137,8 +139,15 @@ def read_dockerfile(
 
 
 class _Reader:
-    def __init__(self, context: Collection[str], base: Base, bases: Collection[str], args: Mapping[str, str]) -> None:
-        self.context, self.installed, self.bases, self.given = context, base, bases, args
+    def __init__(
+        self,
+        context: Collection[str],
+        base: Base,
+        bases: Collection[str],
+        args: Mapping[str, str],
+        present: Collection[str],
+    ) -> None:
+        self.context, self.installed, self.bases, self.given, self.present = context, base, bases, args, present
         self.line, self.base, self.workdir = 1, "", "/"
         self.env, self.args = dict[str, str](), dict[str, str]()
         self.steps, self.blockers, self.notes = list[Run | Copy](), list[Blocker](), list[str]()
@@ -243,7 +252,9 @@ class _Reader:
             alone = _HEREDOC.fullmatch(rest.strip())
             script = "\n".join(documents.values())
             command = script if alone else f"{rest}\n" + "".join(f"{d}{name}\n" for name, d in documents.items())
-        check_run(command, self.installed, self.expand, self.notes.append)
+        guard = re.match(r"test -d (\S+) \|\| ", command)
+        if guard is None or guard[1] not in self.present:
+            check_run(command, self.installed, self.expand, self.notes.append)
         self.steps.append(Run(self.line, command, self.workdir, {**self.args, **self.env}))
 
     def _add(self, rest: str, documents: Mapping[str, str]) -> None:

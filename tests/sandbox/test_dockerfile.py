@@ -27,6 +27,18 @@ def commands(text: str) -> list[str]:
     return [step.command for step in plan(text).steps if isinstance(step, Run)]
 
 
+def test_what_a_folder_of_the_room_makes_unnecessary() -> None:
+    """SWE tasks install their test dependencies only if the room was not given them."""
+    for install in (
+        "npm install --prefix /opt/site 'x@1'",
+        "(apt-get update && apt-get install -y 'nginx' && cp -r /x /y)",
+    ):
+        text = f"FROM debian\nRUN test -d /opt/site || {install}\n"
+        assert kinds(text) in (["network"], ["apt-get"])
+        assert not read_dockerfile(text, (), HERE, present={"/opt/site"}).blockers
+        assert read_dockerfile(text, (), HERE, present={"/opt"}).blockers
+
+
 @pytest.mark.parametrize(
     ("image", "name"),
     [

@@ -242,7 +242,7 @@ def plan_of(folder: TaskFolder, bases: tuple[str, ...] = ()) -> Plan:
         text = folder.environment["Dockerfile"].data.decode("utf-8", "replace")
     if chosen_engine() is not None:
         return Plan("", (), {}, "/")
-    plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases)
+    plan = read_dockerfile(text, folder.environment, machine_base(), bases=bases, present=folder.trees)
     if None in folder.trees.values() and plan.base not in bases:
         raise BuildError(
             "dependencies",

@@ -20,6 +20,7 @@ from glm5.tasks.swe import debian
 from glm5.tasks.swe.candidate import Repository
 from glm5.tasks.swe.debian import Patch, licence
 from glm5.tasks.swe.driver import DRIVERS
+from glm5.tasks.swe.in_room import compiled
 from glm5.tasks.swe.languages.crates import simplify
 from glm5.tasks.swe.languages.imports import Package, open_package
 from glm5.tasks.swe.make import SOURCES, _jobs
@@ -185,6 +186,19 @@ def test_a_patch_taken_back_is_a_candidate(tmp_path: Path) -> None:
     assert candidate.changes == {"src/tiny.c": "int twice(int x)\n{\n    return x + x;\n}\n"}
     assert candidate.origin == {"patch": "fix.patch", "advisory": "CVE-2024-12345"}
     assert description(fix) == "twice() of a large number is too large\nLarge numbers overflow."
+
+
+def test_the_report_of_googletest() -> None:
+    said = (
+        "[ RUN      ] Clip.Low\nprinted[       OK ] Clip.Low (12 ms)\n[ RUN      ] Clip.High\ntest.cc:7: Failure\n"
+        "Expected: 5\n[  FAILED  ] Clip.High, where TypeParam = int (0 ms)\n[ RUN      ] All/Clip.Each/1\n"
+        "[  SKIPPED ] All/Clip.Each/1 (1 ms)\n[  FAILED  ] 1 test, listed below:\n[  FAILED  ] Clip.High\n"
+    )
+    assert list(compiled.STYLES["gtest"](said)) == [
+        (["Clip", "Low"], "passed", 0.012, "printed"),
+        (["Clip", "High"], "failed", 0.0, "test.cc:7: Failure\nExpected: 5"),
+        (["All/Clip", "Each"], "skipped", 0.001, ""),
+    ]
 
 
 def test_a_source_package_without_its_dsc(tmp_path: Path) -> None:

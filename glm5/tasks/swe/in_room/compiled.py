@@ -130,6 +130,16 @@ def marks(said: str) -> Iterator[Outcome]:
             yield found[1].split("/"), "passed" if found[2] == "OK" else "failed", 0.0, told
 
 
+def googletest(said: str) -> Iterator[Outcome]:
+    """Lines `[ RUN ] SUITE.NAME` and `[ OK ] SUITE.NAME (1 ms)` of GoogleTest; the values of a test with parameters are
+    further tests of its name."""
+    ended = r"^\[ RUN +\] (\S+)\n(.*?)\[ +(OK|FAILED|SKIPPED) +\] \1(?:, where [^\n]*)? \((\d+) ms\)$"
+    for found in re.finditer(ended, said, re.M | re.S):
+        suite, _, name = found[1].partition(".")
+        outcome = {"OK": "passed", "FAILED": "failed", "SKIPPED": "skipped"}[found[3]]
+        yield [suite, name.split("/")[0]], outcome, int(found[4]) / 1000, found[2].strip()
+
+
 def libtest(said: str) -> Iterator[Outcome]:
     """JSON lines of Rust's test programs."""
     for line in said.split("\n"):
@@ -149,7 +159,8 @@ def both(*styles: Callable[[str], Iterator[Outcome]]) -> Callable[[str], Iterato
     return lambda said: (outcome for style in styles for outcome in style(said))
 
 
-STYLES = {"unity": unity, "tap": tap, "libtest": libtest, "exit": unity, "marks": both(unity, marks)}
+STYLES = {"unity": unity, "tap": tap, "libtest": libtest, "exit": unity, "marks": both(unity, marks),
+          "gtest": both(unity, googletest)}  # fmt: skip
 
 
 def caching(suite: Any) -> dict[str, str]:

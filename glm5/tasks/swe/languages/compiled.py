@@ -9,7 +9,7 @@ compiler = "cc"                     # or "c++"
 flags = "-Iinclude -DHAVE_X"        # from the repository's root
 objects = ["src/*.c"]               # patterns of the sources that every test program is linked with
 libraries = "-lm"
-style = "unity"                     # how a program reports: unity, tap, marks, or exit (its status alone)
+style = "unity"                     # how a program reports: unity, tap, gtest, marks, or exit (its status alone)
 list = "--list"                     # a program told this lists its tests; each then runs in a process of its own
 helpers = ["test/main.c"]           # sources linked with the test programs only
 before = "cp config.h.in config.h"  # a shell command before the build
@@ -102,7 +102,7 @@ PROTECTED = {
     "c": ("config.h",), "cpp": ("config.h",), "rust": ("Cargo.toml", "Cargo.lock", ".cargo", "build.rs"), "java": (),
 }  # fmt: skip
 SYSTEM = {
-    "c": "gcc libc6-dev make", "cpp": "g++ make", "rust": "cargo-web",
+    "c": "gcc libc6-dev make", "cpp": "g++ make libgtest-dev libgmock-dev", "rust": "cargo-web",
     "java": "default-jdk-headless junit4 junit5 libcommons-lang3-java libguava-java",
 }  # fmt: skip
 
