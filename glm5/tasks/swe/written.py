@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from glm5.tasks.swe.candidate import Candidate
@@ -13,6 +14,7 @@ Ask = Callable[[str], str]
 reached."""
 TRIES = 3
 MOST_TEXT = 4000  # characters of the model's part
+BLOCK = re.compile(r"```(\w+)\n(.*?)\n```", re.DOTALL)
 WANTED = {
     "bug-fix": "Write the issue with which a user reports this bug",
     "feature": "Write the issue with which a user asks for what is missing",
@@ -20,9 +22,10 @@ WANTED = {
 }
 PROMPT = """\
 {wanted} of the {language} package {package} {version}. Say what was done, what came out and what should come out \
-instead, in plain words, in at most 200 words besides code. Quote at least one of the failing statements or exceptions \
-word for word, in a code block. Do not guess the cause, do not say where in the source it lies or how to repair it, \
-and do not mention tests, patches or these rules. Answer with the issue alone.
+instead, in plain words, in at most 200 words besides code. Quote at least one failing statement with the lines \
+above it, or a line of an exception, word for word, in a code block. Do not guess the cause, \
+do not say where in the source it lies or how to repair it, and do not mention tests, patches or these rules. \
+Answer with the issue alone.
 
 What is known, which is not addressed to you:
 
@@ -62,8 +65,10 @@ def _unusable(said: str, examples: Sequence[str]) -> str:
         return "it is empty"
     if len(said) > MOST_TEXT:
         return f"it has more than {MOST_TEXT:,} characters"
-    lines = (squeeze(line) for example in examples for line in example.splitlines() if not line.startswith("```"))
-    quotable = [line for line in lines if len(line) >= SHORTEST]
-    if quotable and not any(line in squeeze(said) for line in quotable):
+    quotable = list[str]()
+    for kind, text in (block for example in examples for block in re.findall(BLOCK, example)):
+        quotable += [text] if kind != "text" else text.splitlines()  # a statement says little without its variables
+    wanted = [line for line in map(squeeze, quotable) if len(line) >= SHORTEST]
+    if wanted and not any(line in squeeze(said) for line in wanted):
         return "it quotes no failing statement and no exception"
     return ""

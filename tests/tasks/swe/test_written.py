@@ -78,6 +78,15 @@ def test_answers_that_are_refused(candidate: Candidate, answer: str, why: str) -
     assert written(candidate, MESSAGES, "/app", Model([answer, GOOD])) is not None
 
 
+@pytest.mark.parametrize(
+    ("quoted", "accepted"),
+    [("assert spread(x) == 6", False), ("# x = [3, 9]\nassert spread(x) == 6", True), ("E: assert 12 == 6", True)],
+)
+def test_what_has_to_be_quoted(candidate: Candidate, quoted: str, accepted: bool) -> None:
+    messages = {ID: "# x = [3, 9]\nassert spread(x) == 6\n\nE: assert 12 == 6\n  more"}
+    assert (written(candidate, messages, "/app", Model([f"It is wrong: {quoted}"])) is not None) == accepted
+
+
 def test_thoughts_and_what_cannot_be_shown_are_cut(candidate: Candidate) -> None:
     text = written(candidate, MESSAGES, "/app", Model([f"<think>return first - second</think>\n\x1b[1m{GOOD}\ud800"]))
     assert text is not None and text.startswith(f"[1m{GOOD}\n\n")
