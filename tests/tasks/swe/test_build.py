@@ -295,7 +295,7 @@ def test_two_sources_with_the_same_candidate(
 ) -> None:
     """The second one must not remove the first one's task."""
 
-    def judged(candidate: Candidate, clean: Any, driver: Any, rules: Any, folder: Path, others: Any) -> dict[str, Any]:
+    def judged(candidate: Candidate, clean: Any, driver: Any, rules: Any, folder: Path, *_: Any) -> dict[str, Any]:
         if (tmp_path / "out/manifest.jsonl").exists():
             raise Rejected("same failing tests")
         folder.mkdir(parents=True)
