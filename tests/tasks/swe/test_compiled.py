@@ -256,7 +256,7 @@ def test_jobs_of_a_debian_package() -> None:
     """A binary package has no tests: it is the older one of the nearest version that has. Every version with tests has
     patches."""
     package = Package("x", "debian", "minitest", ("t",), "4-1", previous=("x=3-1", "2-1", "x=1-1", "x=0-1"))
-    names = [job.name for job in _jobs(package, SOURCES, lambda *_: pytest.fail("nothing is opened yet"))]
+    names = [job.name for job in _jobs(package, SOURCES, lambda *_: pytest.fail("nothing is opened yet"), None)]
     pairs = ["x 4-1 from x=3-1", "x 4-1 from 2-1", "x 2-1 from x=1-1", "x 2-1 from x=0-1"]
     assert names == [*pairs, "x patches", "x 2-1 patches"]
 
