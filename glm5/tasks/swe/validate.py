@@ -19,6 +19,7 @@ from glm5.errors import DataError
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.swe.attacks import QUICK, passing_cheats
 from glm5.tasks.swe.candidate import Candidate, Repository
+from glm5.tasks.swe.copies import fix_is_elsewhere
 from glm5.tasks.swe.driver import APP, Driver, TestRun, open_room, spec_of
 from glm5.tasks.swe.folder import read_tests, write_folder
 from glm5.tasks.swe.grading import grade
@@ -30,8 +31,9 @@ from glm5.tasks.swe.text import instruction
 from glm5.tasks.swe.written import Ask, written
 
 REASONS = (
-    "timeout", "crash", "no failing test", "too many failing tests", "flaky with the bug", "no passing test",
-    "no text without a leak", "solution fails", "no change passes", "attack passes", "no twin", "same failing tests",
+    "fix elsewhere", "timeout", "crash", "no failing test", "too many failing tests", "flaky with the bug",
+    "no passing test", "no text without a leak", "solution fails", "no change passes", "attack passes", "no twin",
+    "same failing tests",
 )  # fmt: skip
 
 
@@ -148,6 +150,8 @@ def validate(
     of tasks that this one must differ from in its failing tests; `ask` is a model that writes the text. Raises
     Rejected, leaving no folder."""
     repository = candidate.repository
+    if fix_is_elsewhere(candidate):
+        raise Rejected("fix elsewhere")
     failing, passing, first = _bug_runs(candidate, clean, driver, rules)
     digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
     if digest in others:

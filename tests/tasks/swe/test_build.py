@@ -21,6 +21,7 @@ from glm5.tasks.harbor.swe import audit, audit_sample
 from glm5.tasks.swe.attacks import cheats
 from glm5.tasks.swe.build import MOST_FAULTS, MOST_MISSES, Build, Job
 from glm5.tasks.swe.candidate import Candidate, Repository
+from glm5.tasks.swe.copies import fix_is_elsewhere
 from glm5.tasks.swe.driver import APP, DRIVERS, RoomDriver, TestRun, open_room
 from glm5.tasks.swe.folder import SITE, read_tests
 from glm5.tasks.swe.grading import grade
@@ -126,6 +127,29 @@ def test_rejects(repository: Repository, clean: Baseline, tmp_path: Path, old: s
     with pytest.raises(Rejected, match=reason):
         validate(bug(repository, old, new), clean, Quick("quick"), RULES, tmp_path / "task")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("copy", "found"),
+    [
+        ({"dist/tiny.txt": "(" + CLIP.replace("    ", "\t").replace("\n", "\r\n")}, "dist/tiny.txt"),
+        ({"notes/a.txt": "if x > high:\n", "notes/b.bin": "\xff" + CLIP.replace("low", "lower")}, None),
+        ({"dist/old.txt": CLIP.replace("return high", "return low")}, None),
+    ],
+)
+def test_a_fix_that_stands_elsewhere_is_no_task(
+    copy: dict[str, str], found: str | None, tmp_path: Path, clean: Baseline
+) -> None:
+    repository = tiny(tmp_path / "tiny")
+    for path, text in copy.items():
+        (repository.root / path).parent.mkdir(exist_ok=True)
+        (repository.root / path).write_bytes(text.encode("latin-1"))
+    candidate = bug(repository, "    if x > high:\n        return high", "    if x > high:\n        return low")
+    assert fix_is_elsewhere(candidate) == found
+    assert fix_is_elsewhere(bug(repository, "return x", "return  x")) is None  # but for spaces in the bugged state too
+    if found:
+        with pytest.raises(Rejected, match="fix elsewhere"):
+            validate(candidate, clean, DRIVER, RULES, tmp_path / "task")
 
 
 def test_another_right_solution_scores_1(task: Path, repository: Repository) -> None:
