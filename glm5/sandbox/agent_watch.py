@@ -1,13 +1,23 @@
-"""Use of memory, CPU time and processes by all processes of an agent's room, read from the machine's `/proc`."""
+"""Use of memory, CPU time and processes by all processes of an agent's room, read from the machine's `/proc`.
+
+While a caller waits for a program, it looks itself (`programs.Run`). Between calls, and beside a terminal, services and
+other programs of the background are looked at by one thread for all rooms.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 TICKS = os.sysconf("SC_CLK_TCK")
+WATCH_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -81,3 +91,54 @@ def _shared_once(pid: int) -> int:
                         memory += int(line.split()[1]) << 10
         return memory
     return 0
+
+
+class Watched(Protocol):
+    """A room for the thread of WATCHMAN: `end_excess` kills its programs if they use too much memory."""
+
+    def end_excess(self) -> None: ...
+
+
+class Watchman:
+    """Looks at rooms every WATCH_S seconds, from a thread that lives as long as there are some."""
+
+    def __init__(self) -> None:
+        self._rooms: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, room: Watched) -> None:
+        with self._lock:
+            self._rooms.add(room)
+            if self._thread is None or not self._thread.is_alive():  # dead in a process that was forked
+                self._thread = threading.Thread(target=self._run, name="glm5-rooms", daemon=True)
+                self._thread.start()
+
+    def discard(self, room: Watched) -> None:
+        with self._lock:
+            self._rooms.discard(room)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(WATCH_S)
+            with self._lock:
+                rooms = list(self._rooms)
+                if not rooms:
+                    self._thread = None
+                    return
+            for room in rooms:
+                room.end_excess()
+            del rooms
+
+
+WATCHMAN = Watchman()
+
+
+def kill_programs(room: int) -> None:
+    """Kill every process under the launcher `room` but process 1, until none is left or a second is over."""
+    deadline = time.monotonic() + 1.0
+    while (programs := list(tree(room))[1:]) and time.monotonic() < deadline:
+        for pid in programs:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)

@@ -9,8 +9,9 @@ A verifier room judges the result: every process of the agent is dead before it 
 frozen layer, its own network, disk space, `/tmp` and user (as root), and the folders of the tests fresh.
 
 The limits are of the room as a whole: to exceed them is the program's failure (`ExecResult.stopped`). A GradingError is
-the machine's fault. Memory is measured four times a second while a program runs; a single process cannot allocate more
-than the limit. What is written, `/tmp` and `/dev/shm` included, is memory too, at most `disk_mb`.
+the machine's fault. Memory is measured four times a second; programs of the background that exceed it between calls are
+killed. A single process cannot allocate more than the limit. What is written, `/tmp` and `/dev/shm` included, is memory
+too, at most `disk_mb`.
 """
 
 from __future__ import annotations

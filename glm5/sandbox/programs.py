@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from glm5.errors import GradingError
 from glm5.sandbox.agent_result import NEARLY, reason_of
-from glm5.sandbox.agent_watch import measure
+from glm5.sandbox.agent_watch import WATCH_S, WATCHMAN, kill_programs, measure
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
 from glm5.sandbox.clock import INTERRUPTED, START_S, Clock
 from glm5.sandbox.forward import Address, ForwarderThread
@@ -29,7 +30,6 @@ from glm5.sandbox.room_files import RoomFiles
 if TYPE_CHECKING:
     from glm5.sandbox.room_terminal import Terminal
 
-WATCH_S = 0.25
 CHUNK = 1 << 16
 MOST_FILE = 64 << 20
 GONE = "the room's first process is gone; was it killed from outside, is the machine out of memory?"
@@ -83,6 +83,8 @@ class Room:
         self._pid = self._spared = 0  # the launcher outside, and a program inside that `clear` spares
         self.due: float | None = None  # when every program must have ended, by the monotonic clock
         self._sum_of_cpu = False  # whether `cpu_s` holds for all processes together as well
+        self._waiting = False  # for the end of a program, and so looking at the room
+        self._looked_at = threading.Lock()  # while it is held, the process `_pid` is not given up
 
     def __enter__(self) -> Self:
         return self
@@ -101,11 +103,15 @@ class Room:
         self._stack.callback(os.close, root)
         self._channel.settimeout(START_S)
         self._listen(socket.socket(fileno=listener))
+        WATCHMAN.add(self)
 
     def _listen(self, listener: socket.socket) -> None:
         self._stack.enter_context(ForwarderThread(listener, self.gateway))
 
     def _leave(self) -> None:
+        WATCHMAN.discard(self)
+        with self._looked_at:
+            self._pid = 0
         self._channel = self._files = None
         self._stack.close()
 
@@ -223,6 +229,14 @@ class Room:
             if self._channel is not None:
                 self._channel.send(b"kill %d" % session)
 
+    def end_excess(self) -> None:
+        """Kill the programs of the background if their memory is above the limit, unless a caller waits for a program,
+        who then looks. For WATCHMAN's thread."""
+        with self._looked_at:
+            most = self.limits.memory_mb << 20
+            if self._pid and not self._spared and not self._waiting and measure(self._pid, most).memory > most:
+                kill_programs(self._pid)
+
     def _full(self) -> bool:
         space = os.fstatvfs(self.files.root)
         return min(space.f_bavail, space.f_favail) == 0
@@ -318,11 +332,14 @@ class Run:
                 self._end()
                 raise GradingError(INTERRUPTED)
             self.selector.register(token.descriptor, selectors.EVENT_READ, self._interrupt)
+        self._room._waiting = True
         try:
             stopped, crowded = self._serve(timeout_s)
         except BaseException:
             self._end()
             raise
+        finally:
+            self._room._waiting = False
         if stopped is not None:
             self._end()
             deadline = time.monotonic() + START_S

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from glm5.errors import ConfigError, GradingError
-from glm5.sandbox import environment
+from glm5.sandbox import agent_watch, environment
 from glm5.sandbox.environment import (
     NamespaceEnvironment,
     RoomFileError,
@@ -155,6 +155,23 @@ def test_a_file_that_many_processes_map_is_no_memory(room: NamespaceEnvironment)
         f"head -c 14M /dev/zero > /tmp/x; for i in $(seq 22); do python3 -c '{code}' & done; wait; echo all"
     )
     assert run.stdout == b"all\n" and run.stopped is None, run
+
+
+def test_memory_between_calls_is_watched_too(room: NamespaceEnvironment) -> None:
+    """Nobody waits for these programs: one grows after its caller has left, one is typed into a terminal."""
+    grow = "import time; time.sleep(0.3); x = bytearray(90 << 20); time.sleep(60)"
+    line = f"for i in 1 2 3 4; do setsid python3 -c '{grow}' & done"
+    room.exec(line)
+    for _ in range(2):
+        deadline = time.monotonic() + 20.0
+        while (left := list(agent_watch.tree(room._pid))[1:]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+        terminal = room.terminal()
+        terminal.write(f"{line}\n".encode())
+    terminal.close()
+    room.clear()
+    assert said(room, "echo fine") == "fine\n"
 
 
 def test_services_live_on_until_they_are_cleared(room: NamespaceEnvironment) -> None:
