@@ -85,6 +85,25 @@ def test_a_package_without_passing_tests_is_refused(tmp_path: Path) -> None:
         baseline(tiny(tmp_path, tests="import nowhere\n"), DRIVER, Rules(clean_runs=1))
 
 
+PROPERTY = """
+from hypothesis import given, strategies
+
+@given(strategies.integers())
+def test_small(n):
+    assert n < 1000
+"""
+
+
+def test_property_tests_fail_alike_and_at_once(tmp_path: Path) -> None:
+    """Random examples would make a verdict random, and the search for a smaller one takes minutes."""
+    modules = ("hypothesis", "_hypothesis_globals", "sortedcontainers")
+    repository = replace(tiny(tmp_path, tests=PROPERTY), site=(site(*modules),))
+    runs = [DRIVER.run(repository, {}, repository.test_files, 60).messages for _ in range(2)]
+    assert runs[0] == runs[1]
+    (said,) = runs[0].values()
+    assert int(said.partition("# n = ")[2].split()[0]) > 1000, said  # the smallest would be 1000
+
+
 def test_the_written_task(task: Path) -> None:
     spec = json.loads((task / "tests/tests.json").read_bytes())
     assert spec["FAIL_TO_PASS"] == [F2P]

@@ -70,12 +70,12 @@ def test_words():
 
 
 @functools.cache
-def site() -> str:
-    """A folder with this environment's pytest. Not below /tmp, which a verifier room has its own of."""
+def site(*more: str) -> str:
+    """A folder with this environment's pytest and `more`. Not below /tmp, which a verifier room has its own of."""
     folder = Path(tempfile.mkdtemp(prefix="glm5-site-", dir="/var/tmp"))
     folder.chmod(0o755)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in ("_pytest", "pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
+    for name in ("_pytest", "pytest", "pluggy", "iniconfig", "packaging", "pygments", "py", *more):
         found = importlib.util.find_spec(name)
         assert found is not None and found.origin is not None
         if found.submodule_search_locations:

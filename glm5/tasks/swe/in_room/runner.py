@@ -113,6 +113,8 @@ def failing_line(tb: Any, root: str) -> str:
         path = frame.f_code.co_filename
         if not os.path.realpath(path).startswith(root) or not frame.f_code.co_name.startswith("test"):
             continue
+        if linecache.getline(path, line).lstrip().startswith(("def ", "@")):
+            continue  # a wrapper that shows itself as the test
         try:
             tree = ast.parse("".join(linecache.getlines(path)))
         except (SyntaxError, ValueError):
@@ -137,6 +139,7 @@ def run_pytest(spec: dict[str, Any], report: Report) -> int:
     import pytest
 
     use(spec)
+    steady_properties()
     arguments = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist", "--rootdir", spec["root"]]
     arguments += [
         "--tb=no",
@@ -240,6 +243,24 @@ def use(spec: dict[str, Any]) -> None:
             del sys.modules[loaded]
     sys.path[:0] = spec["paths"]
     os.environ["PYTHONPATH"] = os.pathsep.join([*spec["paths"], *spec["site"]])
+
+
+def steady_properties() -> None:
+    """Property tests draw the same examples in every run, and do not look for a smaller one that fails, which may take
+    minutes. A package's own settings go before these."""
+    try:
+        from hypothesis import HealthCheck, Phase, settings
+    except ImportError:
+        return
+    settings.register_profile(
+        "steady",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("steady")
 
 
 def main() -> None:
