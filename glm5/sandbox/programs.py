@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 
 from glm5.errors import GradingError
 from glm5.sandbox.agent_result import NEARLY, reason_of
-from glm5.sandbox.agent_watch import WATCH_S, WATCHMAN, kill_programs, measure
+from glm5.sandbox.agent_watch import WATCH_S, WATCHMAN, Use, kill_programs, measure
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
 from glm5.sandbox.clock import INTERRUPTED, START_S, Clock
 from glm5.sandbox.forward import Address, ForwarderThread
@@ -30,6 +30,7 @@ from glm5.sandbox.room_files import RoomFiles
 if TYPE_CHECKING:
     from glm5.sandbox.room_terminal import Terminal
 
+UNCOUNTED = 4  # processes of our own beside a room's
 CHUNK = 1 << 16
 MOST_FILE = 64 << 20
 GONE = "the room's first process is gone; was it killed from outside, is the machine out of memory?"
@@ -230,12 +231,18 @@ class Room:
                 self._channel.send(b"kill %d" % session)
 
     def end_excess(self) -> None:
-        """Kill the programs of the background if their memory is above the limit, unless a caller waits for a program,
-        who then looks. For WATCHMAN's thread."""
+        """Kill the programs of the background if they are above a limit, unless a caller waits for a program, who then
+        looks. For WATCHMAN's thread."""
         with self._looked_at:
-            most = self.limits.memory_mb << 20
-            if self._pid and not self._spared and not self._waiting and measure(self._pid, most).memory > most:
+            idle = self._pid and not self._spared and not self._waiting
+            if idle and self._excess(measure(self._pid, self.limits.memory_mb << 20)) is not None:
                 kill_programs(self._pid)
+
+    def _excess(self, use: Use) -> str | None:
+        """The limit that is exceeded. That of processes only can be where the kernel does not count them."""
+        if use.memory > self.limits.memory_mb << 20:
+            return "memory"
+        return "processes" if use.threads > self.limits.processes + UNCOUNTED else None
 
     def _full(self) -> bool:
         space = os.fstatvfs(self.files.root)
@@ -378,9 +385,9 @@ class Run:
             if time.monotonic() >= look:
                 use = measure(room._pid, limits.memory_mb << 20)
                 crowded = crowded or use.threads >= limits.processes
-                if use.memory > limits.memory_mb << 20:
+                if (excess := room._excess(use)) is not None:
                     room.clear()  # services count too
-                    return "memory", crowded
+                    return excess, crowded
                 if room._sum_of_cpu and use.cpu_s - before > limits.cpu_s:
                     return "cpu", crowded
                 look = time.monotonic() + WATCH_S
