@@ -40,7 +40,7 @@ from glm5.config.evaluation import EvalConfig
 from glm5.config.families import FamilyConfig
 from glm5.config.load import load_recipe
 from glm5.config.recipe import RunRecipe
-from glm5.data.sft import Conversation, TurnMarks, write_conversations
+from glm5.data.sft import Conversation, write_conversations
 from glm5.eval.harness import play_skill
 from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -58,7 +58,7 @@ HELD_OUT, PROMPTS, DEMONSTRATIONS = 250, 500, 12_000
 PER_MODULE = 2
 CASES = 8
 LONGEST = 36  # characters of an argument
-SLIPS, GIVES_UP = 0.4, 0.5
+BLIND, GIVES_UP = 0.25, 0.25
 PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 TESTS = "test_m.py"
 NAMES = """amber birch cedar delta ember fjord grove heron inlet jetty knoll larch maple north ocean pearl quill ridge
@@ -91,8 +91,8 @@ SFT = """
 [[stages]]
 name = "sft"
 kind = "sft"
-rows = 12
-row_length = 640
+rows = 16
+row_length = 512
 thinking = "turn"
 data = "DATA"
 optim = { steps = STEPS, lr = LR, final_lr = 1e-3, warmup = 5 }
@@ -231,49 +231,21 @@ def edit(bugged: str, fixed: str) -> tuple[str, str] | None:
         first, last = max(0, first - 1), max(0, last - 1)
 
 
-def slip(text: str, old: str, choice: random.Random) -> str | None:
-    """`old` with one piece changed, so that it does not occur once."""
-    pieces, others = PIECE.findall(old), PIECE.findall(text)
-    for _ in range(10):
-        changed = list(pieces)
-        changed[choice.randrange(len(changed))] = choice.choice(others)
-        if text.count("".join(changed)) != 1:
-            return "".join(changed)
-    return None
-
-
 def conversation(task: str, file: str, bugged: str, fixed: str, choice: random.Random) -> Conversation | None:
-    """Read, edit, end; None if one edit does not do. A share of SLIPS first tries an edit that is refused, which is
-    context only, and of these a share of GIVES_UP ends there."""
+    """Read, edit, end; None if one edit does not do. The demonstrators are of different quality: a share of BLIND edits
+    without reading, a share of GIVES_UP reads and ends."""
     change = edit(bugged, fixed)
     if change is None:
         return None
-    old, new = change
-    messages = [
-        Message("user", task),
-        Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat {file}"}),)),
-        Message("tool", bugged),
-    ]
-    marks, solved = {}, True
-    while len(messages) < 7 and choice.random() < SLIPS and (wrong := slip(bugged, old, choice)) is not None:
-        marks[len(messages)] = TurnMarks(calls=(0,))
-        messages += [
-            Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": wrong, "new": new}),)),
-            Message("tool", f"error: the old text occurs {bugged.count(wrong)} times in {file}"),
-        ]
-        if choice.random() < GIVES_UP:
-            solved = False
-            break
-    if solved:
-        messages += [
-            Message("assistant", tool_calls=(ToolCall("edit", {"path": file, "old": old, "new": new}),)),
-            Message("tool", "[edited]"),
-        ]
-    return Conversation([*messages, Message("assistant", "done")], marks=marks)
+    read = [Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat {file}"}),)), Message("tool", bugged)]
+    call = ToolCall("edit", {"path": file, "old": change[0], "new": change[1]})
+    edited = [Message("assistant", tool_calls=(call,)), Message("tool", "[edited]")]
+    steps = choice.choices(([*read, *edited], edited, read), (1 - BLIND - GIVES_UP, BLIND, GIVES_UP))[0]
+    return Conversation([Message("user", task), *steps, Message("assistant", "done")])
 
 
 def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
-    made, choice = 0, random.Random("slips")
+    made, choice = 0, random.Random("demonstrators")
     for repository in repositories("train", root):
         fixed, checks = repository.read("m.py"), repository.read(TESTS)
         kept = 0

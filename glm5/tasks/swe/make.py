@@ -21,7 +21,7 @@ from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.mutate import SyntaxMutations
 from glm5.tasks.swe.mutate import Mutations
 from glm5.tasks.swe.patches import Patches
-from glm5.tasks.swe.repositories import PACKAGES, open_package, packages
+from glm5.tasks.swe.repositories import CONSTRAINTS, PACKAGES, open_package, packages
 from glm5.tasks.swe.stdlib import standard_module
 from glm5.tasks.swe.validate import Rules
 from glm5.tasks.swe.versions import Versions
@@ -81,7 +81,8 @@ def make(
             jobs += [job for repo in repos for job in _commit_jobs(repo, needed, work)]
             return build.run(jobs, per_package, count, at_once)
         chosen = _chosen(entries, only)
-        opened: Opener = lambda package, version: (open_package(package, common, work, version), ())  # noqa: E731
+        pinned = CONSTRAINTS if listed is None else None
+        opened: Opener = lambda package, version: (open_package(package, common, work, version, pinned), ())  # noqa: E731
     else:
         chosen = _chosen(imports.packages(language, listed), only)
         opened = lambda package, version: imports.open_package(package, language, work, version)  # noqa: E731

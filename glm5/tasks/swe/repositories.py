@@ -21,7 +21,7 @@ from glm5.errors import DataError
 from glm5.files import sha256_file
 from glm5.tasks.swe.candidate import Repository
 
-PACKAGES = Path(__file__).parent / "packages.toml"
+PACKAGES, CONSTRAINTS = (Path(__file__).parent / name for name in ("packages.toml", "constraints.txt"))
 MOST_UNPACKED = 200 << 20  # bytes
 MOST_FILES = 20_000
 PIP_S = 600.0
@@ -127,14 +127,15 @@ def unpack(archive: Path, folder: Path) -> Path:
     return folder
 
 
-def install(requirements: tuple[str, ...], folder: Path) -> Path:
-    """`folder/DIGEST/opt/site` with the requirements, installed from wheels once. `folder/DIGEST` serves as the base
-    tree of `FROM` in the tasks' Dockerfiles."""
+def install(requirements: tuple[str, ...], folder: Path, constraints: Path | None = None) -> Path:
+    """`folder/DIGEST/opt/site` with the requirements, installed from wheels once, in the versions of the file
+    `constraints`. `folder/DIGEST` serves as the base tree of `FROM` in the tasks' Dockerfiles."""
     digest = hashlib.sha256("\n".join([sys.version, *sorted(requirements)]).encode()).hexdigest()[:16]
     base = folder / digest
     if not base.is_dir():
         part = folder / f"{digest}.part{os.getpid()}.{threading.get_ident()}"
-        pip("install", "--only-binary", ":all:", "--target", str(part / "opt/site"), *requirements)
+        pinned = () if constraints is None else ("-c", str(constraints))
+        pip("install", "--only-binary", ":all:", "--target", str(part / "opt/site"), *pinned, *requirements)
         try:
             part.replace(base)
         except OSError:  # another one was faster
@@ -185,13 +186,15 @@ def metadata(root: Path) -> tuple[str, str]:
     )
 
 
-def open_package(package: Package, common: tuple[str, ...], work: Path, version: str = "") -> Repository:
-    """Download, unpack and equip one version of a package. Raises DataError."""
+def open_package(
+    package: Package, common: tuple[str, ...], work: Path, version: str = "", constraints: Path | None = None
+) -> Repository:
+    """Download, unpack and equip one version of a package; see `install`. Raises DataError."""
     version = version or package.version
     archive = download(package.name, version, work / "sdists")
     root = unpack(archive, work / "trees" / archive.name[: -len(".tar.gz")])
     requirements = tuple(sorted({*common, *package.requires}))
-    site = install(requirements, work / "bases")
+    site = install(requirements, work / "bases", constraints)
     licence, _ = metadata(root)
     pinned = tuple(sorted(info.name[: -len(".dist-info")].replace("-", "==") for info in site.glob("*.dist-info")))
     found = from_tree(
