@@ -1,7 +1,7 @@
 """Builds tasks from a list of packages: `tasks/ID/` folders, `manifest.jsonl`, `rejects.jsonl`, `packages.jsonl`.
 
-A build resumes: what a row of one of the files names is not validated again. Packages are built side by side; which
-tasks come out depends only on the packages, the seed and the rules, unless a test's time decides.
+A build resumes: what a row of one of the files names is not tried again, unusable packages included. Packages are built
+side by side; which tasks come out depends only on the packages, the seed and the rules, unless a test's time decides.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class Build:
         if self._full(count) or self._stopping:
             return
         name = job.name
+        if any(row["package"] == name and "reason" in row for row in list(self._rows["packages"])):
+            self.told(f"{name}: unusable before; to try it again, delete its row in {self.out / 'packages.jsonl'}")
+            return
         try:
             repository, sources = job.opened()
             clean = self._baseline(repository)

@@ -85,6 +85,19 @@ def test_a_package_without_passing_tests_is_refused(tmp_path: Path) -> None:
         baseline(tiny(tmp_path, tests="import nowhere\n"), DRIVER, Rules(clean_runs=1))
 
 
+def test_an_unusable_package_is_tried_once(tmp_path: Path) -> None:
+    opened, told = list[str](), list[str]()
+
+    def broken() -> Any:
+        opened.append("x")
+        raise DataError("x: no tests")
+
+    for _ in range(2):
+        build = Build(tmp_path / "out", tmp_path / "work", told=told.append)
+        assert build.run([Job("x 2 from 1", broken)], 1, None, 1)["unusable_packages"] == {"x 2 from 1": "x: no tests"}
+    assert opened == ["x"] and told[0] == "x 2 from 1: x: no tests" and "packages.jsonl" in told[1]
+
+
 PROPERTY = """
 from hypothesis import given, strategies
 
