@@ -1,12 +1,14 @@
 """Does a policy learn to repair code in rooms? SFT, then RL on validated SWE tasks, on a slice that a laptop can train.
 
-    python benchmarks/swe_learning.py [--seeds 1 2 3] [--updates 25]
+    python benchmarks/swe_learning.py [--seeds 1 2 3] [--updates 40]
 
 The slice: modules of two documented functions (`glm5.tasks.coding.pieces`; files of at most 60 lines) with tests. The
 factory (`glm5.tasks.swe`) makes the tasks: one mutation each, validated, graded by the hidden tests in rooms of their
 own (family `swe`). No function stands in two of demonstrations, prompts of RL and evaluation. Per seed:
 
-1. SFT from random weights: read the file, edit one line, end. The demonstrations are mutations of further modules.
+1. SFT from a base that the seeds share, which was trained on sessions that read the file, edit one line and end. These
+   demonstrations are of mixed quality: some edit without reading, some end without an edit. All are mutations of
+   further modules.
 2. RL (`agentic`, in one process) on the tasks. Reward: the verdict.
 3. Baselines in the same time as step 2: SFT goes on from the same start; and for each held-out task a search through
    the factory's own mutations of the file, which tries the statements of the task's text in a process, without a room
@@ -54,11 +56,12 @@ from glm5.tasks.swe.driver import APP
 from glm5.tasks.swe.mutate import Mutations, apply, places
 from glm5.tasks.swe.text import instruction
 
-HELD_OUT, PROMPTS, DEMONSTRATIONS = 250, 500, 12_000
+HELD_OUT, PROMPTS = 250, 500
+DEMONSTRATIONS = {"mixed": 4000, "careful": 12_000}
 PER_MODULE = 2
 CASES = 8
 LONGEST = 36  # characters of an argument
-BLIND, GIVES_UP = 0.25, 0.25
+MIXED = {"careful": 0.5, "blind": 0.25, "gives up": 0.25}
 PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 TESTS = "test_m.py"
 NAMES = """amber birch cedar delta ember fjord grove heron inlet jetty knoll larch maple north ocean pearl quill ridge
@@ -108,7 +111,7 @@ max_tokens = 96
 max_turns = 6
 max_context = 640
 max_staleness = 1
-optim = { steps = UPDATES, lr = 5e-4, schedule = "constant" }
+optim = { steps = UPDATES, lr = 1e-3, schedule = "constant" }
 [[stages.families]]
 name = "swe"
 render_tools = false
@@ -231,20 +234,19 @@ def edit(bugged: str, fixed: str) -> tuple[str, str] | None:
         first, last = max(0, first - 1), max(0, last - 1)
 
 
-def conversation(task: str, file: str, bugged: str, fixed: str, choice: random.Random) -> Conversation | None:
-    """Read, edit, end; None if one edit does not do. The demonstrators are of different quality: a share of BLIND edits
-    without reading, a share of GIVES_UP reads and ends."""
+def conversation(task: str, file: str, bugged: str, fixed: str, kind: str) -> Conversation | None:
+    """Read, edit, end; None if one edit does not do. "blind" does not read, "gives up" does not edit."""
     change = edit(bugged, fixed)
     if change is None:
         return None
     read = [Message("assistant", tool_calls=(ToolCall("bash", {"command": f"cat {file}"}),)), Message("tool", bugged)]
     call = ToolCall("edit", {"path": file, "old": change[0], "new": change[1]})
     edited = [Message("assistant", tool_calls=(call,)), Message("tool", "[edited]")]
-    steps = choice.choices(([*read, *edited], edited, read), (1 - BLIND - GIVES_UP, BLIND, GIVES_UP))[0]
+    steps = {"careful": [*read, *edited], "blind": edited, "gives up": read}[kind]
     return Conversation([Message("user", task), *steps, Message("assistant", "done")])
 
 
-def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
+def demonstrations(root: Path, count: int, mixed: bool) -> Iterator[Conversation]:
     made, choice = 0, random.Random("demonstrators")
     for repository in repositories("train", root):
         fixed, checks = repository.read("m.py"), repository.read(TESTS)
@@ -253,7 +255,8 @@ def demonstrations(root: Path, count: int) -> Iterator[Conversation]:
             bugged = candidate.changes["m.py"] or ""
             found = failures(bugged, checks)
             text = instruction(candidate, found, APP) if found else None
-            shown = conversation(text, "m.py", bugged, fixed, choice) if text else None
+            kind = choice.choices(list(MIXED), list(MIXED.values()))[0] if mixed else "careful"
+            shown = conversation(text, "m.py", bugged, fixed, kind) if text else None
             if shown is not None:
                 yield shown
                 made, kept = made + 1, kept + 1
@@ -312,21 +315,33 @@ def search(task: Path, seconds: float) -> bool:
     return False
 
 
+def sft(data: Path, steps: int, rate: str) -> str:
+    return SFT.replace("DATA", str(data)).replace("STEPS", str(steps)).replace("LR", rate)
+
+
+def base(options: argparse.Namespace) -> Path:
+    """The policy that every seed starts from."""
+    if options.base is not None:
+        return Path(options.base.absolute())
+    out = options.out.absolute()
+    stages = RANDOM.replace("TEXTS", str(out / "texts.txt")).replace("STEPS", str(options.text_steps))
+    stages += sft(out / "careful.jsonl", options.base_steps, "1e-2")
+    head = RECIPE.replace("SEED", "0").replace("RUNS", str(out / "runs")).replace("START", "")
+    return run(head + stages, out, "base")[0]
+
+
 def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: Path) -> dict[str, Any]:
     folder = options.out.absolute() / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    data, sources = (options.out.absolute() / name for name in ("demonstrations.jsonl", "texts.txt"))
+    data = options.out.absolute() / "mixed.jsonl"
     head = RECIPE.replace("SEED", str(seed)).replace("RUNS", str(folder / "runs"))
-    sft = SFT.replace("DATA", str(data))
-    random_start = RANDOM.replace("TEXTS", str(sources)).replace("STEPS", str(options.text_steps))
-    text, _ = run(head.replace("START", "") + random_start, folder, "text")
-    stage = sft.replace("STEPS", str(options.sft_steps)).replace("LR", "1e-2")
-    start, sft_s = run(head.replace("START", f'start = "{text}"') + stage, folder, "start")
+    stage = sft(data, options.sft_steps, "5e-3")
+    start, sft_s = run(head.replace("START", f'start = "{base(options)}"') + stage, folder, "start")
     again = head.replace("START", f'start = "{start}"')
     stage = RL.replace("UPDATES", str(options.updates)).replace("FOLDER", str(prompts.absolute()))
     after, rl_s = run(again + stage, folder, "rl")
     steps = max(1, round(rl_s / sft_s * options.sft_steps))
-    more, more_s = run(again + sft.replace("STEPS", str(steps)).replace("LR", "2e-3"), folder, "more")
+    more, more_s = run(again + sft(data, steps, "2e-3"), folder, "more")
     policies = {"start": start, "rl": after, "sft goes on": more}
     played = {name: evaluate(policy, held_out, options.held_out) for name, policy in policies.items()}
     solved = {name: wins for name, (wins, _) in played.items()}
@@ -345,9 +360,11 @@ def experiment(seed: int, options: argparse.Namespace, prompts: Path, held_out: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--updates", type=int, default=25)
+    parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--text-steps", type=int, default=250)
-    parser.add_argument("--sft-steps", type=int, default=250)
+    parser.add_argument("--base", type=Path, help="a policy that an earlier run has trained, instead of a new one")
+    parser.add_argument("--base-steps", type=int, default=1200)
+    parser.add_argument("--sft-steps", type=int, default=100)
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--threads", type=int, default=2)
@@ -356,11 +373,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     prompts = build(options.out / "modules", "rl", options.prompts)
     held_out = build(options.out / "modules", "heldout", options.held_out)
-    data = options.out / "demonstrations.jsonl"
-    if not data.exists():
-        shown = list(demonstrations(options.out / "modules", DEMONSTRATIONS))
-        texts(shown, options.out / "texts.txt")
-        write_conversations(data, shown)
+    for name, count in DEMONSTRATIONS.items():
+        data = options.out / f"{name}.jsonl"
+        if not data.exists():
+            shown = list(demonstrations(options.out / "modules", count, name == "mixed"))
+            texts(shown, options.out / "texts.txt")
+            write_conversations(data, shown)
     found = []
     for seed in options.seeds:
         found.append(experiment(seed, options, prompts, held_out))
