@@ -28,7 +28,7 @@ def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -
     """Softmax probabilities summed over heads, the target of the indexer's KL (§2.1.1): [B, T, S] in fp32 (or wider).
     No gradient."""
     with torch.no_grad():
-        step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        step = queries_per_block(q, CHUNK_ELEMENTS, q.shape[0] * q.shape[1] * k.shape[2])
         out = []
         for s in range(0, q.shape[2], step):
             scores = product(q[:, :, s : s + step], k.transpose(-1, -2)) * scale
