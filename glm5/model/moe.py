@@ -14,7 +14,7 @@ from glm5.ops import small_batch
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
 from glm5.ops.route import route
-from glm5.ops.wide import wide
+from glm5.ops.wide import wide_linear
 
 
 class Router(nn.Module):
@@ -32,9 +32,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [M, D] -> weights [M, K], experts [M, K] (ascending ids), scores [M, E] in fp32 (or wider)."""
-        kind = wide(x.dtype)
-        logits = nn.functional.linear(x.to(kind), self.weight.to(kind))
-        return route(logits, self.e_score_correction_bias, self.top_k, self.normalise, self.scaling)
+        return route(
+            wide_linear(x, self.weight), self.e_score_correction_bias, self.top_k, self.normalise, self.scaling
+        )
 
 
 class Experts(nn.Module):

@@ -75,7 +75,7 @@ class _GroupedOperators(torch.autograd.Function):
 )
 def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """y[rows of e] = x[rows of e] @ weight[e]^T."""
-    if _has_grouped_mm(x):
+    if _has_grouped_mm(x, weight):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=bounds[1:])
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for rows, own, experts in _tiles(x.shape[0], bounds, weight[0].numel()):
@@ -90,7 +90,7 @@ def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
 )
 def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     """grad[rows of e]^T @ x[rows of e] for every expert."""
-    if _has_grouped_mm(x):
+    if _has_grouped_mm(x, grad):
         return torch._grouped_mm(grad.T, x, offs=bounds[1:])
     out = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1], dtype=wide(x.dtype))
     for rows, own, experts in _tiles(x.shape[0], bounds, out[0].numel()):
@@ -99,8 +99,9 @@ def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def _has_grouped_mm(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16
+def _has_grouped_mm(*operands: Tensor) -> bool:
+    """Whether torch's grouped kernel takes them: it reads 16 bytes at a time."""
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in operands)
 
 
 def _tiles(count: int, bounds: Tensor, matrix: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -213,8 +214,7 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Bo
     length E + 1; counts [E]: tokens per expert).
     """
     if not experts.is_cpu:
-        slot_of, source, on_device = _layout(experts, num_experts)
-        return slot_of, source, on_device, on_device.diff()
+        return _layout(experts, num_experts)
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=num_experts)
     padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
@@ -231,20 +231,22 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Bo
 
 
 @operator(
-    "expert_layout(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)",
+    "expert_layout(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda experts, number: (
         experts.new_empty(experts.numel()),
         experts.new_empty(experts.numel()),
         experts.new_empty(number + 1, dtype=torch.int32),
+        experts.new_empty(number, dtype=torch.int32),
     ),
 )
-def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`expert_layout` without padding, which would make the number of rows depend on the choices."""
     ascending, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(num_experts + 1, device=experts.device)
     slot_of = torch.empty_like(order)
     slot_of[order] = torch.arange(order.numel(), device=order.device)
-    return slot_of, order // experts.shape[1], torch.searchsorted(ascending, numbers, out_int32=True)
+    bounds = torch.searchsorted(ascending, numbers, out_int32=True)
+    return slot_of, order // experts.shape[1], bounds, bounds.diff()
 
 
 def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
