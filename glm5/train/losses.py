@@ -101,12 +101,17 @@ def _count_hits(
     """On monitored steps, count correct greedy predictions: one more projection, in chunks."""
     if ctx.max_logits is None:
         return
-    index = wanted.flatten().nonzero().squeeze(1)
+    if hidden.is_cpu:
+        index = wanted.flatten().nonzero().squeeze(1)
+    else:  # all targets; the number of wanted ones is not known without asking the device
+        index = torch.arange(wanted.numel(), device=wanted.device)
     hits = sum(
-        (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]).sum()
+        (
+            (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]) & wanted.flatten()[rows]
+        ).sum()
         for rows in index.split(CHUNK_ROWS)
     )
-    metrics.mean(name, hits, index.numel())
+    metrics.mean(name, hits, index.numel() if hidden.is_cpu else wanted.sum())
 
 
 @dataclass
