@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.ops import ROW_TILE
 from glm5.ops.native import Kernels, by_operator, register
-from glm5.ops.operators import DEVICE_ELEMENTS, operator, torch_form
+from glm5.ops.operators import block_length, operator, torch_form
 from glm5.ops.wide import operand, product, wide
 
 TILE_ROWS = 128
@@ -113,7 +113,7 @@ def _tiles(count: int, bounds: Tensor, matrix: int) -> Iterator[tuple[Tensor, Te
     tiles = (bounds.diff() + TILE_ROWS - 1) // TILE_ROWS
     ends, number = tiles.cumsum(0), count // TILE_ROWS + min(len(tiles), count)
     inside = torch.arange(TILE_ROWS, device=bounds.device)
-    for part in torch.arange(number, device=bounds.device).split(max(1, DEVICE_ELEMENTS // matrix)):
+    for part in torch.arange(number, device=bounds.device).split(block_length(matrix)):
         tile = torch.minimum(part, ends[-1] - 1)
         experts = torch.searchsorted(ends, tile, right=True)
         first, end = bounds[experts], bounds[experts + 1].unsqueeze(1)

@@ -64,4 +64,9 @@ def queries_per_block(x: Tensor, cpu_elements: int, elements_per_query: int) -> 
     """Queries whose work fits into one block: `cpu_elements` on a CPU, `DEVICE_ELEMENTS` elsewhere."""
     if x.is_cpu:
         return max(1, cpu_elements // max(1, elements_per_query))
-    return max(1, min(DEVICE_QUERIES, DEVICE_ELEMENTS // max(1, elements_per_query)))
+    return min(DEVICE_QUERIES, block_length(elements_per_query))
+
+
+def block_length(elements_each: int) -> int:
+    """Things of so many elements that fit into one block on an accelerator."""
+    return max(1, DEVICE_ELEMENTS // max(1, elements_each))
