@@ -285,10 +285,10 @@ def _attend_in_torch(q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Te
         q, latents, indices = _in_pool(q, latents, indices, Pages(table, rows, size, shift))
     q, latents, indices = _padded(q, latents, indices)
     out, target = _attend_blocks(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
-    out = out[..., :value_dim].reshape(*shape, -1, value_dim)
+    out = out[..., :value_dim].contiguous().view(*shape, -1, value_dim)
     if target is None:
         return out, out.new_empty(0, dtype=wide(out.dtype))
-    return out, target[..., :slots].reshape(*shape, slots)
+    return out, target[..., :slots].contiguous().view(*shape, slots)
 
 
 @torch_form("attend_backward")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from glm5.ops.native import kernels
-from glm5.ops.operators import DEVICE_ELEMENTS, operator, queries_per_block
+from glm5.ops.operators import DEVICE_QUERIES, block_length, operator
 from glm5.ops.wide import operand, product, wide
 
 SHORT_DOCUMENT = 32
@@ -136,7 +136,7 @@ def _attend_ranges_backward(
 
 def _score_blocks(q: Tensor, k: Tensor, start: Tensor, end: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of queries with their scores [B, N, t, S], -infinity outside of the ranges."""
-    step = queries_per_block(q, DEVICE_ELEMENTS, q.shape[0] * q.shape[1] * k.shape[2])
+    step = min(DEVICE_QUERIES, block_length(q.shape[0] * q.shape[1] * k.shape[2]))
     for first in range(0, q.shape[2], step):
         rows = slice(first, first + step)
         seen = range_mask((start[:, rows], end[:, rows]), k.shape[2])

@@ -220,8 +220,8 @@ PARTS: dict[str, tuple[dict[str, Any], Callable[[GLM5ForCausalLM, Batch], object
 
 
 def walk(dtype: torch.dtype) -> dict[str, str]:
-    """What went wrong in each part, "" if nothing did. Every part runs twice: with our operators, and in their torch
-    forms. The other two parts must go wrong."""
+    """What went wrong in each part, "" if nothing did: in bf16 in the torch forms of our operators, in fp32 with the
+    operators as they are. The last two parts must go wrong."""
     parts = PARTS | {
         "a wait": ({}, lambda _, batch: batch.ids.sum().item()),
         "another device": ({}, lambda _, batch: batch.ids + torch.ones(1)),
@@ -229,16 +229,14 @@ def walk(dtype: torch.dtype) -> dict[str, str]:
     found = {}
     for name, (changes, run) in parts.items():
         config = GLM5Config.preset(**{"name": "nano", "n_routed_experts": 16, **LAYERS, **changes})
-        found[name] = ""
-        for apart in (False, True):
-            model = fake_model(config, dtype)
-            try:
-                with FAKE, Walk(on_device, apart=apart) as walked:
-                    run(model, fake_batch(2, 96))
-                assert walked.launches
-            except Exception as error:
-                where = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
-                found[name] += f"{type(error).__name__}: {error} at {[w for w in where if '/glm5/' in w][-3:]}\n"
+        model = fake_model(config, dtype)
+        try:
+            with FAKE, Walk(on_device, apart=dtype == torch.bfloat16) as walked:
+                run(model, fake_batch(2, 96))
+            found[name] = "" if walked.launches else "nothing was launched"
+        except Exception as error:
+            where = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
+            found[name] = f"{type(error).__name__}: {error} at {[w for w in where if '/glm5/' in w][-3:]}"
     return found
 
 
@@ -337,10 +335,9 @@ def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tens
     loads = expert_loads(ctx.router_stats or [], batch.documents, model.config.n_routed_experts)
     numbers |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     numbers |= {f"logits of layer {n}": t for n, t in (ctx.max_logits or {}).items()}
-    numbers |= {"loads": torch.stack([*loads.values()])}
-    optimizer = Muon(muon_groups(model), lr=1e-2)
-    optimizer.step()
-    return numbers | {f"weight {n}": p.detach() for n, p in model.named_parameters() if p.ndim == 1}
+    numbers["loads"] = torch.stack([*loads.values()])
+    Muon(muon_groups(model), lr=1e-2).step()
+    return numbers | {f"weight {n}": p.detach() for n, p in model.named_parameters()}
 
 
 if __name__ == "__main__":
