@@ -112,7 +112,8 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-        return *_attend_blocks_backward(*ctx.saved_tensors, grad, ctx.scale), None, None, None, None
+        q, latents, indices = ctx.saved_tensors
+        return *_attend_blocks_backward(q, latents, indices, grad, ctx.scale), None, None, None, None
 
 
 def _attend_blocks(

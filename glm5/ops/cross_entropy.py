@@ -35,7 +35,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         form = _backward if grad.is_cpu else _backward_operator
-        return *form(*ctx.saved_tensors, grad, ctx.scale), None, None
+        hidden, weight, targets, normaliser = ctx.saved_tensors
+        return *form(hidden, weight, targets, normaliser, grad, ctx.scale), None, None
 
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
