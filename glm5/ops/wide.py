@@ -10,7 +10,7 @@ from glm5.ops.operators import operator
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand(x: Tensor) -> Tensor:
