@@ -175,7 +175,7 @@ def train(model: GLM5ForCausalLM, batch: Batch, *, watch: str = "", recompute: b
     observer = IndexerLoss(batch, model.config.index_topk or 0)
     if watch:
         ctx.observer, ctx.attend_dense = observer, watch == "dense"
-    loss, _ = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=2)
+    loss, _ = language_loss(model, batch, ctx, mtp_weight=0.3, mtp_depths=1)
     loss = loss + 0.1 * balance_loss(ctx.router_stats, batch, model.config.n_routed_experts)
     (loss + observer.total() if watch else loss).backward()
     return ctx
@@ -313,7 +313,7 @@ def equal(dtype: torch.dtype) -> dict[str, dict[str, float]]:
         ("warm-up", {}, "dense"),
         ("dense MLA", dict(use_dsa=False), ""),
     ):
-        config = GLM5Config.preset("nano", n_routed_experts=16, **changes)
+        config = GLM5Config.preset("nano", n_routed_experts=16, **LAYERS, **changes)
         ours, theirs = (GLM5ForCausalLM(config, seed=3).cast(dtype) for _ in range(2))
         move(theirs, Pretender)
         numbers = measured(ours, batch, watch)
