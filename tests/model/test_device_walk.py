@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_the_cpu(forks: Any, dtype: str, tolerance: flo
     for part, distances in found.items():
         assert distances.pop("loads") == 1.0, part
         norm = distances.pop("norm")
-        assert norm > 0.5 and len(distances) > 100
+        assert norm > 0.5 and len(distances) > 80
         updated = {name: distances.pop(name) for name in [*distances] if name.startswith("weight ")}
         assert max(distances.values()) < tolerance * max(1.0, norm), (part, max(distances, key=distances.__getitem__))
         assert dtype == "float32" or max(updated.values()) < 1e-5, (part, max(updated, key=updated.__getitem__))
