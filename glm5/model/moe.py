@@ -11,9 +11,10 @@ from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext, RouterStats
 from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
-from glm5.ops.elementwise import sigmoid, swiglu
+from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
-from glm5.ops.wide import wide
+from glm5.ops.route import route
+from glm5.ops.wide import wide_linear
 
 
 class Router(nn.Module):
@@ -31,14 +32,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [M, D] -> weights [M, K], experts [M, K] (ascending ids), scores [M, E] in fp32 (or wider)."""
-        kind = wide(x.dtype)
-        scores = sigmoid(nn.functional.linear(x.to(kind), self.weight.to(kind)))
-        biased = scores.detach() + self.e_score_correction_bias
-        experts = biased.topk(self.top_k, dim=-1).indices.sort(dim=-1).values
-        weights = scores.gather(-1, experts)
-        if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scaling, experts, scores
+        return route(
+            wide_linear(x, self.weight), self.e_score_correction_bias, self.top_k, self.normalise, self.scaling
+        )
 
 
 class Experts(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
-from glm5.ops.native import Kernels, register, registered
+from glm5.ops.native import Kernels, by_operator, register
+from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import operand, product, wide
 
@@ -27,7 +28,7 @@ def attention_probabilities(q: Tensor, k: Tensor, valid: Tensor, scale: float) -
     """Softmax probabilities summed over heads, the target of the indexer's KL (§2.1.1): [B, T, S] in fp32 (or wider).
     No gradient."""
     with torch.no_grad():
-        step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        step = queries_per_block(q, CHUNK_ELEMENTS, q.shape[0] * q.shape[1] * k.shape[2])
         out = []
         for s in range(0, q.shape[2], step):
             scores = product(q[:, :, s : s + step], k.transpose(-1, -2)) * scale
@@ -103,16 +104,8 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(q, latents, indices)
-        ctx.value_dim, ctx.scale = value_dim, scale
-        step = _block(q, indices)
-        out = q.new_empty(*q.shape[:3], value_dim)
-        target = q.new_empty(indices.shape, dtype=wide(q.dtype)) if want_probs else None
-        for s in range(0, q.shape[1], step):
-            part = slice(s, s + step)
-            rows = _gather(latents, indices[:, part]).unflatten(2, (-1, KEY_TILE))
-            out[:, part], sums = _attend_tiles(q[:, part], rows, indices[:, part], value_dim, scale)
-            if target is not None:
-                target[:, part] = sums
+        ctx.scale = scale
+        out, target = _attend_blocks(q, latents, indices, value_dim, scale, want_probs)
         if target is not None:
             ctx.mark_non_differentiable(target)
         return out, target
@@ -120,33 +113,54 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         q, latents, indices = ctx.saved_tensors
-        value_dim, scale = ctx.value_dim, ctx.scale
-        step = _block(q, indices)
-        grad_q = torch.empty_like(q)
-        # Many queries may read the same key; its gradients are summed in fp32.
-        grad_latents = torch.zeros_like(latents, dtype=wide(latents.dtype)).flatten(0, 1)
-        for s in range(0, q.shape[1], step):
-            part = slice(s, s + step)
-            picked = indices[:, part]
-            rows, queries, g = _gather(latents, picked), operand(q[:, part]), operand(grad[:, part])
-            probs = _probabilities(queries, rows, picked, scale)
-            grad_probs = product(g, rows[..., :value_dim].transpose(-1, -2))
-            grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
-            grad_q[:, part] = product(grad_scores, rows)
-            grad_rows = product(grad_scores.transpose(-1, -2), queries)
-            grad_rows[..., :value_dim] += product(probs.transpose(-1, -2), g)
-            # Empty slots have zero probability and zero gradient, so adding them to any row changes nothing.
-            grad_latents.index_add_(0, _places(latents, picked), grad_rows.flatten(0, 2))
-        return grad_q, grad_latents.view_as(latents).to(latents.dtype), None, None, None, None
+        return *_attend_blocks_backward(q, latents, indices, grad, ctx.scale), None, None, None, None
+
+
+def _attend_blocks(
+    q: Tensor, latents: Tensor, indices: Tensor, value_dim: int, scale: float, want_probs: bool
+) -> tuple[Tensor, Tensor | None]:
+    step = _block(q, indices)
+    out = q.new_empty(*q.shape[:3], value_dim)
+    target = q.new_empty(indices.shape, dtype=wide(q.dtype)) if want_probs else None
+    for s in range(0, q.shape[1], step):
+        part = slice(s, s + step)
+        rows = _gather(latents, indices[:, part]).unflatten(2, (-1, KEY_TILE))
+        out[:, part], sums = _attend_tiles(q[:, part], rows, indices[:, part], value_dim, scale)
+        if target is not None:
+            target[:, part] = sums
+    return out, target
+
+
+def _attend_blocks_backward(
+    q: Tensor, latents: Tensor, indices: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    value_dim = grad.shape[-1]
+    step = _block(q, indices)
+    grad_q = torch.empty_like(q)
+    # Many queries may read the same key; its gradients are summed in fp32.
+    grad_latents = torch.zeros_like(latents, dtype=wide(latents.dtype)).flatten(0, 1)
+    for s in range(0, q.shape[1], step):
+        part = slice(s, s + step)
+        picked = indices[:, part]
+        rows, queries, g = _gather(latents, picked), operand(q[:, part]), operand(grad[:, part])
+        probs = _probabilities(queries, rows, picked, scale)
+        grad_probs = product(g, rows[..., :value_dim].transpose(-1, -2))
+        grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+        grad_q[:, part] = product(grad_scores, rows)
+        grad_rows = product(grad_scores.transpose(-1, -2), queries)
+        grad_rows[..., :value_dim] += product(probs.transpose(-1, -2), g)
+        # Empty slots have zero probability and zero gradient, so adding them to any row changes nothing.
+        grad_latents.index_add_(0, _places(latents, picked), grad_rows.flatten(0, 2))
+    return grad_q, grad_latents.view_as(latents).to(latents.dtype)
 
 
 def _block(q: Tensor, indices: Tensor) -> int:
     """Queries per block. It only bounds memory: the result of a query does not depend on its block."""
-    return max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * indices.shape[2] * q.shape[3]))
+    return queries_per_block(q, CHUNK_ELEMENTS, q.shape[0] * indices.shape[2] * q.shape[3])
 
 
-class _NativeSparseAttention(torch.autograd.Function):
-    """The compiled kernels: rows are gathered per query and never written out."""
+class _OperatorAttention(torch.autograd.Function):
+    """By the operators. The kernels gather the rows of a query and never write them out."""
 
     @staticmethod
     def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
@@ -174,7 +188,7 @@ def _attend(
 
 
 def _attended(q: Tensor, indices: Tensor, value_dim: int, want_probs: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], value_dim), q.new_empty(indices.shape if want_probs else 0, dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], value_dim), q.new_empty(indices.shape if want_probs else 0, dtype=wide(q.dtype))
 
 
 @register(
@@ -223,35 +237,68 @@ def sparse_attention(
     only on its own selected rows; the output is 0 if it selected none. Scores, softmax and sums are fp32 or wider for
     any input dtype.
     """
-    width, slots = q.shape[-1], indices.shape[-1]
-    if registered(q) and latents.dtype == q.dtype:
+    slots = indices.shape[-1]
+    if by_operator(q) and latents.dtype == q.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
-            return _NativeSparseAttention.apply(q, latents, indices, value_dim, scale, want_probs)
+            return _OperatorAttention.apply(q, latents, indices, value_dim, scale, want_probs)
         return _attend(q.contiguous(), latents, indices.contiguous(), pages, value_dim, scale, want_probs)
     if pages is not None:
         return _from_pool(q, latents, indices, pages, value_dim, scale, want_probs)
+    q, latents, indices = _padded(q, latents, indices)
+    out, probs = _SparseAttention.apply(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
+    return out[..., :value_dim], probs if probs is None else probs[..., :slots]
+
+
+def _padded(q: Tensor, latents: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Widths rounded up to `LANE` and slots to `KEY_TILE`."""
+    width, slots = q.shape[-1], indices.shape[-1]
     if width % LANE:
         wider = (0, round_up(width, LANE) - width)
         q, latents = torch.nn.functional.pad(q, wider), torch.nn.functional.pad(latents, wider)
     if slots % KEY_TILE:
         indices = torch.nn.functional.pad(indices, (0, round_up(slots, KEY_TILE) - slots), value=-1)
-    out, probs = _SparseAttention.apply(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
-    return out[..., :value_dim], probs if probs is None else probs[..., :slots]
+    return q, latents, indices
 
 
 def _from_pool(
     q: Tensor, pool: Tensor, indices: Tensor, pages: Pages, value_dim: int, scale: float, want_probs: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The torch form over pages: the pool is indexed as one long sequence."""
-    flat = indices.flatten(0, 1)
-    places = pages.place(pages.rows.unsqueeze(1).expand_as(flat), flat.clamp_min(0)).where(flat >= 0, -1)
     batch, length = q.shape[:2]
     out, probs = sparse_attention(
-        q.flatten(0, 1).unsqueeze(0),
-        pool.flatten(0, 1).unsqueeze(0),
-        places.unsqueeze(0),
-        value_dim=value_dim,
-        scale=scale,
-        want_probs=want_probs,
+        *_in_pool(q, pool, indices, pages), value_dim=value_dim, scale=scale, want_probs=want_probs
     )
     return out[0].unflatten(0, (batch, length)), probs if probs is None else probs[0].unflatten(0, (batch, length))
+
+
+def _in_pool(q: Tensor, pool: Tensor, indices: Tensor, pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, latents and indices of one row whose keys are the whole pool."""
+    flat = indices.flatten(0, 1)
+    places = pages.place(pages.rows.unsqueeze(1).expand_as(flat), flat.clamp_min(0)).where(flat >= 0, -1)
+    return q.flatten(0, 1).unsqueeze(0), pool.flatten(0, 1).unsqueeze(0), places.unsqueeze(0)
+
+
+@torch_form("attend")
+def _attend_in_torch(q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    rows, table, _, shift, size, indices, value_dim, scale, want_probs = args
+    shape, slots = indices.shape[:2], indices.shape[2]
+    if table is not None:
+        q, latents, indices = _in_pool(q, latents, indices, Pages(table, rows, size, shift))
+    q, latents, indices = _padded(q, latents, indices)
+    out, target = _attend_blocks(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
+    out = out[..., :value_dim].contiguous().view(*shape, -1, value_dim)
+    if target is None:
+        return out, out.new_empty(0, dtype=wide(out.dtype))
+    return out, target[..., :slots].contiguous().view(*shape, slots)
+
+
+@torch_form("attend_backward")
+def _attend_backward_in_torch(
+    q: Tensor, latents: Tensor, indices: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    width, missing = q.shape[-1], -grad.shape[-1] % LANE
+    q, padded, indices = _padded(q, latents, indices)
+    if missing:
+        grad = torch.nn.functional.pad(grad, (0, missing))
+    grad_q, grad_latents = _attend_blocks_backward(q, padded, indices, grad, scale)
+    return grad_q[..., :width].contiguous(), grad_latents[..., :width].contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glm5.ops import ROW_TILE, small_batch
 from glm5.ops.native import kernels
+from glm5.ops.operators import operator
 from glm5.ops.wide import operand, product, wide
 
 CHUNK_ROWS = 512
@@ -24,28 +25,53 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, inverse_temperature):  # type: ignore[no-untyped-def]
+        form = _forward if hidden.is_cpu else _forward_operator
+        out, entropy, normaliser = form(hidden, weight, targets, inverse_temperature)
         ctx.scale = inverse_temperature
-        out = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
-        entropy, normaliser = torch.empty_like(out), torch.empty_like(out)
-        for rows, logits in _chunks(hidden, weight):
-            normaliser[rows], entropy[rows] = _normaliser(logits, inverse_temperature)
-            chosen = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
-            out[rows] = chosen * inverse_temperature - normaliser[rows]
         ctx.save_for_backward(hidden, weight, targets, normaliser)
         ctx.mark_non_differentiable(entropy)
         return out, entropy
 
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+        form = _backward if grad.is_cpu else _backward_operator
         hidden, weight, targets, normaliser = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks are summed in fp32
-        for rows, logits in _chunks(hidden, weight):
-            grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), ctx.scale)
-            grad_logits = grad_logits.to(weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return *form(hidden, weight, targets, normaliser, grad, ctx.scale), None, None
+
+
+def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and normalisers [M]."""
+    out = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
+    entropy, normaliser = torch.empty_like(out), torch.empty_like(out)
+    for rows, logits in _chunks(hidden, weight):
+        normaliser[rows], entropy[rows] = _normaliser(logits, scale)
+        chosen = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
+        out[rows] = chosen * scale - normaliser[rows]
+    return out, entropy, normaliser
+
+
+def _backward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks are summed in fp32
+    for rows, logits in _chunks(hidden, weight):
+        grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), scale)
+        grad_logits = grad_logits.to(weight.dtype)
+        torch.mm(grad_logits, weight, out=grad_hidden[rows])
+        grad_weight += grad_logits.T @ hidden[rows]
+    return grad_hidden, grad_weight.to(weight.dtype)
+
+
+_forward_operator = operator(
+    "token_logprobs(Tensor hidden, Tensor weight, Tensor targets, float scale) -> (Tensor, Tensor, Tensor)",
+    lambda hidden, *_: tuple(hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype)) for _ in range(3)),
+)(_forward)
+_backward_operator = operator(
+    "token_logprobs_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor normaliser, Tensor grad, float scale)"
+    " -> (Tensor, Tensor)",
+    lambda hidden, weight, *_: (torch.empty_like(hidden), torch.empty_like(weight)),
+)(_backward)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -62,6 +88,8 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _normaliser(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """log sum exp(scale * logits) per row, and the entropy of that distribution."""
     native = kernels(logits)
+    if not logits.is_cpu:
+        return _normaliser_in_torch(logits, scale)
     if native is None:
         parts = [_normaliser_in_torch(part, scale) for part in logits.split(ROW_TILE)]
         return torch.cat([n for n, _ in parts]), torch.cat([e for _, e in parts])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from glm5.ops.native import kernels
-from glm5.ops.wide import product
+from glm5.ops.operators import DEVICE_QUERIES, block_length, operator
+from glm5.ops.wide import operand, product, wide
 
 SHORT_DOCUMENT = 32
 """Documents shorter than this on average are computed in blocks: one call per document would cost more."""
@@ -71,6 +74,76 @@ def _blocks(start: Tensor, end: Tensor) -> list[tuple[int, int, int, int]]:
     return [(f, min(f + QUERY_BLOCK, start.shape[1]), low, high) for f, low, high in zip(firsts, lows, highs)]
 
 
+class _OperatorAttention(torch.autograd.Function):
+    """`dense_attention` over ranges by operators, with one saved number per query and head."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, start, end, scale):  # type: ignore[no-untyped-def]
+        out, lse = _attend_ranges(q, k, v, start, end, scale)
+        ctx.save_for_backward(q, k, v, start, end, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return *_attend_ranges_backward(*ctx.saved_tensors, grad, ctx.scale), None, None, None
+
+
+@operator(
+    "attend_ranges(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, float scale) -> (Tensor, Tensor)",
+    lambda q, _, v, *__: (q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))),
+)
+def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs, and log sum exp(scores) of every query [B, N, T]; +infinity for a query without keys."""
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    for rows, scores in _score_blocks(q, k, start, end, scale):
+        total = scores.logsumexp(-1)
+        lse[:, :, rows] = total.masked_fill(total == float("-inf"), float("inf"))
+        out[:, :, rows] = product((scores - lse[:, :, rows].unsqueeze(-1)).exp(), operand(v))
+    return out, lse
+
+
+@operator(
+    "attend_ranges_backward(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, Tensor out, Tensor lse, "
+    "Tensor grad, float scale) -> (Tensor, Tensor, Tensor)",
+    lambda q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+)
+def _attend_ranges_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (
+        q.new_empty(q.shape),
+        k.new_zeros(k.shape, dtype=lse.dtype),
+        v.new_zeros(v.shape, dtype=lse.dtype),
+    )
+    for rows, scores in _score_blocks(q, k, start, end, scale):
+        probs, g = (scores - lse[:, :, rows].unsqueeze(-1)).exp(), operand(grad[:, :, rows])
+        inner = (out[:, :, rows].to(lse.dtype) * g).sum(-1, keepdim=True)
+        grad_scores = probs * (product(g, operand(v).transpose(-1, -2)) - inner) * scale
+        grad_v += product(probs.transpose(-1, -2), g)
+        grad_k += product(grad_scores.transpose(-1, -2), operand(q[:, :, rows]))
+        grad_q[:, :, rows] = product(grad_scores, operand(k))
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _score_blocks(q: Tensor, k: Tensor, start: Tensor, end: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of queries with their scores [B, N, t, S], -infinity outside of the ranges."""
+    step = min(DEVICE_QUERIES, block_length(q.shape[0] * q.shape[1] * k.shape[2]))
+    for first in range(0, q.shape[2], step):
+        rows = slice(first, first + step)
+        seen = range_mask((start[:, rows], end[:, rows]), k.shape[2])
+        scores = product(operand(q[:, :, rows]), operand(k).transpose(-1, -2)) * scale
+        yield rows, scores.masked_fill(~seen, float("-inf"))
+
+
 def range_mask(ranges: tuple[Tensor, Tensor], keys: int) -> Tensor:
     """Key ranges [B, T] as a mask: bool [B, 1, T, keys]."""
     start, end = (t[:, None, :, None] for t in ranges)
@@ -92,6 +165,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tenso
     if kernels(q) is not None and k.dtype == q.dtype:
         start, end = (t.contiguous() for t in ranges)
         return _BlockAttention.apply(q, k, v, start, end, scale)
+    if not q.is_cpu:
+        return _OperatorAttention.apply(q, k, v, *ranges, scale)
     return scaled_dot_product_attention(q, k, v, attn_mask=range_mask(ranges, k.shape[2]), scale=scale)
 
 

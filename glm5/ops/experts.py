@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from glm5.ops import ROW_TILE
-from glm5.ops.native import Kernels, register, registered
-from glm5.ops.wide import wide
+from glm5.ops.native import Kernels, by_operator, register
+from glm5.ops.operators import block_length, operator, torch_form
+from glm5.ops.wide import operand, product, wide
+
+TILE_ROWS = 128
+"""Rows of one expert that an accelerator without a grouped kernel multiplies at a time."""
+
+Bounds = list[int] | Tensor
+"""First row of every expert, then the number of rows: E + 1 numbers, on an accelerator a tensor int32 [E + 1]."""
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -38,9 +47,78 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, bounds: list[int]) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
     """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows get gradient 0."""
+    if isinstance(bounds, Tensor):
+        return _GroupedOperators.apply(x, weight, bounds)
     return _GroupedMatmul.apply(x, weight, bounds)
+
+
+class _GroupedOperators(torch.autograd.Function):
+    """`_GroupedMatmul` with bounds that stay on the device."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight, bounds)
+        return _grouped_rows(x, weight, bounds)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight, bounds = ctx.saved_tensors
+        grad = grad.contiguous()
+        return _grouped_rows(grad, weight.transpose(1, 2), bounds), _grouped_weights(grad, x, bounds), None
+
+
+@operator(
+    "grouped_rows(Tensor x, Tensor weight, Tensor bounds) -> Tensor",
+    lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[1]),
+)
+def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    """y[rows of e] = x[rows of e] @ weight[e]^T."""
+    if _has_grouped_mm(x, weight):
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=bounds[1:])
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    for rows, own, experts in _tiles(x.shape[0], bounds, weight[0].numel()):
+        done = torch.bmm(x[rows], weight[experts].transpose(1, 2)) * own.unsqueeze(-1)
+        out.index_add_(0, rows.flatten(), done.flatten(0, 1))
+    return out
+
+
+@operator(
+    "grouped_weights(Tensor grad, Tensor x, Tensor bounds) -> Tensor",
+    lambda grad, x, bounds: x.new_empty(bounds.shape[0] - 1, grad.shape[1], x.shape[1]),
+)
+def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
+    """grad[rows of e]^T @ x[rows of e] for every expert."""
+    if _has_grouped_mm(x, grad):
+        return torch._grouped_mm(grad.T, x, offs=bounds[1:])
+    out = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1], dtype=wide(x.dtype))
+    for rows, own, experts in _tiles(x.shape[0], bounds, out[0].numel()):
+        left = (grad[rows] * own.unsqueeze(-1)).transpose(1, 2)
+        out.index_add_(0, experts, product(left, operand(x[rows])))
+    return out.to(x.dtype)
+
+
+def _has_grouped_mm(*operands: Tensor) -> bool:
+    """Whether torch's grouped kernel takes them: it reads 16 bytes at a time."""
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in operands)
+
+
+def _tiles(count: int, bounds: Tensor, matrix: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`count` rows in tiles of one expert each, as many tiles at a time as matrices of `matrix` elements fit into a
+    block: rows [n, TILE_ROWS], which of them count (bool, the others repeat a row of the same expert), experts [n].
+
+    The number of tiles is the largest that any division of the rows needs, because the true one is on the device.
+    """
+    tiles = (bounds.diff() + TILE_ROWS - 1) // TILE_ROWS
+    ends, number = tiles.cumsum(0), count // TILE_ROWS + min(len(tiles), count)
+    inside = torch.arange(TILE_ROWS, device=bounds.device)
+    for part in torch.arange(number, device=bounds.device).split(block_length(matrix)):
+        tile = torch.minimum(part, ends[-1] - 1)
+        experts = torch.searchsorted(ends, tile, right=True)
+        first, end = bounds[experts], bounds[experts + 1].unsqueeze(1)
+        rows = (first + (tile - ends[experts] + tiles[experts]) * TILE_ROWS).unsqueeze(1) + inside
+        yield rows.minimum(end - 1), (rows < end) & (part == tile).unsqueeze(1), experts
 
 
 class _Permute(torch.autograd.Function):
@@ -55,9 +133,9 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (slot_of,) = ctx.saved_tensors
-        if not registered(grad):
+        if not by_operator(grad):
             return grad.index_select(0, slot_of).unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
-        ones = torch.ones(slot_of.shape[0] // ctx.top_k, ctx.top_k)
+        ones = torch.ones(slot_of.shape[0] // ctx.top_k, ctx.top_k, dtype=wide(grad.dtype), device=grad.device)
         return _combine(grad.contiguous(), slot_of, ones), None, None, None
 
 
@@ -80,6 +158,23 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     grad_y, grad_weights = torch.zeros_like(y), torch.empty_like(weights)
     native.combine_backward(y, slot_of, weights, grad, grad_y, grad_weights, *weights.shape, y.shape[1])
+    return grad_y, grad_weights
+
+
+@torch_form("combine")
+def _combine_in_torch(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
+    out = weights.new_zeros(weights.shape[0], y.shape[1])
+    for rows, weight in zip(slot_of.view(weights.shape).unbind(1), weights.unbind(1)):
+        out += y.index_select(0, rows) * weight.unsqueeze(1)
+    return out.to(y.dtype)
+
+
+@torch_form("combine_backward")
+def _combine_backward_in_torch(y: Tensor, slot_of: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grad_y, grad_weights = torch.zeros_like(y), torch.empty_like(weights)
+    for slot, rows in enumerate(slot_of.view(weights.shape).unbind(1)):
+        grad_y[rows] = (grad * weights[:, slot].unsqueeze(1)).to(y.dtype)
+        grad_weights[:, slot] = (y.index_select(0, rows).to(weights.dtype) * grad).sum(1)
     return grad_y, grad_weights
 
 
@@ -112,12 +207,14 @@ class _Unpermute(torch.autograd.Function):
         return out, None
 
 
-def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int], Tensor]:
-    """The row of each (token, slot) in a buffer grouped by expert; every group is padded to `ROW_TILE` rows.
+def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Bounds, Tensor]:
+    """The row of each (token, slot) in a buffer grouped by expert; on a CPU every group is padded to `ROW_TILE` rows.
 
     experts [T, K] -> (slot_of [T*K]: row in the buffer; source [M]: token of each row, 0 for padding rows; bounds of
     length E + 1; counts [E]: tokens per expert).
     """
+    if not experts.is_cpu:
+        return _layout(experts, num_experts)
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=num_experts)
     padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
@@ -133,6 +230,25 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, li
     return slot_of, source, [0, *ends.tolist()], counts
 
 
+@operator(
+    "expert_layout(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda experts, number: (
+        experts.new_empty(experts.numel()),
+        experts.new_empty(experts.numel()),
+        experts.new_empty(number + 1, dtype=torch.int32),
+        experts.new_empty(number, dtype=torch.int32),
+    ),
+)
+def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`expert_layout` without padding, which would make the number of rows depend on the choices."""
+    ascending, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts + 1, device=experts.device)
+    slot_of = torch.empty_like(order)
+    slot_of[order] = torch.arange(order.numel(), device=order.device)
+    bounds = torch.searchsorted(ascending, numbers, out_int32=True)
+    return slot_of, order // experts.shape[1], bounds, bounds.diff()
+
+
 def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
     """x [T, D] -> [M, D] in expert order (see `expert_layout`)."""
     return _Permute.apply(x, slot_of, source, top_k)
@@ -141,7 +257,7 @@ def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
 def combine(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each token's expert outputs: y [M, D] in expert order, slot_of [T * K], weights [T, K] in fp32
     (or wider) -> [T, D]."""
-    if registered(y) and weights.dtype == torch.float32:
+    if by_operator(y) and weights.dtype == wide(y.dtype):
         weights = weights.contiguous()
         if torch.is_grad_enabled() and (y.requires_grad or weights.requires_grad):
             return _Combine.apply(y, slot_of, weights)

@@ -8,6 +8,7 @@ rules.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
-from glm5.ops.native import Kernels, register, registered
+from glm5.ops.native import Kernels, by_operator, register
+from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.wide import wide
 
@@ -33,7 +35,7 @@ class OtherRule:
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(1, q.shape[0] * q.shape[2] * k.shape[1]))
+    step = queries_per_block(q, CHUNK_ELEMENTS, q.shape[0] * q.shape[2] * k.shape[1])
     return [slice(start, start + step) for start in range(0, q.shape[1], step)]
 
 
@@ -61,7 +63,7 @@ def indexer_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 class _SelectedScores(torch.autograd.Function):
-    """`selected_scores` by the compiled kernels: keys are gathered per query and never written out."""
+    """`selected_scores` by the operators. The kernels gather the keys of a query and never write them out."""
 
     @staticmethod
     def forward(ctx, q, k, w, indices):  # type: ignore[no-untyped-def]
@@ -103,7 +105,7 @@ def _selected_sizes(q: Tensor, k: Tensor, indices: Tensor) -> tuple[float, ...]:
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
     -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
-    if registered(q) and k.dtype == q.dtype and w.dtype == torch.float32:
+    if by_operator(q) and k.dtype == q.dtype and w.dtype == wide(q.dtype):
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]
     q, k, w = q.to(kind), k.to(kind), w.to(kind)
@@ -112,6 +114,43 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     chosen = torch.nn.functional.embedding(flat, k.flatten(0, 1)).view(*indices.shape, dim)
     dots = torch.matmul(q * dim**-0.5, chosen.transpose(-1, -2))
     return torch.matmul(w.unsqueeze(2), torch.relu(dots)).squeeze(2)
+
+
+@torch_form("selected")
+def _selected_in_torch(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
+    out = w.new_empty(indices.shape)
+    for part, _, chosen, queries in _gathered(q, k, w, indices):
+        dots = torch.matmul(queries, chosen.transpose(-1, -2))
+        out[:, part] = torch.matmul(w[:, part].unsqueeze(2), torch.relu(dots)).squeeze(2)
+    return out
+
+
+@torch_form("selected_backward")
+def _selected_backward_in_torch(
+    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_w = torch.empty_like(q), torch.empty_like(w)
+    grad_k = torch.zeros_like(k, dtype=w.dtype).flatten(0, 1)  # many queries may read the same key
+    for part, places, chosen, queries in _gathered(q, k, w, indices):
+        dots, g = torch.relu(torch.matmul(queries, chosen.transpose(-1, -2))), grad[:, part].unsqueeze(2)
+        grad_w[:, part] = torch.matmul(dots, g.transpose(-1, -2)).squeeze(-1)
+        grad_dots = (w[:, part].unsqueeze(-1) * g).mul_(dots > 0)
+        grad_q[:, part] = torch.matmul(grad_dots, chosen) * q.shape[-1] ** -0.5
+        grad_k.index_add_(0, places, torch.matmul(grad_dots.transpose(-1, -2), queries).flatten(0, 2))
+    return grad_q, grad_k.view_as(k).to(k.dtype), grad_w
+
+
+def _gathered(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Blocks of queries: which ones, the places of their keys in the flat k, those keys [B, t, K, d], and the queries
+    scaled by d^-1/2, both in the dtype of w."""
+    base = torch.arange(q.shape[0], device=q.device).view(-1, 1, 1) * k.shape[1]
+    flat, step = k.flatten(0, 1), queries_per_block(q, CHUNK_ELEMENTS, q.shape[0] * indices.shape[2] * q.shape[3])
+    for start in range(0, q.shape[1], step):
+        part = slice(start, start + step)
+        picked = indices[:, part]
+        places = (base + picked.clamp_min(0)).flatten()
+        chosen = flat.index_select(0, places).to(w.dtype).view(*picked.shape, -1)
+        yield part, places, chosen, q[:, part].to(w.dtype) * q.shape[-1] ** -0.5
 
 
 def topk_mask(scores: Tensor, valid: Tensor, k: int, rule: OtherRule | None = None) -> Tensor:
@@ -181,8 +220,8 @@ def select_keys(
     are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
     linear in the length.
     """
-    if rule is None and registered(q) and k.dtype == q.dtype:
-        q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
+    if rule is None and by_operator(q) and k.dtype == q.dtype:
+        q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
         return _select(q, k, *view, w, start, end, topk)
     if pages is not None:
@@ -200,6 +239,22 @@ def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
     out = torch.empty(*q.shape[:2], topk, dtype=torch.long)
     native.select(q, *tensors, out, *q.shape, topk, q.shape[3] ** -0.5)
     return out
+
+
+@torch_form("select")
+def _select_on_device(q: Tensor, k: Tensor, *args: Any) -> Tensor:
+    rows, table, per_row, shift, size, w, start, end, topk = args
+    if table is None:
+        return _select_blocks(q, k, w, start, end, topk, None)
+    # Every query reads its own copy of its sequence: how many queries share one is not known without asking the device.
+    pages, keys, found = Pages(table, rows, size, shift), per_row * size, []
+    flat = [x.flatten(0, 1).unsqueeze(1) for x in (q, w, start, end)]
+    step = queries_per_block(q, CHUNK_ELEMENTS, keys * max(q.shape[2:]))
+    for first in range(0, flat[0].shape[0], step):
+        queries, weights, low, high = (x[first : first + step] for x in flat)
+        own = pages.read(k, rows[first : first + step], keys)
+        found.append(_select_blocks(queries, own, weights, low, high, topk, None))
+    return torch.cat(found).view(*q.shape[:2], topk)
 
 
 def _select_from_pool(
@@ -226,10 +281,15 @@ def _select_from_pool(
 def _select_in_torch(
     q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, rule: OtherRule | None
 ) -> Tensor:
-    k = k[:, : int(end.max())]
+    return _select_blocks(q, k[:, : int(end.max())], w, start, end, topk, rule)
+
+
+def _select_blocks(
+    q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, rule: OtherRule | None
+) -> Tensor:
     k = torch.nn.functional.pad(k, (0, 0, 0, round_up(k.shape[1], KEY_TILE) - k.shape[1]))
     positions = torch.arange(k.shape[1], device=k.device)
-    step = max(1, CHUNK_ELEMENTS // max(1, k.shape[0] * k.shape[1]))
+    step = queries_per_block(q, CHUNK_ELEMENTS, k.shape[0] * k.shape[1])
     found = []
     for s in range(0, q.shape[1], step):
         part = slice(s, s + step)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glm5.ops.attention import attention_probabilities
 from glm5.ops.indexer import head_scores
+from glm5.ops.operators import queries_per_block
 
 BLOCK_ELEMENTS = 1 << 21
 """Upper bound for the elements of one [queries, heads, keys] block: 8 MiB in fp32."""
@@ -58,7 +59,7 @@ class _DenseKL(torch.autograd.Function):
         learning = any(ctx.needs_input_grad[:3])
         grads = (torch.empty_like(index_q), torch.zeros_like(index_k, dtype=wide), torch.empty_like(index_w))
         total = torch.zeros((), dtype=wide, device=index_w.device)
-        for part, keys in _blocks(index_q, q, start, end):
+        for part, keys in _blocks(index_q, q, start, end, k.shape[2]):
             slots = torch.arange(keys.start, keys.stop, device=start.device)
             valid = (slots >= start[:, part, None]) & (slots < end[:, part, None])
             block_q, block_k, block_w = index_q[:, part].to(wide), index_k[:, keys].to(wide), index_w[:, part]
@@ -85,9 +86,12 @@ class _DenseKL(torch.autograd.Function):
         return *((grad * g).to(g.dtype) for g in ctx.grads), *(None,) * 7
 
 
-def _blocks(index_q: Tensor, q: Tensor, start: Tensor, end: Tensor) -> list[tuple[slice, slice]]:
+def _blocks(index_q: Tensor, q: Tensor, start: Tensor, end: Tensor, key_count: int) -> list[tuple[slice, slice]]:
     """Blocks of queries, each with the range of keys that its queries may see."""
     batch, queries, index_heads, _ = index_q.shape
+    if not start.is_cpu:  # what a query may see is known to the device only
+        step = queries_per_block(index_q, BLOCK_ELEMENTS, batch * max(index_heads, q.shape[1]) * key_count)
+        return [(slice(first, min(first + step, queries)), slice(0, key_count)) for first in range(0, queries, step)]
     widest = batch * max(index_heads, q.shape[1]) * int((end.amax(0) - start.amin(0)).max())
     step = max(1, BLOCK_ELEMENTS // max(1, widest))
     parts = [slice(first, min(first + step, queries)) for first in range(0, queries, step)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops.native import kernels
+from glm5.ops.operators import operator
 from glm5.ops.wide import wide
 
 
@@ -48,11 +49,21 @@ class _Rope(torch.autograd.Function):
 
 def _native_rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) -> Tensor:
     native = kernels(x)
-    assert native is not None
+    if native is None:
+        return _rotate(x, cos, sin, offset, sign)
     x = x if x.stride(2) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     native.rope(x, out, cos, sin, *x.shape, x.stride(0), x.stride(1), offset, 2 * cos.shape[1], sign)
     return out
+
+
+@operator(
+    "rope(Tensor x, Tensor cos, Tensor sin, int offset, float sign) -> Tensor", lambda x, *_: x.new_empty(x.shape)
+)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) -> Tensor:
+    dim = 2 * cos.shape[1]
+    turned = apply_rope(x[..., offset : offset + dim], cos.unsqueeze(1), sin.unsqueeze(1) * sign)
+    return torch.cat((x[..., :offset], turned, x[..., offset + dim :]), dim=-1)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int = 0) -> Tensor:
@@ -60,7 +71,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int = 0) -> Tensor:
 
     x [M, H, D], cos and sin [M, dim / 2] in fp32 (one row per token, see `rope_table`).
     """
-    if kernels(x) is not None and cos.dtype == torch.float32:
+    if (kernels(x) is not None or not x.is_cpu) and cos.dtype == torch.float32:
         if torch.is_grad_enabled() and x.requires_grad:
             return _Rope.apply(x, cos, sin, offset)
         return _native_rope(x, cos, sin, offset, 1.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.ops.operators import operator
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand(x: Tensor) -> Tensor:
@@ -28,3 +30,39 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     left, right = (x.to(b.dtype).expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
     return torch.bmm(left, right, out_dtype=kind).view(*batch, a.shape[-2], b.shape[-1])
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T in fp32 (fp64 for fp64), differentiable: [M, K], [N, K] -> [M, N]."""
+    if not x.is_cpu:
+        return _WideLinear.apply(x, weight)
+    kind = wide(x.dtype)
+    return torch.nn.functional.linear(x.to(kind), weight.to(kind))
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return _product_of_rows(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _product_of_rows_backward(*ctx.saved_tensors, grad)
+
+
+@operator(
+    "wide_linear(Tensor x, Tensor weight) -> Tensor",
+    lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=wide(x.dtype)),
+)
+def _product_of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return product(operand(x), operand(weight).T)
+
+
+@operator(
+    "wide_linear_backward(Tensor x, Tensor weight, Tensor grad) -> (Tensor, Tensor)",
+    lambda x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+)
+def _product_of_rows_backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """In the dtype of `grad`: it is not rounded to 16 bits."""
+    return (grad @ weight.to(grad.dtype)).to(x.dtype), (grad.T @ x.to(grad.dtype)).to(weight.dtype)

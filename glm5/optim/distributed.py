@@ -50,9 +50,9 @@ def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     are the same on all ranks and count once. If any tensor is a DTensor, all ranks must call with the same tensors.
     """
     own = torch.stack([number / copies(t) if is_dtensor(t) else number for t, number in parts])
-    sharded = torch.tensor([is_dtensor(t) for t, _ in parts], device=own.device)
     if not any(is_dtensor(t) for t, _ in parts):
         return own
+    sharded = torch.tensor([is_dtensor(t) for t, _ in parts], device=own.device)
     total = own.clone()
     dist.all_reduce(total)
     return torch.where(sharded, total, own)

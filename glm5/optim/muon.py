@@ -185,6 +185,7 @@ class Muon(torch.optim.Optimizer):
                 if local(p).numel() == 0:  # a rank without rows of p still counts the step
                     self.state[p]["step"] += 1
             if held:
+                fused = all(p.device.type in FUSED_DEVICES for p in held)
                 adamw(
                     [local(p) for p in held],
                     [local(p.grad).contiguous() for p in held if p.grad is not None],
@@ -192,7 +193,9 @@ class Muon(torch.optim.Optimizer):
                     [local(self.state[p]["v"]) for p in held],
                     [],
                     [self.state[p]["step"] for p in held],
-                    fused=all(p.device.type in FUSED_DEVICES for p in held),
+                    fused=fused,
+                    # Otherwise torch would read the step back from the device.
+                    capturable=not fused and all(not p.is_cpu for p in held),
                     amsgrad=False,
                     beta1=group["betas"][0],
                     beta2=group["betas"][1],

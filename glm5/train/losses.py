@@ -37,6 +37,17 @@ def target_logprobs(
     return logprobs[:count], entropy[:count]
 
 
+def summed_logprobs(
+    model: GLM5ForCausalLM, hidden: Tensor, targets: Tensor, wanted: Tensor, sparse: bool = False
+) -> Tensor:
+    """Sum of `target_logprobs`. An accelerator computes all targets and masks the others, because it would have to be
+    asked for the number of wanted ones; not if they are `sparse`."""
+    if hidden.is_cpu or sparse:
+        return target_logprobs(model, hidden, targets, wanted)[0].sum()
+    logprobs, _ = token_logprobs(hidden[: targets.numel()], model.lm_head.weight, targets.flatten())
+    return torch.where(wanted.flatten(), logprobs, 0.0).sum()
+
+
 def language_loss(
     model: GLM5ForCausalLM, batch: Batch, ctx: ForwardContext, *, mtp_weight: float = 0.0, mtp_depths: int = 0
 ) -> tuple[Tensor, StepMetrics]:
@@ -49,8 +60,7 @@ def language_loss(
     counts = batch.counts().targets
     metrics = StepMetrics()
     targets, wanted = batch.targets()
-    logprobs, _ = target_logprobs(model, hidden, targets, wanted)
-    loss = -logprobs.sum() / max(1, counts[0])
+    loss = -summed_logprobs(model, hidden, targets, wanted, batch.sparse_targets) / max(1, counts[0])
     metrics.add("loss", loss)
     metrics.add("tokens", wanted.sum())
     _count_hits(metrics, "accuracy", model, hidden, targets, wanted, ctx)
@@ -59,7 +69,7 @@ def language_loss(
         following, _ = batch.targets(depth)
         hidden = model.mtp_hidden(following, hidden, ctx)
         targets, wanted = batch.targets(depth + 1)
-        drafted = -target_logprobs(model, hidden, targets, wanted)[0].sum() / max(1, counts[depth])
+        drafted = -summed_logprobs(model, hidden, targets, wanted) / max(1, counts[depth])
         loss = loss + mtp_weight / mtp_depths * drafted
         metrics.add(f"mtp{depth}_loss", drafted)
         _count_hits(metrics, f"mtp{depth}_accuracy", model, hidden, targets, wanted, ctx)
@@ -91,12 +101,17 @@ def _count_hits(
     """On monitored steps, count correct greedy predictions: one more projection, in chunks."""
     if ctx.max_logits is None:
         return
-    index = wanted.flatten().nonzero().squeeze(1)
+    if hidden.is_cpu:
+        index = wanted.flatten().nonzero().squeeze(1)
+    else:  # all targets; the number of wanted ones is not known without asking the device
+        index = torch.arange(wanted.numel(), device=wanted.device)
     hits = sum(
-        (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]).sum()
+        (
+            (model.lm_head(hidden.index_select(0, rows)).argmax(-1) == targets.flatten()[rows]) & wanted.flatten()[rows]
+        ).sum()
         for rows in index.split(CHUNK_ROWS)
     )
-    metrics.mean(name, hits, index.numel())
+    metrics.mean(name, hits, index.numel() if hidden.is_cpu else wanted.sum())
 
 
 @dataclass
@@ -117,7 +132,7 @@ class IndexerLoss:
 
         def look(part: slice, scores: Tensor, target: Tensor, valid: Tensor) -> None:
             crowded = real[:, part] & (valid.sum(-1) > self.topk)
-            if crowded.any():
+            if not crowded.is_cpu or crowded.any():  # an accelerator is not asked
                 self.measure(layer, scores, target, valid, crowded)
 
         self.losses.append(keys.kl(self._weight(), look))
@@ -133,8 +148,9 @@ class IndexerLoss:
     def measure(self, layer: int, scores: Tensor, target: Tensor, valid: Tensor, crowded: Tensor) -> None:
         """Record the share of attention mass on the best `topk` scores: a mean over `crowded` queries."""
         share = kept_mass(scores, target, valid, self.topk)
+        kept = (share[crowded] if share.is_cpu else share.where(crowded, 0.0)).sum()
         for name in ("indexer_recall", f"indexer_recall/L{layer}"):
-            self.metrics.mean(name, share[crowded].sum(), crowded.sum())
+            self.metrics.mean(name, kept, crowded.sum())
 
     def total(self) -> Tensor:
         """Mean over layers. Recorded as `indexer_kl`, with `indexer_recall`, the share of attention mass in the

@@ -36,7 +36,12 @@ def expert_loads(stats: list[RouterStats], documents: Tensor, experts: int) -> d
     real = (documents >= 0).flatten()
     loads: dict[int, Tensor] = {}
     for layer in stats:
-        load = torch.bincount(layer.experts[: real.numel()][real].flatten(), minlength=experts).float()
+        chosen = layer.experts[: real.numel()]
+        if chosen.is_cpu:
+            load = torch.bincount(chosen[real].flatten(), minlength=experts).float()
+        else:  # neither a mask as index nor `bincount`: both would wait for the device
+            ones = real.float().unsqueeze(1).expand_as(chosen)
+            load = torch.zeros(experts, device=real.device).scatter_add_(0, chosen.flatten(), ones.flatten())
         loads[layer.layer] = loads[layer.layer] + load if layer.layer in loads else load
     return loads
 

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.ops.operators import LIBRARY, define
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
     "-std=c++17 -O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
@@ -93,12 +95,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def registered(x: Tensor) -> bool:
-    """Whether the operators of `register` take tensors like `x`, fake ones too."""
+    """Whether there are compiled CPU kernels for tensors like `x`, fake ones too."""
     return x.is_cpu and x.dtype in _by_dtype()
 
 
-_LIBRARY = torch.library.Library("glm5", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+def by_operator(x: Tensor) -> bool:
+    """Whether a function calls its operator on tensors like `x`: always on an accelerator, whose torch form or kernel
+    the dispatcher finds; on a CPU if there are compiled kernels."""
+    return not x.is_cpu or x.dtype in _by_dtype()
 
 
 def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -110,10 +114,8 @@ def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         def run(first: Tensor, *rest: Any) -> Any:
             return function(_by_dtype()[first.dtype], first, *rest)
 
-        _LIBRARY.define(schema, tags=_TAGS)
-        _LIBRARY.impl(name, run, "CPU")
-        torch.library.register_fake(f"glm5::{name}", fake, lib=_LIBRARY)
-        operator: Callable[..., Any] = getattr(torch.ops.glm5, name).default
+        operator = define(schema, fake)
+        LIBRARY.impl(name, run, "CPU")
         return operator
 
     return decorate
