@@ -1,0 +1,143 @@
+"""Compile the kernels for targets that this machine does not have, and read what the compilers made of them.
+
+The compilers and disassemblers are in Triton's wheel, so neither a GPU nor a driver is needed. Triton caches compiled
+kernels (`~/.triton`, TRITON_CACHE_DIR).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import MissingExtraError, UsageError
+from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
+
+KERNELS = ("sparse_forward",)
+"""Modules in `glm5.ops.triton.kernels` with `case`."""
+
+_TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")
+_LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
+_TRAP = re.compile(r"^\s*(?:trap;|s_trap)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rates of a GPU: dense bf16 FLOP/s and bytes per second, from its data sheet."""
+
+    flops: float
+    bandwidth: float
+
+
+DEVICES = {
+    "H100": Device(989e12, 3.35e12),
+    "H200": Device(989e12, 4.8e12),
+    "B200": Device(2250e12, 8.0e12),
+    "MI300X": Device(1307e12, 5.3e12),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of a kernel. `spills` counts instructions that move registers to and from local memory
+    (NVIDIA) or spilled registers (AMD); `problem` says why the kernel cannot run on the target, if so."""
+
+    registers: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+    tensor_core_instructions: dict[str, int] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def require_triton() -> Any:
+    """Triton, ready to compile. Raises MissingExtraError without it, UsageError if it interprets."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise UsageError("TRITON_INTERPRET is set: nothing can be compiled. Unset it.")
+    try:
+        return importlib.import_module("triton")
+    except ImportError:
+        raise MissingExtraError("triton", "triton") from None
+
+
+def makers() -> dict[str, CaseMaker]:
+    """All kernels by name. Needs Triton."""
+    require_triton()
+    return {name: importlib.import_module(f"glm5.ops.triton.kernels.{name}").case for name in KERNELS}
+
+
+def build(case: Case, target: str) -> Compiled:
+    """Compile a kernel for a target and measure it. A kernel that does not fit gets a `problem`, not an exception."""
+    triton = require_triton()
+    compiler, backends = (importlib.import_module(f"triton.{name}.compiler") for name in ("compiler", "backends"))
+    kind = TARGETS[target]
+    signature = {**case.types, **dict.fromkeys(case.constants, "constexpr")}
+    names = case.function.arg_names
+    signature = {name: signature[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = compiler.ASTSource(case.function, signature, dict(case.constants), aligned)
+    where = backends.GPUTarget(kind.backend, kind.arch, kind.warp_size)
+    try:
+        built = triton.compile(source, target=where, options=dict(case.options))
+    except Exception as error:  # the compilers raise whatever their passes raise
+        return Compiled(problem=f"does not compile: {type(error).__name__}: {str(error).strip()[:200]}")
+    found = _cubin(built) if kind.backend == "cuda" else _hsaco(built)
+    return Compiled(**found, shared_bytes=built.metadata.shared, problem=_problem(built, found, target))
+
+
+def _problem(built: Any, found: dict[str, Any], target: str) -> str | None:
+    """Why a compiled kernel cannot run: the compilers accept some that do not fit, and make them trap."""
+    limits, memory = TARGETS[target], built.metadata
+    if memory.shared > limits.shared_limit:
+        return f"needs {memory.shared:,} bytes of shared memory; {target} has {limits.shared_limit:,}"
+    if getattr(memory, "tmem_size", 0) > limits.tensor_limit:
+        return f"needs {memory.tmem_size} columns of tensor memory; {target} has {limits.tensor_limit}"
+    if _TRAP.search(built.asm.get("ptx") or built.asm["amdgcn"]):
+        return "was compiled to a trap"
+    return None
+
+
+def _cubin(built: Any) -> dict[str, Any]:
+    tool = Path(importlib.import_module("triton.backends.nvidia").__file__ or "").parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True, timeout=120).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    registers = max(int(number) for number in re.findall(r"\bREG:(\d+)", usage))
+    return _counted(code, registers, len(_LOCAL_MEMORY.findall(code)))
+
+
+def _hsaco(built: Any) -> dict[str, Any]:
+    code = built.asm["amdgcn"]
+    spills = sum(int(number) for number in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", code))
+    return _counted(code, max(int(number) for number in re.findall(r"\.vgpr_count:\s+(\d+)", code)), spills)
+
+
+def _counted(code: str, registers: int, spills: int) -> dict[str, Any]:
+    cores = Counter(_TENSOR_CORES.findall(code))
+    return {"registers": registers, "spills": spills, "tensor_core_instructions": dict(cores)}
+
+
+def report(case: Case, target: str, made: Compiled) -> dict[str, Any]:
+    """A row of `glm5 kernels`. `roofline_us` predicts the shortest time of a launch on each GPU from peak rates."""
+    times = {
+        name: round(1e6 * max(case.flops / device.flops, case.bytes / device.bandwidth), 2)
+        for name, device in DEVICES.items()
+    }
+    intensity = round(case.flops / case.bytes, 2)
+    work = {"bytes": case.bytes, "flops": case.flops, "arithmetic_intensity": intensity, "roofline_us": times}
+    return {"name": case.name, "target": target, **asdict(made), **work}
+
+
+def measure(name: str, shape: Shape, target: str) -> dict[str, Any]:
+    """Compile one kernel at one shape for one target, and report it."""
+    case = makers()[name](shape, target)
+    return report(case, target, build(case, target))
