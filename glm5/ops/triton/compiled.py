@@ -19,7 +19,7 @@ from typing import Any
 from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
 
-KERNELS = ("sparse_forward",)
+KERNELS = ("sparse_forward", "sparse_decode", "attention_target")
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")

@@ -1,0 +1,96 @@
+"""The Triton kernels as operators `torch.ops.glm5.*` with rules for fake tensors and autograd.
+
+Backward passes add in any order, which is faster, unless `torch.use_deterministic_algorithms(True)` was called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.errors import MissingExtraError
+from glm5.ops.pages import Pages
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    """The launcher of a kernel. Raises MissingExtraError without Triton."""
+    try:
+        module = importlib.import_module(f"glm5.ops.triton.kernels.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MissingExtraError("triton", "triton") from None
+    launcher: Callable[..., Any] = getattr(module, name)
+    return launcher
+
+
+def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema[: schema.index("(")]
+    operator = torch.library.custom_op(f"glm5::{name}", run, mutates_args=(), schema=schema[len(name) :])
+    operator.register_fake(fake)
+    return operator
+
+
+def _attention_shapes(
+    q: Tensor, latents: Tensor, indices: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, value_dim, _scale, want_probs = args
+    return (
+        q.new_empty(*q.shape[:3], value_dim),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        q.new_empty(indices.shape if want_probs else 0, dtype=torch.float32),
+    )
+
+
+def _sparse_mla_run(
+    q: Tensor,
+    latents: Tensor,
+    indices: Tensor,
+    rows: Tensor | None,
+    table: Tensor | None,
+    per_row: int,
+    shift: int,
+    size: int,
+    value_dim: int,
+    scale: float,
+    want_probs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not indices.numel():
+        out, lse, target = _attention_shapes(q, latents, indices, value_dim, scale, want_probs)
+        return out.zero_(), lse.fill_(float("-inf")), target.zero_()
+    view = None if rows is None or table is None else (rows, table, per_row, shift, size)
+    if view is None:
+        out, lse = _kernel("sparse_forward")(q, latents, indices, value_dim, scale)
+    else:
+        out, lse = _kernel("sparse_decode")(q, latents, indices, view, value_dim, scale)
+    if not want_probs:
+        return out, lse, lse.new_empty(0)
+    return out, lse, _kernel("attention_target")(q, latents, indices, lse, value_dim, scale, view)
+
+
+_sparse_mla = _operator(
+    "sparse_mla(Tensor q, Tensor latents, Tensor indices, Tensor? rows, Tensor? table, int per_row, int shift, "
+    "int size, int value_dim, float scale, bool want_probs) -> (Tensor, Tensor, Tensor)",
+    _sparse_mla_run,
+    _attention_shapes,
+)
+
+
+def sparse_attention(
+    q: Tensor,
+    latents: Tensor,
+    indices: Tensor,
+    value_dim: int,
+    scale: float,
+    pages: Pages | None,
+    want_probs: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`glm5.ops.attention.sparse_attention` by the kernels."""
+    q, latents, indices = q.contiguous(), latents.contiguous(), indices.contiguous()
+    view = (None, None, 0, 0, 0) if pages is None else pages.kernel_view()
+    out, _, target = _sparse_mla(q, latents, indices, *view, value_dim, scale, want_probs)
+    return out, target if want_probs else None
