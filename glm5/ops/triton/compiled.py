@@ -19,7 +19,7 @@ from typing import Any
 from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
 
-KERNELS = ("sparse_forward", "sparse_decode", "attention_target")
+KERNELS = ("sparse_forward", "sparse_decode", "attention_target", "sparse_backward", "sparse_backward_q")
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")
@@ -85,7 +85,8 @@ def build(case: Case, target: str) -> Compiled:
     try:
         built = triton.compile(source, target=where, options=dict(case.options))
     except Exception as error:  # the compilers raise whatever their passes raise
-        return Compiled(problem=f"does not compile: {type(error).__name__}: {str(error).strip()[:200]}")
+        reason = str(error).strip().splitlines() or [""]
+        return Compiled(problem=f"does not compile: {type(error).__name__}: {reason[-1][:300]}")
     found = _cubin(built) if kind.backend == "cuda" else _hsaco(built)
     return Compiled(**found, shared_bytes=built.metadata.shared, problem=_problem(built, found, target))
 

@@ -35,9 +35,7 @@ def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     return operator
 
 
-def _attention_shapes(
-    q: Tensor, latents: Tensor, indices: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_shapes(q: Tensor, latents: Tensor, indices: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, _scale, want_probs = args
     return (
         q.new_empty(*q.shape[:3], value_dim),
@@ -78,6 +76,41 @@ _sparse_mla = _operator(
     _sparse_mla_run,
     _attention_shapes,
 )
+
+
+def _sparse_mla_backward_run(
+    q: Tensor, latents: Tensor, indices: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, ordered: bool
+) -> tuple[Tensor, Tensor]:
+    if not indices.numel():
+        return torch.zeros_like(q), torch.zeros_like(latents)
+    gradients: tuple[Tensor, Tensor] = _kernel("sparse_backward")(q, latents, indices, out, lse, grad, scale, ordered)
+    return gradients
+
+
+_sparse_mla_backward = _operator(
+    "sparse_mla_backward(Tensor q, Tensor latents, Tensor indices, Tensor out, Tensor lse, Tensor grad, float scale, "
+    "bool ordered) -> (Tensor, Tensor)",
+    _sparse_mla_backward_run,
+    lambda q, latents, *_: (torch.empty_like(q), torch.empty_like(latents)),
+)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, latents, indices, rows, *_, scale, _ = inputs
+    if rows is not None and (q.requires_grad or latents.requires_grad):
+        raise RuntimeError("attention over pages has no gradient")
+    out, lse, target = output
+    ctx.save_for_backward(q, latents, indices, out, lse)
+    ctx.scale = scale
+    ctx.mark_non_differentiable(lse, target)
+
+
+def _attention_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    ordered = torch.are_deterministic_algorithms_enabled()
+    return *_sparse_mla_backward(*ctx.saved_tensors, grad.contiguous(), ctx.scale, ordered), *(None,) * 9
+
+
+_sparse_mla.register_autograd(_attention_gradients, setup_context=_keep_attention)
 
 
 def sparse_attention(

@@ -13,6 +13,7 @@ from tests.ops.triton.interpreter import error, examples, generator, picks, rand
 
 from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.attention_target import attention_target  # isort: skip
+from glm5.ops.triton.kernels.sparse_backward import sparse_backward  # isort: skip
 from glm5.ops.triton.kernels.sparse_decode import sparse_decode  # isort: skip
 from glm5.ops.triton.kernels.sparse_forward import sparse_forward  # isort: skip
 
@@ -99,3 +100,47 @@ def test_the_operator_chooses_the_form() -> None:
         assert error(out, expected) < 1e-5 and found is not None and target is not None and error(found, target) < 1e-5
     none, nothing = operators.sparse_attention(q, latents, indices[..., :0], 16, 0.2, None, False)
     assert bool((none == 0).all()) and nothing is None
+
+
+def check_backward(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:
+    batch, queries, heads, latent, rope, keys, slots, seed = drawn
+    slots = -(-slots // 2)
+    q = randn(batch, queries, heads, latent + rope, seed=seed, dtype=dtype)
+    latents = randn(batch, keys, latent + rope, seed=seed + 1, dtype=dtype)
+    grad = randn(batch, queries, heads, latent, seed=seed + 2, dtype=dtype)
+    indices, scale = picks(batch, queries, keys, slots, seed), (latent + rope) ** -0.5
+
+    def gradients(kind: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.detach().to(kind).requires_grad_() for x in (q, latents)]
+        out, _ = sparse_attention(*inputs, indices, value_dim=latent, scale=scale)
+        return torch.autograd.grad(out, inputs, grad.to(kind))
+
+    out, lse = sparse_forward(q, latents, indices, latent, scale)
+    few = 2 * slots * heads * q.element_size()  # two queries per block, or one
+    found = sparse_backward(q, latents, indices, out, lse, grad, scale, ordered, tile=32, block_bytes=few)
+    for own, exact in zip(found, gradients(torch.float64)):
+        assert own.dtype == dtype
+        assert error(own, exact) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+test_backward, test_backward_widely = examples(sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())(
+    check_backward
+)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_gradients_of_the_operator(ordered: bool) -> None:
+    heads = 70  # more than one block of heads
+    q, latents = randn(1, 2, heads, 12, seed=1).double(), randn(1, 20, 12, seed=2).double()
+    indices, grad = picks(1, 2, 20, 18, 5), randn(1, 2, heads, 8, seed=3)
+    found, exact = (
+        [x.detach().to(kind).requires_grad_() for x in (q, latents)] for kind in (torch.float32, torch.float64)
+    )
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        operators.sparse_attention(*found, indices, 8, 0.3, None, True)[0].backward(grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    sparse_attention(*exact, indices, value_dim=8, scale=0.3)[0].backward(grad.double())
+    for own, other in zip(found, exact):
+        assert own.grad is not None and other.grad is not None and error(own.grad, other.grad) < 1e-5
