@@ -19,7 +19,7 @@ from typing import Any
 from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
 
-KERNELS = ("sparse_forward", "sparse_decode", "attention_target", "sparse_backward", "sparse_backward_q")
+KERNELS = ("sparse_forward", "sparse_decode", "attention_target", "sparse_backward", "sparse_backward_q", "index_select")
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")
@@ -45,11 +45,13 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a kernel. `spills` counts instructions that move registers to and from local memory
-    (NVIDIA) or spilled registers (AMD); `problem` says why the kernel cannot run on the target, if so."""
+    """What a compiler made of a kernel. `spills` counts what goes through memory: instructions that move registers to
+    and from local memory (NVIDIA), spilled vector registers (AMD). `scalar_spills` are scalar registers kept in lanes
+    of vector registers (AMD). `problem` says why the kernel cannot run on the target, if so."""
 
     registers: int = 0
     spills: int = 0
+    scalar_spills: int = 0
     shared_bytes: int = 0
     tensor_core_instructions: dict[str, int] = field(default_factory=dict)
     problem: str | None = None
@@ -118,8 +120,13 @@ def _cubin(built: Any) -> dict[str, Any]:
 
 def _hsaco(built: Any) -> dict[str, Any]:
     code = built.asm["amdgcn"]
-    spills = sum(int(number) for number in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", code))
-    return _counted(code, max(int(number) for number in re.findall(r"\.vgpr_count:\s+(\d+)", code)), spills)
+
+
+    def most(name: str) -> int:
+        return max(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", code))
+
+    counted = _counted(code, most("vgpr_count"), most("vgpr_spill_count"))
+    return {**counted, "scalar_spills": most("sgpr_spill_count")}
 
 
 def _counted(code: str, registers: int, spills: int) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""The lightning indexer in Triton, in the interpreter, against the torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from glm5.ops.indexer import indexer_scores, select_topk
+from tests.ops.triton.interpreter import examples, generator
+from tests.ops.triton.test_attention import paged
+
+from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
+from glm5.ops.triton.kernels.index_select import index_select  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+
+def expected_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:
+    positions = torch.arange(k.shape[1])
+    valid = (positions >= start[..., None]) & (positions < end[..., None])
+    scores = indexer_scores(q.double() * q.shape[-1] ** 0.5, k.double(), w.double())
+    return select_topk(scores, valid, topk)
+
+
+def documents(batch: int, queries: int, keys: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Ranges of keys, some of them empty, some the whole row."""
+    source = generator(seed)
+    start = torch.randint(0, keys, (batch, queries), generator=source)
+    end = start + torch.randint(0, keys + 1, (batch, queries), generator=source).clamp_max(keys - start)
+    whole = torch.rand(batch, queries, generator=source) < 0.3
+    return torch.where(whole, 0, start), torch.where(whole, keys, end)
+
+
+def check_selection(drawn: tuple[int, ...], dtype: torch.dtype, form: str, odd: float | None) -> None:
+    batch, queries, heads, dim, keys, topk, seed = drawn
+    source = generator(seed)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=source).to(dtype)
+
+    q, k, w = whole(batch, queries, heads, dim), whole(batch, keys, dim), whole(batch, queries, heads).float()
+    if odd is not None:
+        k[:, ::3, 0] = odd
+        w[:, 0] *= 0.0 if seed % 2 else -1.0
+    start, end = documents(batch, queries, keys, seed)
+    expected = expected_keys(q, k, w, start, end, topk)
+    view = None
+    if form == "pages":
+        k, pages = paged(k, queries, 64, seed)
+        view = pages.kernel_view()
+    limits = {} if form == "split" else {"part_keys": 1 << 20}
+    found = index_select(q, k, w, start, end, topk, view, tile=16, **({"part_keys": 32} if not limits else limits))
+    assert torch.equal(found, expected)
+
+
+test_selection, test_selection_widely = examples(
+    st.tuples(
+        st.integers(1, 2), st.integers(1, 6), st.integers(1, 20), st.integers(1, 20), st.integers(1, 150),
+        st.integers(1, 40), st.integers(0, 2**20),
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["whole", "split", "pages"]),
+    st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]),
+)(check_selection)  # fmt: skip
