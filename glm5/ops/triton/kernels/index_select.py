@@ -48,9 +48,11 @@ def keep_best(value, position, count, threshold, first, Q: tl.constexpr, TOPK: t
         # The whole buffer may be read: loads without masks take fewer registers.
         values = tl.where(slot < own, tl.load(value + base + slot), 0).to(tl.uint32, bitcast=True)
         lowest = tl.zeros([], tl.uint32)
-        for bit in range(32):
-            trial = lowest | (tl.full([], 1, tl.uint32) << (31 - bit).to(tl.uint32))
+        bit = tl.full([], 1 << 31, tl.uint32)
+        for _ in range(32):
+            trial = lowest | bit
             lowest = tl.where(tl.sum((values >= trial).to(tl.int32)) >= TOPK, trial, lowest)
+            bit = bit >> 1
         above = (values > lowest).to(tl.int32)
         tied = ((values == lowest) & (lowest > 0)).to(tl.int32)
         room = TOPK - tl.sum(above)
