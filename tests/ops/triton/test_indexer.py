@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from glm5.ops.indexer import indexer_scores, select_topk
+from glm5.ops.indexer import select_keys, select_topk
 from tests.ops.triton.interpreter import examples, generator
 from tests.ops.triton.test_attention import paged
 
@@ -18,10 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 
 def expected_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:
+    """By scores without the factor d^-1/2, which would break ties of whole numbers by its rounding."""
     positions = torch.arange(k.shape[1])
     valid = (positions >= start[..., None]) & (positions < end[..., None])
-    scores = indexer_scores(q.double() * q.shape[-1] ** 0.5, k.double(), w.double())
-    return select_topk(scores, valid, topk)
+    dots = torch.relu(torch.einsum("btjd,bsd->btjs", q.double(), k.double()))
+    return select_topk((w.double().unsqueeze(2) @ dots).squeeze(2), valid, topk)
 
 
 def documents(batch: int, queries: int, keys: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -46,6 +47,8 @@ def check_selection(drawn: tuple[int, ...], dtype: torch.dtype, form: str, odd: 
         w[:, 0] *= 0.0 if seed % 2 else -1.0
     start, end = documents(batch, queries, keys, seed)
     expected = expected_keys(q, k, w, start, end, topk)
+    if dim in (1, 4, 16) and int(end.max()):
+        assert torch.equal(select_keys(q.double(), k.double(), w.double(), start, end, topk), expected)
     view = None
     if form == "pages":
         k, pages = paged(k, queries, 64, seed)
@@ -57,7 +60,7 @@ def check_selection(drawn: tuple[int, ...], dtype: torch.dtype, form: str, odd: 
 
 test_selection, test_selection_widely = examples(
     st.tuples(
-        st.integers(1, 2), st.integers(1, 6), st.integers(1, 20), st.integers(1, 20), st.integers(1, 150),
+        st.integers(1, 2), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(1, 100),
         st.integers(1, 40), st.integers(0, 2**20),
     ),
     st.sampled_from([torch.float32, torch.bfloat16]),

@@ -44,26 +44,27 @@ def keep_best(value, position, count, threshold, first, Q: tl.constexpr, TOPK: t
     which = tl.arange(0, Q)
     for query in range(Q):
         own = tl.sum(tl.where(which == query, count, 0))
-        base = (first + query).to(tl.int64) * CAPACITY
-        # The whole buffer may be read: loads without masks take fewer registers.
-        values = tl.where(slot < own, tl.load(value + base + slot), 0).to(tl.uint32, bitcast=True)
-        lowest = tl.zeros([], tl.uint32)
-        bit = tl.full([], 1 << 31, tl.uint32)
-        for _ in range(32):
-            trial = lowest | bit
-            lowest = tl.where(tl.sum((values >= trial).to(tl.int32)) >= TOPK, trial, lowest)
-            bit = bit >> 1
-        above = (values > lowest).to(tl.int32)
-        tied = ((values == lowest) & (lowest > 0)).to(tl.int32)
-        room = TOPK - tl.sum(above)
-        chosen = above + tied * (tl.cumsum(tied, 0) <= room).to(tl.int32)
-        to = tl.cumsum(chosen, 0) - 1
-        positions = tl.load(position + base + slot)
-        tl.debug_barrier()  # all candidates are read before any is overwritten
-        tl.store(value + base + to, values.to(tl.int32, bitcast=True), mask=chosen > 0)
-        tl.store(position + base + to, positions, mask=chosen > 0)
-        count = tl.where(which == query, tl.sum(chosen), count)
-        threshold = tl.where(which == query, lowest, threshold)
+        if own > TOPK:
+            base = (first + query).to(tl.int64) * CAPACITY
+            # The whole buffer may be read: loads without masks take fewer registers.
+            values = tl.where(slot < own, tl.load(value + base + slot), 0).to(tl.uint32, bitcast=True)
+            lowest = tl.zeros([], tl.uint32)
+            bit = tl.full([], 1 << 31, tl.uint32)
+            for _ in range(32):
+                trial = lowest | bit
+                lowest = tl.where(tl.sum((values >= trial).to(tl.int32)) >= TOPK, trial, lowest)
+                bit = bit >> 1
+            above = (values > lowest).to(tl.int32)
+            tied = ((values == lowest) & (lowest > 0)).to(tl.int32)
+            room = TOPK - tl.sum(above)
+            chosen = above + tied * (tl.cumsum(tied, 0) <= room).to(tl.int32)
+            to = tl.cumsum(chosen, 0) - 1
+            positions = tl.load(position + base + slot)
+            tl.debug_barrier()  # all candidates are read before any is overwritten
+            tl.store(value + base + to, values.to(tl.int32, bitcast=True), mask=chosen > 0)
+            tl.store(position + base + to, positions, mask=chosen > 0)
+            count = tl.where(which == query, tl.sum(chosen), count)
+            threshold = tl.where(which == query, lowest, threshold)
     tl.debug_barrier()
     return count, threshold
 
@@ -143,6 +144,8 @@ def index_select_kernel(
             tile = tl.load(source, mask=(place >= 0)[:, None] & (lane < D)[None, :], other=0.0)
             dots = tl.dot(tile, queries, input_precision="ieee")
             dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+            if HEADS > J:
+                dots = tl.where(real[None, :], dots, 0.0)  # 0 * infinity is NaN
             values = ordered(tl.sum(tl.reshape(dots, [TILE, Q, HEADS]), 2))
         count, threshold = add_candidates(
             values, key, valid, value, position, count, threshold, first, Q, TILE, TOPK, CAPACITY
