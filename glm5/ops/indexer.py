@@ -18,6 +18,7 @@ from torch import Tensor
 from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import Kernels, register, registered
 from glm5.ops.pages import Pages, plain_view
+from glm5.ops.triton import operators as triton
 from glm5.ops.wide import wide
 
 CHUNK_ELEMENTS = 1 << 22
@@ -181,6 +182,8 @@ def select_keys(
     are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
     linear in the length.
     """
+    if rule is None and triton.takes(q) and k.dtype == q.dtype:
+        return triton.select_keys(q, k, w, start, end, topk, pages)
     if rule is None and registered(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()

@@ -19,7 +19,14 @@ from typing import Any
 from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
 
-KERNELS = ("sparse_forward", "sparse_decode", "attention_target", "sparse_backward", "sparse_backward_q", "index_select")
+KERNELS = (
+    "sparse_forward",
+    "sparse_decode",
+    "attention_target",
+    "sparse_backward",
+    "sparse_backward_q",
+    "index_select",
+)
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
 _TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")
@@ -120,7 +127,6 @@ def _cubin(built: Any) -> dict[str, Any]:
 
 def _hsaco(built: Any) -> dict[str, Any]:
     code = built.asm["amdgcn"]
-
 
     def most(name: str) -> int:
         return max(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", code))

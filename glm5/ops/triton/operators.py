@@ -14,6 +14,9 @@ from torch import Tensor
 
 from glm5.errors import MissingExtraError
 from glm5.ops.pages import Pages
+from glm5.ops.triton import takes
+
+__all__ = ["select_keys", "sparse_attention", "takes"]
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -127,3 +130,39 @@ def sparse_attention(
     view = (None, None, 0, 0, 0) if pages is None else pages.kernel_view()
     out, _, target = _sparse_mla(q, latents, indices, *view, value_dim, scale, want_probs)
     return out, target if want_probs else None
+
+
+def _index_select_run(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    start: Tensor,
+    end: Tensor,
+    rows: Tensor | None,
+    table: Tensor | None,
+    per_row: int,
+    shift: int,
+    size: int,
+    topk: int,
+) -> Tensor:
+    if not start.numel():
+        return torch.empty(*start.shape, topk, dtype=torch.long, device=q.device)
+    view = None if rows is None or table is None else (rows, table, per_row, shift, size)
+    found: Tensor = _kernel("index_select")(q, k, w, start, end, topk, view)
+    return found
+
+
+_index_select = _operator(
+    "index_select(Tensor q, Tensor k, Tensor w, Tensor start, Tensor end, Tensor? rows, Tensor? table, int per_row, "
+    "int shift, int size, int topk) -> Tensor",
+    _index_select_run,
+    lambda q, *args: q.new_empty(*q.shape[:2], args[-1], dtype=torch.long),
+)
+
+
+def select_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int, pages: Pages | None) -> Tensor:
+    """`glm5.ops.indexer.select_keys` by the kernel."""
+    q, k, w, start, end = (x.contiguous() for x in (q, k, w.float(), start, end))
+    view = (None, None, 0, 0, 0) if pages is None else pages.kernel_view()
+    found: Tensor = _index_select(q, k, w, start, end, *view, topk)
+    return found

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -67,12 +68,11 @@ def examples(*strategies: Any, fast: int = 10, slow: int = 100) -> Callable[[Any
         def many(values: Any) -> None:
             check(*values)
 
-        from hypothesis import strategies as st
-
         drawn = st.tuples(*strategies)
+        phases = (Phase.explicit, Phase.generate)  # to shrink a failure would take minutes in the interpreter
         return (
-            settings(max_examples=fast, deadline=None)(given(drawn)(few)),
-            pytest.mark.slow(settings(max_examples=slow, deadline=None)(given(drawn)(many))),
+            settings(max_examples=fast, phases=phases)(given(drawn)(few)),
+            pytest.mark.slow(settings(max_examples=slow, phases=phases)(given(drawn)(many))),
         )
 
     return make

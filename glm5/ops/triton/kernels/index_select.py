@@ -180,7 +180,18 @@ def merge_candidates_kernel(
             positions = tl.load(part_position + first * CAPACITY + slot, mask=slot < last, other=0)
             values = values.to(tl.uint32, bitcast=True)[:, None]
             count, threshold = add_candidates(
-                values, positions, (slot < last)[:, None], value, position, count, threshold, own, 1, TILE, TOPK, CAPACITY
+                values,
+                positions,
+                (slot < last)[:, None],
+                value,
+                position,
+                count,
+                threshold,
+                own,
+                1,
+                TILE,
+                TOPK,
+                CAPACITY,
             )
     count, threshold = keep_best(value, position, count, threshold, own, 1, TOPK, CAPACITY)
     exists = (place < PER_SEQUENCE) & (query + tl.zeros([1], tl.int32) < queries)
