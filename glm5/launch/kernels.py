@@ -46,10 +46,11 @@ def survey(preset: str = "glm5", targets: list[str] | None = None, jobs: int = 1
     shape = shape_of(preset)
     work = [(name, shape, target) for name in KERNELS for target in targets or TARGETS]
     if jobs == 1:
-        rows = [measure(*arguments) for arguments in work]
+        found = [measure(*arguments) for arguments in work]
     else:
         with ProcessPoolExecutor(min(jobs, len(work)), multiprocessing.get_context("spawn")) as pool:
-            rows = list(pool.map(measure, *zip(*work)))
+            found = list(pool.map(measure, *zip(*work)))
+    rows = [row for part in found for row in part]
     workload = {"queries": shape.queries, "context": shape.context, "sequences": shape.sequences}
     return {"preset": preset, "workload": workload, "predicted": ["roofline_us"], "anchors": ANCHORS, "kernels": rows}
 

@@ -104,6 +104,8 @@ def _selected_sizes(q: Tensor, k: Tensor, indices: Tensor) -> tuple[float, ...]:
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
     -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
+    if triton.takes(q) and k.dtype == q.dtype and w.dtype == torch.float32:
+        return triton.selected_scores(q, k, w, indices)
     if registered(q) and k.dtype == q.dtype and w.dtype == torch.float32:
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]

@@ -10,7 +10,7 @@ TRITON_INTERPRET=1 the launchers take CPU tensors; the tests compare them with t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,8 @@ class Case:
     """One kernel at one shape for one target: arguments of a compilation, and the work of one launch.
 
     `types` has Triton's name of every argument that is no constant, in order. `bytes` counts what must cross the memory
-    bus at least once, `flops` the multiplications and additions of the matrix products.
+    bus at least once, `flops` the multiplications and additions of the matrix products. `tensor_cores` says whether
+    there are any.
     """
 
     name: str
@@ -87,9 +88,6 @@ class Case:
     flops: int
     bytes: int
     tensor_cores: bool = True
-
-
-CaseMaker = Callable[[Shape, str], Case]
 
 
 def power_of_two(n: int, least: int = 16) -> int:

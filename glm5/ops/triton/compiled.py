@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import MissingExtraError, UsageError
-from glm5.ops.triton import TARGETS, Case, CaseMaker, Shape
+from glm5.ops.triton import TARGETS, Case, Shape
 
 KERNELS = (
     "sparse_forward",
@@ -26,6 +26,7 @@ KERNELS = (
     "sparse_backward",
     "sparse_backward_q",
     "index_select",
+    "selected_scores",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
@@ -74,10 +75,11 @@ def require_triton() -> Any:
         raise MissingExtraError("triton", "triton") from None
 
 
-def makers() -> dict[str, CaseMaker]:
-    """All kernels by name. Needs Triton."""
+def cases(name: str, shape: Shape, target: str) -> list[Case]:
+    """The kernel of a module, and the small ones that its launcher also calls. Needs Triton."""
     require_triton()
-    return {name: importlib.import_module(f"glm5.ops.triton.kernels.{name}").case for name in KERNELS}
+    module = importlib.import_module(f"glm5.ops.triton.kernels.{name}")
+    return [module.case(shape, target), *(module.helpers(shape, target) if hasattr(module, "helpers") else ())]
 
 
 def build(case: Case, target: str) -> Compiled:
@@ -148,10 +150,10 @@ def report(case: Case, target: str, made: Compiled) -> dict[str, Any]:
     }
     intensity = round(case.flops / case.bytes, 2)
     work = {"bytes": case.bytes, "flops": case.flops, "arithmetic_intensity": intensity, "roofline_us": times}
-    return {"name": case.name, "target": target, **asdict(made), **work}
+    kind = {"name": case.name, "target": target, "wants_tensor_cores": case.tensor_cores}
+    return {**kind, **asdict(made), **work}
 
 
-def measure(name: str, shape: Shape, target: str) -> dict[str, Any]:
-    """Compile one kernel at one shape for one target, and report it."""
-    case = makers()[name](shape, target)
-    return report(case, target, build(case, target))
+def measure(name: str, shape: Shape, target: str) -> list[dict[str, Any]]:
+    """Compile the kernels of a module at one shape for one target, and report them."""
+    return [report(case, target, build(case, target)) for case in cases(name, shape, target)]

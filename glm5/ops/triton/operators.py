@@ -16,19 +16,19 @@ from glm5.errors import MissingExtraError
 from glm5.ops.pages import Pages
 from glm5.ops.triton import takes
 
-__all__ = ["select_keys", "sparse_attention", "takes"]
+__all__ = ["select_keys", "selected_scores", "sparse_attention", "takes"]
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """The launcher of a kernel. Raises MissingExtraError without Triton."""
+def _kernel(name: str, launcher: str = "") -> Callable[..., Any]:
+    """The launcher of a kernel, by default of the same name as its module. Raises MissingExtraError without Triton."""
     try:
         module = importlib.import_module(f"glm5.ops.triton.kernels.{name}")
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise MissingExtraError("triton", "triton") from None
-    launcher: Callable[..., Any] = getattr(module, name)
-    return launcher
+    found: Callable[..., Any] = getattr(module, launcher or name)
+    return found
 
 
 def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -166,3 +166,51 @@ def select_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, top
     view = (None, None, 0, 0, 0) if pages is None else pages.kernel_view()
     found: Tensor = _index_select(q, k, w, start, end, *view, topk)
     return found
+
+
+def _selected_scores_run(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
+    if not indices.numel():
+        return torch.empty(indices.shape, device=q.device)
+    scores: Tensor = _kernel("selected_scores")(q, k, w, indices)
+    return scores
+
+
+_selected_scores = _operator(
+    "selected_scores(Tensor q, Tensor k, Tensor w, Tensor indices) -> Tensor",
+    _selected_scores_run,
+    lambda q, k, w, indices: q.new_empty(indices.shape, dtype=torch.float32),
+)
+
+
+def _selected_scores_backward_run(
+    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, grad: Tensor, ordered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not indices.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(w)
+    backward = _kernel("selected_scores", "selected_scores_backward")
+    gradients: tuple[Tensor, Tensor, Tensor] = backward(q, k, w, indices, grad, ordered)
+    return gradients
+
+
+_selected_scores_backward = _operator(
+    "selected_scores_backward(Tensor q, Tensor k, Tensor w, Tensor indices, Tensor grad, bool ordered) -> "
+    "(Tensor, Tensor, Tensor)",
+    _selected_scores_backward_run,
+    lambda q, k, w, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)),
+)
+
+
+def _score_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    ordered = torch.are_deterministic_algorithms_enabled()
+    return *_selected_scores_backward(*ctx.saved_tensors, grad.contiguous(), ordered), None
+
+
+_selected_scores.register_autograd(
+    _score_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
+    """`glm5.ops.indexer.selected_scores` by the kernels."""
+    scores: Tensor = _selected_scores(*(x.contiguous() for x in (q, k, w, indices)))
+    return scores

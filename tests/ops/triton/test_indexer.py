@@ -7,11 +7,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from glm5.ops.indexer import select_keys, select_topk
-from tests.ops.triton.interpreter import examples, generator
+from glm5.ops.indexer import select_keys, select_topk, selected_scores
+from tests.ops.triton.interpreter import error, examples, generator, picks, randn, spread
 from tests.ops.triton.test_attention import paged
 
 from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
+from glm5.ops.triton.kernels import selected_scores as own_scores  # isort: skip
 from glm5.ops.triton.kernels.index_select import index_select  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -53,8 +54,8 @@ def check_selection(drawn: tuple[int, ...], dtype: torch.dtype, form: str, odd: 
     if form == "pages":
         k, pages = paged(k, queries, 64, seed)
         view = pages.kernel_view()
-    limits = {} if form == "split" else {"part_keys": 1 << 20}
-    found = index_select(q, k, w, start, end, topk, view, tile=16, **({"part_keys": 48} if not limits else limits))
+    part_keys = 48 if form == "split" else 1 << 20
+    found = index_select(q, k, w, start, end, topk, view, tile=16, part_keys=part_keys)
     assert torch.equal(found, expected)
 
 
@@ -80,3 +81,49 @@ def test_the_operator() -> None:
         assert torch.equal(operators.select_keys(q, keys, w, start, end, 9, view), expected)
     nothing = operators.select_keys(q[:, :0], k, w[:, :0], start[:, :0], end[:, :0], 9, None)
     assert nothing.shape == (2, 0, 9)
+
+
+def check_scores(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:
+    batch, queries, heads, dim, keys, slots, seed = drawn
+    q, k = (randn(*shape, seed=seed, dtype=dtype) for shape in ((batch, queries, heads, dim), (batch, keys, dim)))
+    w, indices = randn(batch, queries, heads, seed=seed + 1), picks(batch, queries, keys, slots, seed)
+    grad = randn(batch, queries, slots, seed=seed + 2).masked_fill(indices < 0, 0.0)
+
+    exact_inputs = [x.double().requires_grad_() for x in (q, k, w)]
+    exact = selected_scores(*exact_inputs, indices)
+    found, filled = own_scores.selected_scores(q, k, w, indices, tile=16), indices >= 0
+    reference = selected_scores(q, k, w, indices)
+    if dtype == torch.float32:
+        assert error(found[filled], exact[filled]) < 1e-5
+    elif bool(filled.any()):
+        assert spread(found[filled], exact[filled]) <= 2 * spread(reference[filled], exact[filled]) + 1e-6
+    expected = torch.autograd.grad(exact, exact_inputs, grad.double())
+    few = 8 * slots * dim  # two queries per block
+    gradients = own_scores.selected_scores_backward(q, k, w, indices, grad, ordered, tile=16, block_bytes=few)
+    for own, other in zip(gradients, expected):
+        assert error(own, other) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+test_scores, test_scores_widely = examples(
+    st.tuples(
+        st.integers(1, 2), st.integers(1, 2), st.integers(1, 20), st.integers(1, 40), st.integers(1, 60),
+        st.integers(1, 40), st.integers(0, 2**20),
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)(check_scores)  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_gradients_of_the_operator(ordered: bool) -> None:
+    values = [randn(*shape, seed=3) for shape in ((1, 2, 3, 8), (1, 20, 8), (1, 2, 3))]
+    indices = picks(1, 2, 20, 18, 5)
+    found, exact = ([x.to(kind, copy=True).requires_grad_() for x in values] for kind in (torch.float32, torch.float64))
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        operators.selected_scores(*found, indices)[indices >= 0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    selected_scores(*exact, indices)[indices >= 0].sum().backward()
+    for own, other in zip(found, exact):
+        assert own.grad is not None and other.grad is not None and error(own.grad, other.grad) < 1e-5

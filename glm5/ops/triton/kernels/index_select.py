@@ -87,7 +87,10 @@ def add_candidates(
 
 
 @triton.jit
-def write_best(position, count, first, out, queries, exists, Q: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
+def write_best(
+    position, count, first, out, queries, exists,
+    Q: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
     """The positions of the candidates, and -1 in empty slots, as rows `queries` [Q] of out."""
     slot = tl.arange(0, SLOTS)[None, :]
     row = (first + tl.arange(0, Q)).to(tl.int64)[:, None]
@@ -285,3 +288,24 @@ def case(shape: Shape, target: str) -> Case:
         bytes=shape.queries * (shape.index_heads * (2 * shape.index_dim + 4) + 16 + 8 * shape.topk)
         + 2 * shape.context * shape.index_dim,
     )
+
+
+def helpers(shape: Shape, target: str) -> list[Case]:
+    """The kernel that selects from the candidates of several programs, in decoding."""
+    sizes, _ = blocks(target, 1, shape.index_heads)
+    parts = triton.cdiv(shape.context, KEYS_PER_PART)
+    merge = Case(
+        name="merge_candidates",
+        function=merge_candidates_kernel,
+        types={
+            **dict(part_value="*i32", part_position="*i32", part_counts="*i32", value="*i32", position="*i32"),
+            **dict(out="*i64", offset="i32", queries="i32"),
+        },
+        constants=dict(PARTS=parts, PER_BLOCK=sizes["Q"], PER_SEQUENCE=1, TILE=sizes["TILE"])
+        | capacities(shape.topk, sizes["TILE"]),
+        options=dict(num_warps=8),
+        flops=0,
+        bytes=8 * shape.sequences * shape.topk * (parts + 1),
+        tensor_cores=False,
+    )
+    return [merge]

@@ -29,7 +29,10 @@ def load_columns(x, row, exists, first, WIDTH: tl.constexpr, LIMIT, COLUMNS: tl.
 
 
 @triton.jit
-def add_columns(grad, row, exists, first, value, WIDTH: tl.constexpr, LIMIT, COLUMNS: tl.constexpr, ATOMIC: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+def add_columns(
+    grad, row, exists, first, value, WIDTH: tl.constexpr,
+    LIMIT, COLUMNS: tl.constexpr, ATOMIC: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
     """Add [rows, COLUMNS] to rows of grad: by atomics, or into rows that only this program writes (FRESH: set them)."""
     column = first + tl.arange(0, COLUMNS)
     at = grad + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -185,3 +188,19 @@ def case(shape: Shape, target: str) -> Case:
         + pairs * (8 + 2 * shape.heads)
         + 6 * min(pairs, shape.context) * width,
     )
+
+
+def helpers(shape: Shape, target: str) -> list[Case]:
+    """The kernel of the ordered backward pass that adds what the queries wrote, for all queries at once."""
+    width, pairs = shape.latent + shape.rope, shape.queries * shape.topk
+    add = Case(
+        name="add_in_order",
+        function=add_in_order_kernel,
+        types=dict(values="*fp32", order="*i64", bounds="*i64", total="*fp32"),
+        constants=dict(WIDTH=width, PADDED=power_of_two(width), TILE=8),
+        options=dict(num_warps=4),
+        flops=pairs * width,
+        bytes=pairs * (8 + 4 * width) + 8 * min(pairs, shape.context) * (width + 1),
+        tensor_cores=False,
+    )
+    return [add]

@@ -154,4 +154,20 @@ def case(shape: Shape, target: str) -> Case:
     )
 
 
+def helpers(shape: Shape, target: str) -> list[Case]:
+    """The kernel that merges the parts."""
+    parts, rows = max(1, triton.cdiv(shape.topk, KEYS_PER_PART)), shape.sequences * shape.heads
+    merge = Case(
+        name="merge_parts",
+        function=merge_parts_kernel,
+        types=dict(parts="*fp32", part_lse="*fp32", out="*bf16", lse="*fp32"),
+        constants=dict(PARTS=parts, N=shape.heads, C=shape.latent, LATENT=power_of_two(shape.latent)),
+        options=dict(num_warps=4),
+        flops=2 * rows * parts * shape.latent,
+        bytes=rows * (4 * parts * (shape.latent + 1) + 2 * shape.latent + 4),
+        tensor_cores=False,
+    )
+    return [merge]
+
+
 assert WHOLE == 63  # a kernel reads no global of another module
