@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from glm5.config.model import GLM5Config
 from glm5.errors import UsageError, nearest
 from glm5.ops.triton import TARGETS, Shape
-from glm5.ops.triton.compiled import KERNELS, measure, require_triton
+from glm5.ops.triton.compiled import KERNELS, measure, remembered, require_triton
 
 ANCHORS = (
     "FlashMLA sparse prefill, H800: 640 TFLOP/s",
@@ -37,14 +39,18 @@ def shape_of(preset: str) -> Shape:
     )
 
 
-def survey(preset: str = "glm5", targets: list[str] | None = None, jobs: int = 1) -> dict[str, Any]:
-    """Compile all kernels for some targets (default: all). Times are predictions from peak rates, not measurements."""
-    for target in targets or ():
-        if target not in TARGETS:
-            raise UsageError(f"No target {target!r}{nearest(target, TARGETS)}. Targets: {', '.join(TARGETS)}.")
+def survey(
+    preset: str = "glm5", targets: Sequence[str] = (), only: Sequence[str] = (), jobs: int = 1
+) -> dict[str, Any]:
+    """Compile kernels (default: all) for targets (default: all). Times are predictions from peak rates, not
+    measurements. Raises UsageError for an unknown name, MissingExtraError without Triton."""
+    for kind, names, known in (("target", targets, tuple(TARGETS)), ("kernel", only, KERNELS)):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"No {kind} {name!r}{nearest(name, known)}. There are: {', '.join(known)}.")
     require_triton()
     shape = shape_of(preset)
-    work = [(name, shape, target) for name in KERNELS for target in targets or TARGETS]
+    work = [(name, shape, target) for name in only or KERNELS for target in targets or TARGETS]
     if jobs == 1:
         found = [measure(*arguments) for arguments in work]
     else:
@@ -56,13 +62,14 @@ def survey(preset: str = "glm5", targets: list[str] | None = None, jobs: int = 1
 
 
 def verdict() -> str:
-    """One line for `glm5 doctor`: which kernels do not compile for which target. Slow without Triton's cache."""
-    try:
-        rows = survey()["kernels"]
-    except UsageError as error:
-        return str(error)
+    """One line for `glm5 doctor`: which of the kernels that were compiled before do not run on which target."""
+    if importlib.util.find_spec("triton") is None:
+        return "no Triton: pip install 'glm5[triton]'"
+    rows = remembered()
+    if not rows:
+        return "not compiled yet: glm5 kernels"
     failed = [f"{row['name']} for {row['target']}: {row['problem']}" for row in rows if row["problem"]]
-    return "; ".join(failed) or f"{len(KERNELS)} compile for {', '.join(TARGETS)}"
+    return "; ".join(failed) or f"{len(rows)} compile: {', '.join(sorted({row['target'] for row in rows}))}"
 
 
 def table(found: dict[str, Any]) -> str:

@@ -6,7 +6,10 @@ kernels (`~/.triton`, TRITON_CACHE_DIR).
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -155,5 +158,27 @@ def report(case: Case, target: str, made: Compiled) -> dict[str, Any]:
 
 
 def measure(name: str, shape: Shape, target: str) -> list[dict[str, Any]]:
-    """Compile the kernels of a module at one shape for one target, and report them."""
-    return [report(case, target, build(case, target)) for case in cases(name, shape, target)]
+    """Compile the kernels of a module at one shape for one target, and report them. Results are remembered for this
+    version of Triton and of the kernels' source."""
+    kept = _memory() / f"{name}-{target}-{hashlib.sha256(repr(shape).encode()).hexdigest()[:12]}.json"
+    if kept.exists():
+        rows: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))
+        return rows
+    rows = [report(case, target, build(case, target)) for case in cases(name, shape, target)]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=kept.parent, delete=False) as file:
+        json.dump(rows, file)
+    os.replace(file.name, kept)
+    return rows
+
+
+def remembered() -> list[dict[str, Any]]:
+    """What `measure` found before with this version of Triton and of the kernels' source."""
+    return [row for file in sorted(_memory().glob("*.json")) for row in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def _memory() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm5"
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+    identity = b"".join((importlib.metadata.version("triton").encode(), *sources))
+    return root / f"gpu-kernels-{hashlib.sha256(identity).hexdigest()[:16]}"
