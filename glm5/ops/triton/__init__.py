@@ -77,7 +77,7 @@ class Case:
 
     `types` has Triton's name of every argument that is no constant, in order. `bytes` counts what must cross the memory
     bus at least once, `flops` the multiplications and additions of the matrix products. `tensor_cores` says whether
-    there are any.
+    there are any, `aligned` names integers that are multiples of 16, as strides of rows are.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Case:
     flops: int
     bytes: int
     tensor_cores: bool = True
+    aligned: tuple[str, ...] = ()
 
 
 def power_of_two(n: int, least: int = 16) -> int:

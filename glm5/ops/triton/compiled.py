@@ -30,6 +30,7 @@ KERNELS = (
     "sparse_backward_q",
     "index_select",
     "selected_scores",
+    "indexer_kl",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
@@ -93,7 +94,8 @@ def build(case: Case, target: str) -> Compiled:
     signature = {**case.types, **dict.fromkeys(case.constants, "constexpr")}
     names = case.function.arg_names
     signature = {name: signature[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    multiples = {name for name in names if signature[name].startswith("*")} | set(case.aligned)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in multiples}
     source = compiler.ASTSource(case.function, signature, dict(case.constants), aligned)
     where = backends.GPUTarget(kind.backend, kind.arch, kind.warp_size)
     try:
