@@ -16,7 +16,7 @@ from glm5.errors import MissingExtraError
 from glm5.ops.pages import Pages
 from glm5.ops.triton import takes
 
-__all__ = ["select_keys", "selected_scores", "sparse_attention", "takes"]
+__all__ = ["dense_kl", "select_keys", "selected_scores", "sparse_attention", "takes"]
 
 
 def _kernel(name: str, launcher: str = "") -> Callable[..., Any]:
@@ -214,3 +214,67 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """`glm5.ops.indexer.selected_scores` by the kernels."""
     scores: Tensor = _selected_scores(*(x.contiguous() for x in (q, k, w, indices)))
     return scores
+
+
+def _indexer_kl_run(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    weight: Tensor,
+    learning: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = (index_q, index_k, index_w, q, k, start, end, scale, weight, learning)
+    value, *gradients = _kernel("indexer_kl")(*args)
+    return (value.sum(), *gradients)
+
+
+_indexer_kl = _operator(
+    "indexer_kl(Tensor index_q, Tensor index_k, Tensor index_w, Tensor q, Tensor k, Tensor start, Tensor end, "
+    "float scale, Tensor weight, bool learning) -> (Tensor, Tensor, Tensor, Tensor)",
+    _indexer_kl_run,
+    lambda index_q, index_k, index_w, *_: (
+        index_w.new_empty(()),
+        torch.empty_like(index_q),
+        torch.empty_like(index_k),
+        torch.empty_like(index_w),
+    ),
+)
+
+
+def _keep_kl_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Attributes, not saved tensors: a backward pass that recomputes a layer does not compute the KL again.
+    ctx.gradients = output[1:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _kl_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    return *((grad * g).to(g.dtype) for g in ctx.gradients), *(None,) * 7
+
+
+_indexer_kl.register_autograd(_kl_gradients, setup_context=_keep_kl_gradients)
+
+
+def dense_kl(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    weight: Tensor,
+) -> Tensor:
+    """`glm5.ops.indexer_kl.dense_kl` by the kernels."""
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (index_q, index_k, index_w))
+    q, k = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (q, k))
+    first = (x.contiguous() for x in (index_q, index_k, index_w))
+    value: Tensor = _indexer_kl(
+        *first, q, k, start.contiguous(), end.contiguous(), scale, weight.contiguous(), learning
+    )[0]
+    return value

@@ -189,8 +189,9 @@ def kl_keys_kernel(
 
 def blocks(target: str) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options."""
-    sizes = {"QUERIES": 64, "TILE": 64} if target != "gfx942" else {"QUERIES": 32, "TILE": 32}
-    return sizes, {"num_warps": 4, "num_stages": 2 if target != "gfx942" else 1}
+    if target == "gfx942":
+        return {"QUERIES": 32, "TILE": 32}, {"num_warps": 4, "num_stages": 1}
+    return {"QUERIES": 64, "TILE": 64}, {"num_warps": 8, "num_stages": 2}
 
 
 ROW_TILE = 1024
@@ -207,12 +208,14 @@ def indexer_kl(
     end: Tensor,
     scale: float,
     weight: Tensor,
+    learning: bool = True,
     tiles: dict[str, int] | None = None,
     block_queries: int = BLOCK_QUERIES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """index_q [B, T, J, d], index_k [B, S, d], index_w [B, T, J] in fp32, start and end int64 [B, T], weight [B, T] in
     fp32, all contiguous; q [B, N, T, H], k [B, N, S, H] with rows of stride 1 -> the weighted KL of each query [B, T]
-    in fp32, and the gradients of its sum for index_q, index_k and index_w in their dtypes."""
+    in fp32, and the gradients of its sum for index_q, index_k and index_w in their dtypes (undefined unless
+    `learning`)."""
     batch, length, heads, dim = index_q.shape
     keys, width = k.shape[2], power_of_two(dim)
     value, grad_q, grad_w = torch.empty_like(weight), torch.empty_like(index_q), torch.empty_like(index_w)
@@ -237,8 +240,22 @@ def indexer_kl(
             *strides, **index, **attention, **sizes, **options,
         )  # fmt: skip
         kl_rows_kernel[(last - first, batch)](scores, mass, start, end, weight, value, *where, TILE=ROW_TILE)
+        if not learning:
+            continue
         kl_queries_kernel[(query_blocks, heads, batch)](
-            index_q, index_k, index_w, scores, start, end, grad_q, grad_w, *where, dim**-0.5, **index, **sizes, **options
+            index_q,
+            index_k,
+            index_w,
+            scores,
+            start,
+            end,
+            grad_q,
+            grad_w,
+            *where,
+            dim**-0.5,
+            **index,
+            **sizes,
+            **options,
         )
         kl_keys_kernel[(key_tiles, batch)](
             index_q, index_k, index_w, scores, start, end, grad_k, *where, dim**-0.5, **index, **sizes, **options
