@@ -3,8 +3,8 @@
 
 The reference is `glm5.ops.indexer_kl.dense_kl`. For one block of queries after the other: the softmax sums of attention
 (`attention_lse`), scores and attention mass of each key (`kl_tiles`), value and gradient of the scores per query
-(`kl_rows`), gradients of queries and weights (`kl_queries`) and of keys (`kl_keys`). Nothing but a block [queries, keys]
-grows with two lengths, and everything is added in a fixed order.
+(`kl_rows`), gradients of queries and weights (`kl_queries`) and of keys (`kl_keys`). Nothing but a block
+[queries, keys] grows with two lengths, and everything is added in a fixed order.
 """
 
 from __future__ import annotations
