@@ -102,7 +102,7 @@ def write_best(
 @triton.jit
 def index_select_kernel(
     q, k, w, start, end, rows, table, per_row, value, position, counts, out, offset, per_sequence, keys, part_keys,
-    PAGED: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, J: tl.constexpr,
+    PAGED: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, J: tl.constexpr,
     D: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def index_select_kernel(
     queries = tl.load(q + at[None, :] * D + lane[:, None], mask=real[None, :] & (lane < D)[:, None], other=0.0)
     weights = tl.load(w + at, mask=real, other=0.0).to(tl.float32)
 
-    first = (tl.program_id(0) * PARTS + part) * Q
+    first = (tl.program_id(0) * tl.num_programs(1) + part) * Q
     count = tl.zeros([Q], tl.int32)
     threshold = tl.zeros([Q], tl.uint32)
     begin = tl.min(low, 0) + part * part_keys
@@ -154,28 +154,28 @@ def index_select_kernel(
             values, key, valid, value, position, count, threshold, first, Q, TILE, TOPK, CAPACITY
         )
     count, threshold = keep_best(value, position, count, threshold, first, Q, TOPK, CAPACITY)
-    if PARTS == 1:
-        write_best(position, count, first, out, query, exists, Q, TOPK, SLOTS, CAPACITY)
-    else:
+    if SPLIT:
         tl.store(counts + first + tl.arange(0, Q), count)
+    else:
+        write_best(position, count, first, out, query, exists, Q, TOPK, SLOTS, CAPACITY)
 
 
 @triton.jit
 def merge_candidates_kernel(
-    part_value, part_position, part_counts, value, position, out, offset, queries,
-    PARTS: tl.constexpr, PER_BLOCK: tl.constexpr, PER_SEQUENCE: tl.constexpr, TILE: tl.constexpr,
+    part_value, part_position, part_counts, value, position, out, offset, queries, parts, per_sequence,
+    PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
     TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """One query: the best of the candidates of all parts, which follow one another in ascending order of position."""
     own = tl.program_id(0)
     block, inside = own // PER_BLOCK, own % PER_BLOCK
-    per_block = (PER_SEQUENCE + PER_BLOCK - 1) // PER_BLOCK
+    per_block = (per_sequence + PER_BLOCK - 1) // PER_BLOCK
     place = (offset + block) % per_block * PER_BLOCK + inside
-    query = (offset + block) // per_block * PER_SEQUENCE + place
+    query = (offset + block) // per_block * per_sequence + place
     count = tl.zeros([1], tl.int32)
     threshold = tl.zeros([1], tl.uint32)
-    for part in range(PARTS):
-        first = ((block * PARTS + part) * PER_BLOCK + inside).to(tl.int64)
+    for part in range(parts):
+        first = ((block * parts + part) * PER_BLOCK + inside).to(tl.int64)
         last = tl.load(part_counts + first)
         for start in range(0, last, TILE):
             slot = start + tl.arange(0, TILE)
@@ -197,7 +197,7 @@ def merge_candidates_kernel(
                 CAPACITY,
             )
     count, threshold = keep_best(value, position, count, threshold, own, 1, TOPK, CAPACITY)
-    exists = (place < PER_SEQUENCE) & (query + tl.zeros([1], tl.int32) < queries)
+    exists = (place < per_sequence) & (query + tl.zeros([1], tl.int32) < queries)
     write_best(position, count, own, out, query + tl.zeros([1], tl.int32), exists, 1, TOPK, SLOTS, CAPACITY)
 
 
@@ -256,14 +256,14 @@ def index_select(
         counts = torch.empty(now * parts * sizes["Q"], dtype=torch.int32, device=q.device)
         index_select_kernel[(now, parts)](
             q, k, w, start, end, rows, table, per_row, value, position, counts, out, offset, length, k.shape[1],
-            part_keys if parts > 1 else held, PAGED=view is not None, SHIFT=shift, SIZE=size, PARTS=parts, J=heads,
+            part_keys if parts > 1 else held, PAGED=view is not None, SHIFT=shift, SIZE=size, SPLIT=parts > 1, J=heads,
             D=dim, WIDTH=power_of_two(dim), **sizes, **limits, **options,
         )  # fmt: skip
         if parts > 1:
             programs = now * sizes["Q"]
             merge_candidates_kernel[(programs,)](
-                value, position, counts, *candidates(programs), out, offset, batch * length, PARTS=parts,
-                PER_BLOCK=sizes["Q"], PER_SEQUENCE=length, TILE=sizes["TILE"], **limits, num_warps=8,
+                value, position, counts, *candidates(programs), out, offset, batch * length, parts, length,
+                PER_BLOCK=sizes["Q"], TILE=sizes["TILE"], **limits, num_warps=8,
             )  # fmt: skip
     return out
 
@@ -279,7 +279,7 @@ def case(shape: Shape, target: str) -> Case:
             **dict(value="*i32", position="*i32", counts="*i32", out="*i64", offset="i32", per_sequence="i32"),
             **dict(keys="i32", part_keys="i32"),
         },
-        constants=dict(PAGED=False, SHIFT=0, SIZE=1, PARTS=1, J=shape.index_heads, D=shape.index_dim)
+        constants=dict(PAGED=False, SHIFT=0, SIZE=1, SPLIT=False, J=shape.index_heads, D=shape.index_dim)
         | dict(WIDTH=power_of_two(shape.index_dim))
         | sizes
         | capacities(shape.topk, sizes["TILE"]),
@@ -299,10 +299,9 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         function=merge_candidates_kernel,
         types={
             **dict(part_value="*i32", part_position="*i32", part_counts="*i32", value="*i32", position="*i32"),
-            **dict(out="*i64", offset="i32", queries="i32"),
+            **dict(out="*i64", offset="i32", queries="i32", parts="i32", per_sequence="i32"),
         },
-        constants=dict(PARTS=parts, PER_BLOCK=sizes["Q"], PER_SEQUENCE=1, TILE=sizes["TILE"])
-        | capacities(shape.topk, sizes["TILE"]),
+        constants=dict(PER_BLOCK=sizes["Q"], TILE=sizes["TILE"]) | capacities(shape.topk, sizes["TILE"]),
         options=dict(num_warps=8),
         flops=0,
         bytes=8 * shape.sequences * shape.topk * (parts + 1),
