@@ -104,7 +104,7 @@ def test_the_operator_chooses_the_form() -> None:
 
 def check_backward(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:
     batch, queries, heads, latent, rope, keys, slots, seed = drawn
-    slots = -(-slots // 2)
+    slots, keys = -(-slots // 2), -(-keys // 3)
     q = randn(batch, queries, heads, latent + rope, seed=seed, dtype=dtype)
     latents = randn(batch, keys, latent + rope, seed=seed + 1, dtype=dtype)
     grad = randn(batch, queries, heads, latent, seed=seed + 2, dtype=dtype)
@@ -118,9 +118,16 @@ def check_backward(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) ->
     out, lse = sparse_forward(q, latents, indices, latent, scale)
     few = 2 * slots * heads * q.element_size()  # two queries per block, or one
     found = sparse_backward(q, latents, indices, out, lse, grad, scale, ordered, tile=32, block_bytes=few)
-    for own, exact in zip(found, gradients(torch.float64)):
+    # The gradient of a softmax is a difference of terms, one of them from the rounded output: in bf16 an error counts
+    # relative to the terms.
+    term = scale * float((out.double() * grad.double()).sum(-1).abs().max())
+    for own, exact, other in zip(found, gradients(torch.float64), (latents, q)):
         assert own.dtype == dtype
-        assert error(own, exact) < (1e-5 if dtype == torch.float32 else 2e-2)
+        if dtype == torch.float32:
+            assert error(own, exact) < 1e-5
+        else:
+            size = max(float(exact.abs().max()), term * float(other.abs().max()))
+            assert float((own.double() - exact).abs().max()) <= 2e-2 * size
 
 
 test_backward, test_backward_widely = examples(sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())(

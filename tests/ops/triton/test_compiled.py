@@ -50,7 +50,7 @@ def test_one_kernel_compiles() -> None:
 def test_every_kernel_compiles_for_every_target(preset: str) -> None:
     rows = run("--preset", preset, "--jobs", str(os.cpu_count() or 1))
     assert {(row["target"]) for row in rows} == set(TARGETS)
-    assert {row["name"] for row in rows} >= set(compiled.KERNELS)
+    assert {row["name"] for row in rows} >= {*compiled.KERNELS} - {"indexer_kl"} | {"kl_tiles", "attention_lse"}
     for row in rows:
         check(row)
 

@@ -145,7 +145,7 @@ def sparse_backward(
     gradients of q and latents in their dtypes."""
     batch, queries, heads, width = q.shape
     value_dim, slots = grad.shape[3], indices.shape[2]
-    delta = (out.float() * grad.float()).sum(-1)
+    delta = (out.float() * grad.float()).sum(-1)  # instead of another pass over the keys; `out` was rounded
     grad_q = torch.empty_like(q)
     grad_rows = torch.zeros(latents.shape, dtype=torch.float32, device=q.device)
     sizes, options = blocks(target_of(q.device), heads, value_dim)
