@@ -78,14 +78,14 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['preset']}: prefill of {load['queries']:,} queries over {load['context']:,} tokens; decoding of "
         f"{load['sequences']} sequences. us: predicted least time from peak rates.",
-        f"{'kernel':<18}{'target':<8}{'regs':>5}{'spills':>7}{'shared':>9}  {'tensor cores':<22}{'FLOP/B':>8}"
+        f"{'kernel':<26}{'target':<8}{'regs':>5}{'spills':>7}{'shared':>9}  {'tensor cores':<22}{'FLOP/B':>8}"
         f"{'H100 us':>10}{'H200 us':>10}{'B200 us':>10}{'MI300X us':>10}",
     ]
     for row in found["kernels"]:
         cores = " ".join(f"{name} {count}" for name, count in row["tensor_core_instructions"].items()) or "none"
         times = "".join(f"{time:>10,.1f}" for time in row["roofline_us"].values())
         lines.append(
-            f"{row['name']:<18}{row['target']:<8}{row['registers']:>5}{row['spills']:>7}{row['shared_bytes']:>9,}"
+            f"{row['name']:<26}{row['target']:<8}{row['registers']:>5}{row['spills']:>7}{row['shared_bytes']:>9,}"
             f"  {cores:<22}{row['arithmetic_intensity']:>8}{times}"
         )
         if row["problem"]:
