@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from glm5 import __version__
+from glm5.launch import kernels
 from glm5.sandbox import sandbox_available
 
 
@@ -23,6 +24,7 @@ def check() -> dict[str, Any]:
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_available(),
+        "gpu kernels": kernels.verdict(),
         "sandbox": sandbox_available() or "none: code-running tasks will refuse to run",
         **{
             f"extra {name}": all(importlib.util.find_spec(module) for module in modules)

@@ -14,6 +14,7 @@ from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
+from glm5.ops.triton import operators as triton
 from glm5.ops.wide import operand, product, wide
 
 LANE = 8
@@ -237,6 +238,8 @@ def sparse_attention(
     only on its own selected rows; the output is 0 if it selected none. Scores, softmax and sums are fp32 or wider for
     any input dtype.
     """
+    if triton.takes(q) and latents.dtype == q.dtype:
+        return triton.sparse_attention(q, latents, indices, value_dim, scale, pages, want_probs)
     slots = indices.shape[-1]
     if by_operator(q) and latents.dtype == q.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):

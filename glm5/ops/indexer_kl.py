@@ -15,6 +15,7 @@ from torch import Tensor
 from glm5.ops.attention import attention_probabilities
 from glm5.ops.indexer import head_scores
 from glm5.ops.operators import queries_per_block
+from glm5.ops.triton import operators as triton
 
 BLOCK_ELEMENTS = 1 << 21
 """Upper bound for the elements of one [queries, heads, keys] block: 8 MiB in fp32."""
@@ -119,4 +120,7 @@ def dense_kl(
     over heads; its first key is the first one that the block may see.
     """
     weight = weight.to(index_w.dtype)
+    alike = index_k.dtype == index_q.dtype and k.dtype == q.dtype and index_w.dtype == torch.float32
+    if look is None and alike and triton.takes(index_q) and triton.takes(q):
+        return triton.dense_kl(index_q, index_k, index_w, q, k, start, end, scale, weight)
     return _DenseKL.apply(index_q, index_k, index_w, q, k, start, end, scale, weight, look)

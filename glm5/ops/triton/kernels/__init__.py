@@ -1,0 +1,1 @@
+"""The kernels. Importing a module of this package imports Triton."""

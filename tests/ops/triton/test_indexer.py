@@ -1,0 +1,129 @@
+"""The lightning indexer in Triton, in the interpreter, against the torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from glm5.ops.indexer import select_keys, select_topk, selected_scores
+from tests.ops.triton.interpreter import error, examples, generator, picks, randn, spread
+from tests.ops.triton.test_attention import paged
+
+from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
+from glm5.ops.triton.kernels import selected_scores as own_scores  # isort: skip
+from glm5.ops.triton.kernels.index_select import index_select  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def expected_keys(q: Tensor, k: Tensor, w: Tensor, start: Tensor, end: Tensor, topk: int) -> Tensor:
+    """By scores without the factor d^-1/2, which would break ties of whole numbers by its rounding."""
+    positions = torch.arange(k.shape[1])
+    valid = (positions >= start[..., None]) & (positions < end[..., None])
+    dots = torch.relu(torch.einsum("btjd,bsd->btjs", q.double(), k.double()))
+    return select_topk((w.double().unsqueeze(2) @ dots).squeeze(2), valid, topk)
+
+
+def documents(batch: int, queries: int, keys: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Ranges of keys, some of them empty, some the whole row."""
+    source = generator(seed)
+    start = torch.randint(0, keys, (batch, queries), generator=source)
+    end = start + torch.randint(0, keys + 1, (batch, queries), generator=source).clamp_max(keys - start)
+    whole = torch.rand(batch, queries, generator=source) < 0.3
+    return torch.where(whole, 0, start), torch.where(whole, keys, end)
+
+
+def check_selection(drawn: tuple[int, ...], dtype: torch.dtype, form: str, odd: float | None) -> None:
+    batch, queries, heads, dim, keys, topk, seed = drawn
+    source = generator(seed)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=source).to(dtype)
+
+    q, k, w = whole(batch, queries, heads, dim), whole(batch, keys, dim), whole(batch, queries, heads).float()
+    if odd is not None:
+        k[:, ::3, 0] = odd
+        w[:, 0] *= 0.0 if seed % 2 else -1.0
+    start, end = documents(batch, queries, keys, seed)
+    expected = expected_keys(q, k, w, start, end, topk)
+    if dim in (1, 4, 16) and int(end.max()):
+        assert torch.equal(select_keys(q.double(), k.double(), w.double(), start, end, topk), expected)
+    view = None
+    if form == "pages":
+        k, pages = paged(k, queries, 64, seed)
+        view = pages.kernel_view()
+    part_keys = 32 if form == "split" else 1 << 20
+    found = index_select(q, k, w, start, end, topk, view, tile=16, part_keys=part_keys)
+    assert torch.equal(found, expected)
+
+
+test_selection, test_selection_widely = examples(
+    st.tuples(
+        st.integers(1, 2), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(1, 60),
+        st.integers(1, 40), st.integers(0, 2**20),
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["whole", "split", "pages"]),
+    st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]),
+)(check_selection)  # fmt: skip
+
+
+def test_the_operator() -> None:
+    q, k, w = (
+        torch.randint(-2, 3, shape, generator=generator(1)).float() for shape in ((2, 3, 4, 4), (2, 70, 4), (2, 3, 4))
+    )
+    start, end = documents(2, 3, 70, 2)
+    expected = select_keys(q, k, w, start, end, 9)
+    pool, pages = paged(k, 3, 64, 5)
+    for keys, view in ((k, None), (pool, pages)):
+        assert torch.equal(operators.select_keys(q, keys, w, start, end, 9, view), expected)
+    nothing = operators.select_keys(q[:, :0], k, w[:, :0], start[:, :0], end[:, :0], 9, None)
+    assert nothing.shape == (2, 0, 9)
+
+
+def check_scores(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:
+    batch, queries, heads, dim, keys, slots, seed = drawn
+    q, k = (randn(*shape, seed=seed, dtype=dtype) for shape in ((batch, queries, heads, dim), (batch, keys, dim)))
+    w, indices = randn(batch, queries, heads, seed=seed + 1), picks(batch, queries, keys, slots, seed)
+    grad = randn(batch, queries, slots, seed=seed + 2).masked_fill(indices < 0, 0.0)
+
+    exact_inputs = [x.double().requires_grad_() for x in (q, k, w)]
+    exact = selected_scores(*exact_inputs, indices)
+    found, filled = own_scores.selected_scores(q, k, w, indices, tile=16), indices >= 0
+    reference = selected_scores(q, k, w, indices)
+    if dtype == torch.float32:
+        assert error(found[filled], exact[filled]) < 1e-5
+    elif bool(filled.any()):
+        assert spread(found[filled], exact[filled]) <= 2 * spread(reference[filled], exact[filled]) + 1e-6
+    expected = torch.autograd.grad(exact, exact_inputs, grad.double())
+    few = 8 * slots * dim  # two queries per block
+    gradients = own_scores.selected_scores_backward(q, k, w, indices, grad, ordered, tile=16, block_bytes=few)
+    for own, other in zip(gradients, expected):
+        assert error(own, other) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+test_scores, test_scores_widely = examples(
+    st.tuples(
+        st.integers(1, 2), st.integers(1, 2), st.integers(1, 20), st.integers(1, 40), st.integers(1, 60),
+        st.integers(1, 40), st.integers(0, 2**20),
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)(check_scores)  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_gradients_of_the_operator(ordered: bool) -> None:
+    values = [randn(*shape, seed=3) for shape in ((1, 2, 3, 8), (1, 20, 8), (1, 2, 3))]
+    indices = picks(1, 2, 20, 18, 5)
+    found, exact = ([x.to(kind, copy=True).requires_grad_() for x in values] for kind in (torch.float32, torch.float64))
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        operators.selected_scores(*found, indices)[indices >= 0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    selected_scores(*exact, indices)[indices >= 0].sum().backward()
+    for own, other in zip(found, exact):
+        assert own.grad is not None and other.grad is not None and error(own.grad, other.grad) < 1e-5
