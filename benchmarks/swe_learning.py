@@ -377,7 +377,8 @@ def main() -> None:
         data = options.out / f"{name}.jsonl"
         if not data.exists():
             shown = list(demonstrations(options.out / "modules", count, name == "mixed"))
-            texts(shown, options.out / "texts.txt")
+            if name == "careful":
+                texts(shown, options.out / "texts.txt")
             write_conversations(data, shown)
     found = []
     for seed in options.seeds:

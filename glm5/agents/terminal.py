@@ -22,7 +22,8 @@ from glm5.agents.context import Counter, approximate_tokens
 from glm5.agents.endpoint import EndpointError, Model, Reply
 from glm5.agents.virtual_terminal import VirtualTerminal
 from glm5.records import Message
-from glm5.sandbox.programs import ExecResult, Room
+from glm5.sandbox.limits import ExecResult
+from glm5.sandbox.programs import Room
 from glm5.sandbox.room_terminal import Terminal
 from glm5.tasks.harbor.trial import Agent, TaskRoom
 

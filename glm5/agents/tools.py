@@ -17,7 +17,8 @@ from typing import Any
 
 from glm5.agents.workspace import CACHES, METADATA, MOST_FILE, ROOT, base_file
 from glm5.errors import nearest
-from glm5.sandbox.programs import ExecResult, Room
+from glm5.sandbox.limits import ExecResult
+from glm5.sandbox.programs import Room
 from glm5.sandbox.room_files import RoomFileError
 
 MOST_OUTPUT = 10_000

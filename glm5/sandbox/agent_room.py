@@ -38,7 +38,8 @@ from glm5.sandbox.cancel import CancelToken, current_cancel_token
 from glm5.sandbox.clock import INTERRUPTED, KILL_S, MECHANISMS, START_S
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.sandbox.forward import Address, Forwarder, unreachable
-from glm5.sandbox.programs import CHUNK, GONE, RoomLimits, Run
+from glm5.sandbox.limits import RoomLimits
+from glm5.sandbox.programs import CHUNK, GONE, Run
 from glm5.sandbox.room import BOX, Limits, interpreter, memory_file
 from glm5.sandbox.room_files import RoomFileError
 

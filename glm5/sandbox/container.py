@@ -40,7 +40,8 @@ from glm5.sandbox.container_processes import ContainerProcesses, variables
 from glm5.sandbox.dockerfile_build import MOST_TOLD, BuildError, File
 from glm5.sandbox.environment import NamespaceEnvironment, RoomLimits, Trees
 from glm5.sandbox.forward import Address
-from glm5.sandbox.programs import LIMITS, environment_of
+from glm5.sandbox.limits import LIMITS
+from glm5.sandbox.programs import environment_of
 from glm5.sandbox.room import inside, interpreter
 from glm5.sandbox.room_files import RoomFiles
 

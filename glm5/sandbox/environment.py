@@ -34,7 +34,8 @@ from glm5.sandbox import trial
 from glm5.sandbox.agent_request import LINKS, SHOWN, TEXTS
 from glm5.sandbox.clock import MECHANISMS, START_S
 from glm5.sandbox.forward import Address
-from glm5.sandbox.programs import LIMITS, ExecResult, Room, RoomLimits
+from glm5.sandbox.limits import LIMITS, ExecResult, RoomLimits
+from glm5.sandbox.programs import Room
 from glm5.sandbox.room import PACKAGE, PORT, inside, interpreter, last_capability
 from glm5.sandbox.room_files import RoomFileError
 from glm5.sandbox.starter import STARTER, Keeper

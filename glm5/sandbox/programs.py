@@ -14,60 +14,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from glm5.errors import GradingError
 from glm5.sandbox.agent_result import NEARLY, reason_of
-from glm5.sandbox.agent_watch import WATCH_S, WATCHMAN, Use, kill_programs, measure
+from glm5.sandbox.agent_watch import WATCH_S, WATCHMAN, kill_programs, measure
 from glm5.sandbox.cancel import CancelToken, current_cancel_token
 from glm5.sandbox.clock import INTERRUPTED, START_S, Clock
 from glm5.sandbox.forward import Address, ForwarderThread
+from glm5.sandbox.limits import ExecResult, RoomLimits
 from glm5.sandbox.room import memory_file
 from glm5.sandbox.room_files import RoomFiles
 
 if TYPE_CHECKING:
     from glm5.sandbox.room_terminal import Terminal
 
-UNCOUNTED = 4  # processes of our own beside a room's
 CHUNK = 1 << 16
 MOST_FILE = 64 << 20
 GONE = "the room's first process is gone; was it killed from outside, is the machine out of memory?"
-
-
-@dataclass(frozen=True)
-class RoomLimits:
-    """Limits of a whole room. `memory_mb` is memory in use by all processes, and at most that per process; `disk_mb` is
-    everything written to files; `processes` counts threads; `cpu_s` is per process; `output_kb` is of stdout and of
-    stderr of one program."""
-
-    memory_mb: int = 2048
-    processes: int = 256
-    disk_mb: int = 512
-    cpu_s: int = 3600
-    output_kb: int = 1024
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise GradingError(f"the limit {name} of a room is {value}; it must be positive.")
-
-
-LIMITS = RoomLimits()
-
-
-@dataclass(frozen=True)
-class ExecResult:
-    """The end of a program. `exit_code` is minus the signal number if it was killed, 127 if it could not be started.
-    `stopped` is None or the limit that ended it: "wall", "output", "memory"; "cpu", "memory", "disk" or "processes"
-    also if it failed by itself at that limit; else "signal NAME"."""
-
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
-    stopped: str | None
-    seconds: float
 
 
 class Room:
@@ -235,14 +201,8 @@ class Room:
         looks. For WATCHMAN's thread."""
         with self._looked_at:
             idle = self._pid and not self._spared and not self._waiting
-            if idle and self._excess(measure(self._pid, self.limits.memory_mb << 20)) is not None:
+            if idle and self.limits.exceeded(measure(self._pid, self.limits.memory_mb << 20)) is not None:
                 kill_programs(self._pid)
-
-    def _excess(self, use: Use) -> str | None:
-        """The limit that is exceeded. That of processes only can be where the kernel does not count them."""
-        if use.memory > self.limits.memory_mb << 20:
-            return "memory"
-        return "processes" if use.threads > self.limits.processes + UNCOUNTED else None
 
     def _full(self) -> bool:
         space = os.fstatvfs(self.files.root)
@@ -385,7 +345,7 @@ class Run:
             if time.monotonic() >= look:
                 use = measure(room._pid, limits.memory_mb << 20)
                 crowded = crowded or use.threads >= limits.processes
-                if (excess := room._excess(use)) is not None:
+                if (excess := limits.exceeded(use)) is not None:
                     room.clear()  # services count too
                     return excess, crowded
                 if room._sum_of_cpu and use.cpu_s - before > limits.cpu_s:

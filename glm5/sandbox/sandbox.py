@@ -30,7 +30,8 @@ from glm5.sandbox.agent_result import signal_name
 from glm5.sandbox.cancel import current_cancel_token
 from glm5.sandbox.clock import INTERRUPTED, MECHANISMS, START_S
 from glm5.sandbox.environment import NamespaceEnvironment, StartedTooLate
-from glm5.sandbox.programs import ExecResult, RoomLimits, Run
+from glm5.sandbox.limits import ExecResult, RoomLimits
+from glm5.sandbox.programs import Run
 from glm5.sandbox.room import BOX, Job, Limits, files_of, interpreter, request_of
 
 NO_FILES: Mapping[str, str] = MappingProxyType({})

@@ -14,7 +14,7 @@ import pytest
 from glm5.errors import GradingError
 from glm5.sandbox import Job, Limits, Sandbox, SandboxResult, clock, environment, sandbox_available
 from glm5.sandbox import sandbox as sandbox_module
-from glm5.sandbox.programs import ExecResult
+from glm5.sandbox.limits import ExecResult
 
 needs_sandbox = pytest.mark.skipif(sandbox_available() is None, reason="this machine cannot isolate programs")
 LIMITS = Limits(cpu_s=2, wall_s=8.0, memory_mb=128, processes=4, file_mb=4, output_kb=16)

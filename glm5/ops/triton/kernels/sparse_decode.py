@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glm5.ops.pages import WHOLE
 from glm5.ops.triton import Case, Shape, power_of_two, target_of
-from glm5.ops.triton.kernels.sparse_forward import LOG2_E, attend_tile, constants, load_heads, load_rows
+from glm5.ops.triton.kernels.sparse_forward import LOG2_E, attend_tile, constants, load_heads, load_rows, store_heads
 
 KEYS_PER_PART = 256
 """More parts use more processors for a small batch, but each writes and reads its heads' sums in fp32."""
@@ -57,13 +57,8 @@ def sparse_decode_kernel(
         latent = load_rows(pool, place, C + R, 0, C, LATENT)
         rope = load_rows(pool, place, C + R, C, R, ROPE)
         best, total, acc = attend_tile(q_latent, q_rope, latent, rope, place >= 0, scale, best, total, acc)
-    none = total == 0.0
-    acc = acc / tl.where(none, 1.0, total)[:, None]
-    column = tl.arange(0, LATENT)
-    row_out = (query * tl.num_programs(2) + part).to(tl.int64) * N
-    at = out + row_out * C + (head[:, None] * C + column[None, :])
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(head < N)[:, None] & (column < C)[None, :])
-    tl.store(lse + row_out + head, tl.where(none, float("-inf"), best + tl.log2(total)), mask=head < N)
+    row_out = (query * tl.num_programs(2) + part).to(tl.int64)
+    store_heads(out, lse, row_out, head, best, total, acc, N, C, LATENT)
 
 
 @triton.jit

@@ -53,6 +53,17 @@ def attend_tile(q_latent, q_rope, latent, rope, filled, scale, best, total, acc)
 
 
 @triton.jit
+def store_heads(out, lse, row, head, best, total, acc, N: tl.constexpr, C: tl.constexpr, LATENT: tl.constexpr):
+    """The normalised outputs of row `row`, and the logarithms of the softmax sums."""
+    none = total == 0.0
+    acc = acc / tl.where(none, 1.0, total)[:, None]
+    column = tl.arange(0, LATENT)
+    at = out + row * (N * C) + (head[:, None] * C + column[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(head < N)[:, None] & (column < C)[None, :])
+    tl.store(lse + row * N + head, tl.where(none, float("-inf"), best + tl.log2(total)), mask=head < N)
+
+
+@triton.jit
 def sparse_forward_kernel(
     q, latents, indices, out, lse, slots, per_sequence, keys, scale,
     N: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
@@ -75,12 +86,7 @@ def sparse_forward_kernel(
         latent = load_rows(latents, place, C + R, 0, C, LATENT)
         rope = load_rows(latents, place, C + R, C, R, ROPE)
         best, total, acc = attend_tile(q_latent, q_rope, latent, rope, place >= 0, scale, best, total, acc)
-    none = total == 0.0
-    acc = acc / tl.where(none, 1.0, total)[:, None]
-    column = tl.arange(0, LATENT)
-    at = out + query.to(tl.int64) * (N * C) + (head[:, None] * C + column[None, :])
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(head < N)[:, None] & (column < C)[None, :])
-    tl.store(lse + query.to(tl.int64) * N + head, tl.where(none, float("-inf"), best + tl.log2(total)), mask=head < N)
+    store_heads(out, lse, query.to(tl.int64), head, best, total, acc, N, C, LATENT)
 
 
 def blocks(target: str, heads: int) -> tuple[dict[str, int], dict[str, int]]:
