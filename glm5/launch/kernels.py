@@ -35,7 +35,15 @@ def shape_of(preset: str) -> Shape:
         topk=config.index_topk,
         index_heads=config.index_n_heads,
         index_dim=config.index_head_dim,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        nope=config.qk_nope_head_dim,
+        value=config.v_head_dim,
+        query_latent=config.q_lora_rank,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        experts=config.n_routed_experts,
+        experts_per_token=config.num_experts_per_tok,
+        expert_inner=config.moe_intermediate_size,
+        vocabulary=config.vocab_size,
     )
 
 

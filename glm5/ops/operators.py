@@ -1,17 +1,20 @@
 """Operators `torch.ops.glm5.*`: each is one call that a device's own kernel can replace.
 
-The torch form of an operator runs on every device that has no kernel for it (the CPU's are in `glm5.ops.native`). To
-fake tensors and `torch.compile` an operator is one node. A torch form must not wait for its device: shapes may depend
-on shapes only, and no number is read back.
+The torch form of an operator runs on every device that has no kernel for it: the CPU's are in `glm5.ops.native`, those
+of GPUs in `glm5.ops.triton`. To fake tensors and `torch.compile` an operator is one node. A torch form must not wait
+for its device: shapes may depend on shapes only, and no number is read back.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from glm5.errors import MissingExtraError
 
 DEVICE_ELEMENTS = 1 << 28
 """Elements of the largest block that a torch form makes on an accelerator: 1 GiB in fp32."""
@@ -21,6 +24,8 @@ DEVICE_QUERIES = 512
 LIBRARY = torch.library.Library("glm5", "DEF")
 TORCH_FORMS: dict[str, Callable[..., Any]] = {}
 """The torch form of every operator that has one, by name."""
+TRITON_KERNELS: dict[str, Callable[..., Any]] = {}
+"""What computes an operator on a GPU, by its name; takes the operator's arguments."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
@@ -37,24 +42,54 @@ def define(schema: str, fake: Function) -> Function:
     return operator
 
 
-def torch_form(name: str) -> Callable[[Function], Function]:
+def torch_form(name: str, triton: str = "") -> Callable[[Function], Function]:
     """Register the decorated function as the torch form of an operator, and return it. It runs without autograd and
-    returns new tensors."""
+    returns new tensors. `triton` names the function in `glm5.ops.triton.kernels` that computes the same on a GPU, as
+    "module.function", or "module" if both have one name."""
 
     def decorate(function: Function) -> Function:
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         TORCH_FORMS[name] = function
+        if triton:
+            TRITON_KERNELS[name] = kernel = _triton_kernel(*triton.rpartition(".")[::2])
+            LIBRARY.impl(name, _on_gpu(kernel, function), "CUDA")
         return function
 
     return decorate
 
 
-def operator(schema: str, fake: Function) -> Callable[[Function], Function]:
-    """Define an operator with the decorated function as its torch form, and return the operator."""
+def _triton_kernel(module: str, function: str) -> Function:
+    """Triton is imported with the first call."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            kernels = importlib.import_module(f"glm5.ops.triton.kernels.{module or function}")
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise MissingExtraError("triton", "triton") from None
+        return getattr(kernels, function)(*arguments, **options)
+
+    return run
+
+
+def _on_gpu(kernel: Function, form: Function) -> Function:
+    """By the kernel, unless it is about nothing or in fp64."""
+
+    def run(*arguments: Any) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        suits = all(x.numel() and x.dtype != torch.float64 for x in tensors)
+        return (kernel if suits else form)(*arguments)
+
+    return run
+
+
+def operator(schema: str, fake: Function, triton: str = "") -> Callable[[Function], Function]:
+    """Define an operator with the decorated function as its torch form (see `torch_form`), and return the operator."""
 
     def decorate(function: Function) -> Function:
         defined = define(schema, fake)
-        torch_form(schema[: schema.index("(")])(function)
+        torch_form(schema[: schema.index("(")], triton)(function)
         return defined
 
     return decorate

@@ -65,10 +65,23 @@ class Shape:
     topk: int
     index_heads: int
     index_dim: int
-    head_dim: int
+    nope: int
+    value: int
+    query_latent: int
+    hidden: int
+    inner: int
+    experts: int
+    experts_per_token: int
+    expert_inner: int
+    vocabulary: int
     queries: int = 4096
     context: int = 131_072
     sequences: int = 64
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of expanded attention."""
+        return self.nope + self.rope
 
 
 @dataclass(frozen=True)
