@@ -5,6 +5,7 @@ A latent row is [c_KV (kv_lora_rank) | k_R (rope)]: all that is cached per token
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
-from glm5.ops.triton import operators as triton
 from glm5.ops.wide import operand, product, wide
 
 LANE = 8
@@ -166,9 +166,9 @@ class _OperatorAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, latents, indices, value_dim, scale, want_probs):  # type: ignore[no-untyped-def]
         q, latents, indices = q.contiguous(), latents.contiguous(), indices.contiguous()
-        ctx.save_for_backward(q, latents, indices)
-        ctx.value_dim, ctx.scale = value_dim, scale
-        out, target = _attend(q, latents, indices, None, value_dim, scale, want_probs)
+        out, target, lse = _attend(q, latents, indices, None, value_dim, scale, want_probs)
+        ctx.save_for_backward(q, latents, indices, out, lse)
+        ctx.scale = scale
         if target is not None:
             ctx.mark_non_differentiable(target)
         return out, target
@@ -181,37 +181,42 @@ class _OperatorAttention(torch.autograd.Function):
 
 def _attend(
     q: Tensor, latents: Tensor, indices: Tensor, pages: Pages | None, value_dim: int, scale: float, want_probs: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     latents = latents.contiguous()
     view = plain_view(latents.shape[1]) if pages is None else pages.kernel_view()
-    out, target = _attend_rows(q, latents, *view, indices, value_dim, scale, want_probs)
-    return out, target if want_probs else None
+    out, target, lse = _attend_rows(q, latents, *view, indices, value_dim, scale, want_probs)
+    return out, target if want_probs else None, lse
 
 
-def _attended(q: Tensor, indices: Tensor, value_dim: int, want_probs: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], value_dim), q.new_empty(indices.shape if want_probs else 0, dtype=wide(q.dtype))
+def _attended(q: Tensor, _: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    indices, value_dim, _scale, want_probs = args[-4:]
+    out, sums = q.new_empty(*q.shape[:3], value_dim), partial(q.new_empty, dtype=wide(q.dtype))
+    kept = q.is_cuda and q.dtype != torch.float64
+    return out, sums(indices.shape if want_probs else 0), sums(q.shape[:3] if kept else 0)
 
 
 @register(
     "attend(Tensor q, Tensor latents, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor indices, "
-    "int value_dim, float scale, bool want_probs) -> (Tensor, Tensor)",
-    lambda q, _0, _1, _2, _3, _4, _5, indices, value_dim, _6, want_probs: _attended(q, indices, value_dim, want_probs),
+    "int value_dim, float scale, bool want_probs) -> (Tensor, Tensor, Tensor)",
+    _attended,
 )
-def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Output and, with `want_probs`, probabilities summed over heads (else an empty tensor); all tensors contiguous."""
+def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output; with `want_probs`, probabilities summed over heads; on a GPU, the logarithm in base 2 of each head's
+    softmax sum, for the backward pass. What is not wanted is empty. All tensors are contiguous."""
     *view, indices, value_dim, scale, want_probs = args
-    out, target = _attended(q, indices, value_dim, want_probs)
+    out, target, lse = _attended(q, latents, *args)
     sizes = (*q.shape, value_dim, indices.shape[2])
     native.attend(q, latents, *view, indices, out, target if want_probs else None, *sizes, scale)
-    return out, target
+    return out, target, lse
 
 
 @register(
-    "attend_backward(Tensor q, Tensor latents, Tensor indices, Tensor grad, float scale) -> (Tensor, Tensor)",
+    "attend_backward(Tensor q, Tensor latents, Tensor indices, Tensor out, Tensor lse, Tensor grad, float scale) "
+    "-> (Tensor, Tensor)",
     lambda q, latents, *_: (torch.empty_like(q), torch.empty_like(latents)),
 )
 def _attend_backward(
-    native: Kernels, q: Tensor, latents: Tensor, indices: Tensor, grad: Tensor, scale: float
+    native: Kernels, q: Tensor, latents: Tensor, indices: Tensor, _out: Tensor, _lse: Tensor, grad: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     grad_q, grad_latents = torch.empty_like(q), torch.empty(latents.shape)
     sizes = (*q.shape[:2], latents.shape[1], *q.shape[2:], grad.shape[3], indices.shape[2])
@@ -238,13 +243,13 @@ def sparse_attention(
     only on its own selected rows; the output is 0 if it selected none. Scores, softmax and sums are fp32 or wider for
     any input dtype.
     """
-    if triton.takes(q) and latents.dtype == q.dtype:
-        return triton.sparse_attention(q, latents, indices, value_dim, scale, pages, want_probs)
     slots = indices.shape[-1]
     if by_operator(q) and latents.dtype == q.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
+            if pages is not None:
+                raise RuntimeError("attention over pages has no gradient")
             return _OperatorAttention.apply(q, latents, indices, value_dim, scale, want_probs)
-        return _attend(q.contiguous(), latents, indices.contiguous(), pages, value_dim, scale, want_probs)
+        return _attend(q.contiguous(), latents, indices.contiguous(), pages, value_dim, scale, want_probs)[:2]
     if pages is not None:
         return _from_pool(q, latents, indices, pages, value_dim, scale, want_probs)
     q, latents, indices = _padded(q, latents, indices)
@@ -258,8 +263,8 @@ def _padded(q: Tensor, latents: Tensor, indices: Tensor) -> tuple[Tensor, Tensor
     if width % LANE:
         wider = (0, round_up(width, LANE) - width)
         q, latents = torch.nn.functional.pad(q, wider), torch.nn.functional.pad(latents, wider)
-    if slots % KEY_TILE:
-        indices = torch.nn.functional.pad(indices, (0, round_up(slots, KEY_TILE) - slots), value=-1)
+    if slots % KEY_TILE or not slots:
+        indices = torch.nn.functional.pad(indices, (0, round_up(max(1, slots), KEY_TILE) - slots), value=-1)
     return q, latents, indices
 
 
@@ -281,8 +286,8 @@ def _in_pool(q: Tensor, pool: Tensor, indices: Tensor, pages: Pages) -> tuple[Te
     return q.flatten(0, 1).unsqueeze(0), pool.flatten(0, 1).unsqueeze(0), places.unsqueeze(0)
 
 
-@torch_form("attend")
-def _attend_in_torch(q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+@torch_form("attend", triton="attend")
+def _attend_in_torch(q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, table, _, shift, size, indices, value_dim, scale, want_probs = args
     shape, slots = indices.shape[:2], indices.shape[2]
     if table is not None:
@@ -290,14 +295,13 @@ def _attend_in_torch(q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Te
     q, latents, indices = _padded(q, latents, indices)
     out, target = _attend_blocks(q, latents, indices, round_up(value_dim, LANE), scale, want_probs)
     out = out[..., :value_dim].contiguous().view(*shape, -1, value_dim)
-    if target is None:
-        return out, out.new_empty(0, dtype=wide(out.dtype))
-    return out, target[..., :slots].contiguous().view(*shape, slots)
+    nothing = out.new_empty(0, dtype=wide(out.dtype))
+    return out, nothing if target is None else target[..., :slots].contiguous().view(*shape, slots), nothing.clone()
 
 
-@torch_form("attend_backward")
+@torch_form("attend_backward", triton="sparse_backward")
 def _attend_backward_in_torch(
-    q: Tensor, latents: Tensor, indices: Tensor, grad: Tensor, scale: float
+    q: Tensor, latents: Tensor, indices: Tensor, _out: Tensor, _lse: Tensor, grad: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     width, missing = q.shape[-1], -grad.shape[-1] % LANE
     q, padded, indices = _padded(q, latents, indices)

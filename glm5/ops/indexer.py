@@ -20,7 +20,6 @@ from glm5.ops import KEY_TILE, round_up
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
-from glm5.ops.triton import operators as triton
 from glm5.ops.wide import wide
 
 CHUNK_ELEMENTS = 1 << 22
@@ -106,8 +105,6 @@ def _selected_sizes(q: Tensor, k: Tensor, indices: Tensor) -> tuple[float, ...]:
 def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     """The scores of `indexer_scores` at chosen keys, differentiable: indices [B, T, K] (filled slots first, then -1)
     -> [B, T, K] in fp32 (or wider). Scores of empty slots are undefined."""
-    if triton.takes(q) and k.dtype == q.dtype and w.dtype == torch.float32:
-        return triton.selected_scores(q, k, w, indices)
     if by_operator(q) and k.dtype == q.dtype and w.dtype == wide(q.dtype):
         return _SelectedScores.apply(q, k, w, indices)
     kind, dim = wide(w.dtype), q.shape[-1]
@@ -119,7 +116,7 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     return torch.matmul(w.unsqueeze(2), torch.relu(dots)).squeeze(2)
 
 
-@torch_form("selected")
+@torch_form("selected", triton="selected_scores")
 def _selected_in_torch(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tensor:
     out = w.new_empty(indices.shape)
     for part, _, chosen, queries in _gathered(q, k, w, indices):
@@ -128,7 +125,7 @@ def _selected_in_torch(q: Tensor, k: Tensor, w: Tensor, indices: Tensor) -> Tens
     return out
 
 
-@torch_form("selected_backward")
+@torch_form("selected_backward", triton="selected_scores.selected_scores_backward")
 def _selected_backward_in_torch(
     q: Tensor, k: Tensor, w: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,8 +220,6 @@ def select_keys(
     are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
     linear in the length.
     """
-    if rule is None and triton.takes(q) and k.dtype == q.dtype:
-        return triton.select_keys(q, k, w, start, end, topk, pages)
     if rule is None and by_operator(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
@@ -246,9 +241,11 @@ def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
     return out
 
 
-@torch_form("select")
+@torch_form("select", triton="index_select")
 def _select_on_device(q: Tensor, k: Tensor, *args: Any) -> Tensor:
     rows, table, per_row, shift, size, w, start, end, topk = args
+    if not start.numel():
+        return start.new_empty(*start.shape, topk)
     if table is None:
         return _select_blocks(q, k, w, start, end, topk, None)
     # Every query reads its own copy of its sequence: how many queries share one is not known without asking the device.

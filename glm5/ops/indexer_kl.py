@@ -14,8 +14,8 @@ from torch import Tensor
 
 from glm5.ops.attention import attention_probabilities
 from glm5.ops.indexer import head_scores
-from glm5.ops.operators import queries_per_block
-from glm5.ops.triton import operators as triton
+from glm5.ops.operators import operator, queries_per_block
+from glm5.ops.wide import wide
 
 BLOCK_ELEMENTS = 1 << 21
 """Upper bound for the elements of one [queries, heads, keys] block: 8 MiB in fp32."""
@@ -56,35 +56,64 @@ def selected_kl(scores: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -
 class _DenseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, index_q, index_k, index_w, q, k, start, end, scale, weight, look):  # type: ignore[no-untyped-def]
-        wide = index_w.dtype
-        learning = any(ctx.needs_input_grad[:3])
-        grads = (torch.empty_like(index_q), torch.zeros_like(index_k, dtype=wide), torch.empty_like(index_w))
-        total = torch.zeros((), dtype=wide, device=index_w.device)
-        for part, keys in _blocks(index_q, q, start, end, k.shape[2]):
-            slots = torch.arange(keys.start, keys.stop, device=start.device)
-            valid = (slots >= start[:, part, None]) & (slots < end[:, part, None])
-            block_q, block_k, block_w = index_q[:, part].to(wide), index_k[:, keys].to(wide), index_w[:, part]
-            target = attention_probabilities(q[:, :, part].to(wide), k[:, :, keys].to(wide), valid.unsqueeze(1), scale)
-            dots = head_scores(block_q, block_k)
-            hit = dots > 0
-            dots.clamp_min_(0)
-            scores = torch.matmul(block_w.unsqueeze(2), dots).squeeze(2)
-            kl, grad = _divergence(scores, target, valid, weight[:, part])
-            total += kl.sum()
-            if look is not None:
-                look(part, scores, target, valid)
-            if learning:
-                grads[2][:, part] = torch.matmul(dots, grad.unsqueeze(-1)).squeeze(-1)
-                below = block_w.unsqueeze(-1) * (grad * index_q.shape[-1] ** -0.5).unsqueeze(2)
-                below = below.mul_(hit).flatten(1, 2)
-                grads[0][:, part] = torch.bmm(below, block_k).view_as(block_q)
-                grads[1][:, keys] += torch.bmm(below.transpose(1, 2), block_q.flatten(1, 2))
-        ctx.grads = (grads[0], grads[1].to(index_k.dtype), grads[2]) if learning else None
+        arguments = (index_q, index_k, index_w, q, k, start, end, scale, weight, any(ctx.needs_input_grad[:3]))
+        alike = index_k.dtype == index_q.dtype and k.dtype == q.dtype and index_w.dtype == wide(q.dtype)
+        if look is None and alike and not start.is_cpu:
+            total, *ctx.grads = _dense_kl_operator(*arguments)
+        else:
+            total, *ctx.grads = _dense_kl(*arguments, look)
         return total
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *((grad * g).to(g.dtype) for g in ctx.grads), *(None,) * 7
+
+
+def _dense_kl(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    weight: Tensor,
+    learning: bool,
+    look: Look | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum and its gradients for index_q, index_k and index_w, undefined unless `learning`."""
+    kind = index_w.dtype
+    grads = (torch.empty_like(index_q), torch.zeros_like(index_k, dtype=kind), torch.empty_like(index_w))
+    total = torch.zeros((), dtype=kind, device=index_w.device)
+    for part, keys in _blocks(index_q, q, start, end, k.shape[2]):
+        slots = torch.arange(keys.start, keys.stop, device=start.device)
+        valid = (slots >= start[:, part, None]) & (slots < end[:, part, None])
+        block_q, block_k, block_w = index_q[:, part].to(kind), index_k[:, keys].to(kind), index_w[:, part]
+        target = attention_probabilities(q[:, :, part].to(kind), k[:, :, keys].to(kind), valid.unsqueeze(1), scale)
+        dots = head_scores(block_q, block_k)
+        hit = dots > 0
+        dots.clamp_min_(0)
+        scores = torch.matmul(block_w.unsqueeze(2), dots).squeeze(2)
+        kl, grad = _divergence(scores, target, valid, weight[:, part])
+        total += kl.sum()
+        if look is not None:
+            look(part, scores, target, valid)
+        if learning:
+            grads[2][:, part] = torch.matmul(dots, grad.unsqueeze(-1)).squeeze(-1)
+            below = block_w.unsqueeze(-1) * (grad * index_q.shape[-1] ** -0.5).unsqueeze(2)
+            below = below.mul_(hit).flatten(1, 2)
+            grads[0][:, part] = torch.bmm(below, block_k).view_as(block_q)
+            grads[1][:, keys] += torch.bmm(below.transpose(1, 2), block_q.flatten(1, 2))
+    return total, grads[0], grads[1].to(index_k.dtype), grads[2]
+
+
+_dense_kl_operator = operator(
+    "indexer_kl(Tensor index_q, Tensor index_k, Tensor index_w, Tensor q, Tensor k, Tensor start, Tensor end, "
+    "float scale, Tensor weight, bool learning) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *tensors: (tensors[2].new_empty(()), *(torch.empty_like(x) for x in tensors[:3])),
+    triton="indexer_kl",
+)(_dense_kl)
 
 
 def _blocks(index_q: Tensor, q: Tensor, start: Tensor, end: Tensor, key_count: int) -> list[tuple[slice, slice]]:
@@ -120,7 +149,4 @@ def dense_kl(
     over heads; its first key is the first one that the block may see.
     """
     weight = weight.to(index_w.dtype)
-    alike = index_k.dtype == index_q.dtype and k.dtype == q.dtype and index_w.dtype == torch.float32
-    if look is None and alike and triton.takes(index_q) and triton.takes(q):
-        return triton.dense_kl(index_q, index_k, index_w, q, k, start, end, scale, weight)
     return _DenseKL.apply(index_q, index_k, index_w, q, k, start, end, scale, weight, look)

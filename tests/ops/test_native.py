@@ -213,7 +213,7 @@ def test_operators_pass_the_checks_of_torch() -> None:
     """Schema, fake tensors and tracing of every registered operator but `fused_blocks`, which has its own test."""
     (q, k, w, start, end), (queries, latents), indices = selection()
     view = (None, None, 0, 63, 64)
-    slots, weights = torch.arange(8), randn(4, 2, seed=6)
+    slots, weights, grad = torch.arange(8), randn(4, 2, seed=6), randn(2, 5, 4, 12, seed=9)
     assert combine(randn(8, 10, seed=10), slots, weights).shape == (4, 10)
     matrices = [randn(*shape, seed=7) for shape in [(5, 14, 10), (5, 10, 7), (18, 10), (10, 9)]]
     ops = torch.ops.glm5
@@ -223,7 +223,7 @@ def test_operators_pass_the_checks_of_torch() -> None:
         (ops.selected_backward, (q, k, w, indices, randn(2, 5, 6, seed=8))),
         (ops.attend, (queries, latents, *view, indices, 12, 0.3, True)),
         (ops.attend, (queries, latents, *view, indices, 12, 0.3, False)),
-        (ops.attend_backward, (queries, latents, indices, randn(2, 5, 4, 12, seed=9), 0.3)),
+        (ops.attend_backward, (queries, latents, indices, grad, grad[:0], grad, 0.3)),
         (ops.combine, (randn(8, 10, seed=10), slots, weights)),
         (ops.combine_backward, (randn(8, 10, seed=10), slots, weights, randn(4, 10, seed=11))),
         (ops.moe, (randn(3, 10, seed=12), randn(5, 10, seed=13), torch.zeros(5), matrices, 2, True, 2.5)),

@@ -97,20 +97,22 @@ def picked() -> Tensor:
 def test_attend(dtype: torch.dtype) -> None:
     q, latents = random(2, 30, 3, 13, seed=3, dtype=dtype), random(2, 40, 13, seed=4, dtype=dtype)
     indices, grad = picked(), random(2, 30, 3, 10, seed=5, dtype=dtype)
-    out, target = TORCH_FORMS["attend"](q, latents, None, None, 0, 63, 40, indices, 10, 0.4, True)
+    out, target, lse = TORCH_FORMS["attend"](q, latents, None, None, 0, 63, 40, indices, 10, 0.4, True)
     expected, mass = sparse_attention(q, latents, indices, value_dim=10, scale=0.4, want_probs=True)
     assert mass is not None
     close(out, expected)
     close(target, mass)
     assert not out[0, 0].any()
-    ours = TORCH_FORMS["attend_backward"](q, latents, indices, grad, 0.4)
+    ours = TORCH_FORMS["attend_backward"](q, latents, indices, out, lse, grad, 0.4)
     theirs = gradients(lambda *x: sparse_attention(*x, indices, value_dim=10, scale=0.4)[0], grad, q, latents)
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
     pages = Pages(torch.tensor([[1], [0]]), torch.arange(2).repeat_interleave(30), 40)
-    paged, nothing = TORCH_FORMS["attend"](q, latents.flip(0), *pages.kernel_view(), indices, 10, 0.4, False)
+    paged, nothing, _ = TORCH_FORMS["attend"](q, latents.flip(0), *pages.kernel_view(), indices, 10, 0.4, False)
     close(paged, expected)
     assert nothing.numel() == 0
+    none, *_ = TORCH_FORMS["attend"](q, latents, None, None, 0, 63, 40, indices[..., :0], 10, 0.4, False)
+    assert none.shape == out.shape and not none.any()
 
 
 @dtypes

@@ -1,10 +1,11 @@
-"""Triton kernels for NVIDIA and AMD GPUs: one file each in `kernels/`, made operators of torch by `operators`.
+"""Triton kernels for NVIDIA and AMD GPUs: one file each in `kernels/`.
 
-An operation in `glm5.ops` uses them if its tensors are on a GPU (`takes`); CPU tensors never reach them. Triton is
-imported when a kernel first runs or is compiled: importing this package, and fake tensors of a GPU, do without it.
-Every kernel has a launcher of the same name, which allocates the results, and `case`, which says how to compile the
-kernel for a target and a model's shape without a GPU (`glm5.ops.triton.compiled`, `glm5 kernels`). Under
-TRITON_INTERPRET=1 the launchers take CPU tensors; the tests compare them with the references that way.
+An operator of `glm5.ops` names its kernel beside its torch form (`glm5.ops.operators`); tensors on a GPU take it, CPU
+tensors never do. Triton is imported when a kernel first runs or is compiled: importing this package, and fake tensors
+of a GPU, do without it. Every kernel has a launcher of the same name, which allocates the results, and `case`, which
+says how to compile the kernel for a target and a model's shape without a GPU (`glm5.ops.triton.compiled`,
+`glm5 kernels`). Under TRITON_INTERPRET=1 the launchers take CPU tensors; the tests compare them with the references
+that way.
 """
 
 from __future__ import annotations
@@ -15,14 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def takes(x: Tensor) -> bool:
-    """Whether the kernels compute on tensors like `x`, fake ones too."""
-    return x.is_cuda and x.dtype in DTYPES
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glm5.ops import native
+from glm5.ops.operators import TRITON_KERNELS
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -76,6 +80,17 @@ def examples(*strategies: Any, fast: int = 10, slow: int = 100) -> Callable[[Any
         )
 
     return make
+
+
+class OnKernels(TorchDispatchMode):
+    """Inside, our operators run their Triton kernels, in the interpreter."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = TRITON_KERNELS.get(func._opname) if func.namespace == "glm5" else None
+        return (own or func)(*args, **(kwargs or {}))
+
+
+needs_compiled = pytest.mark.skipif(not native.available(), reason="no compiled kernels: CPU tensors take no operator")
 
 
 def generator(seed: int) -> torch.Generator:

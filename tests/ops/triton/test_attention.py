@@ -9,10 +9,9 @@ from torch import Tensor
 
 from glm5.ops.attention import sparse_attention
 from glm5.ops.pages import WHOLE, Pages
-from tests.ops.triton.interpreter import error, examples, generator, picks, randn, spread
+from tests.ops.triton.interpreter import OnKernels, error, examples, generator, needs_compiled, picks, randn, spread
 
-from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
-from glm5.ops.triton.kernels.attention_target import attention_target  # isort: skip
+from glm5.ops.triton.kernels.attention_target import attention_target  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.sparse_backward import sparse_backward  # isort: skip
 from glm5.ops.triton.kernels.sparse_decode import sparse_decode  # isort: skip
 from glm5.ops.triton.kernels.sparse_forward import sparse_forward  # isort: skip
@@ -91,15 +90,17 @@ def test_a_query_decodes_alike_in_any_batch() -> None:
     assert torch.equal(sparse_decode(q[1:], pool, indices[1:], alone, 16, 0.2, keys_per_part=32)[0], together[1:])
 
 
+@needs_compiled
 def test_the_operator_chooses_the_form() -> None:
     q, latents, indices = randn(2, 2, 3, 24, seed=1), randn(2, 80, 24, seed=2), picks(2, 2, 80, 70, 4)
     expected, target = sparse_attention(q, latents, indices, value_dim=16, scale=0.2, want_probs=True)
     pool, pages = paged(latents, 2, 64, 5)
     for kept, view in ((latents, None), (pool, pages)):
-        out, found = operators.sparse_attention(q, kept, indices, 16, 0.2, view, True)
+        with OnKernels():
+            out, found = sparse_attention(q, kept, indices, value_dim=16, scale=0.2, pages=view, want_probs=True)
         assert error(out, expected) < 1e-5 and found is not None and target is not None and error(found, target) < 1e-5
-    none, nothing = operators.sparse_attention(q, latents, indices[..., :0], 16, 0.2, None, False)
-    assert bool((none == 0).all()) and nothing is None
+    with pytest.raises(RuntimeError, match="over pages has no gradient"):
+        sparse_attention(q.requires_grad_(), pool, indices, value_dim=16, scale=0.2, pages=pages)
 
 
 def check_backward(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:
@@ -135,6 +136,7 @@ test_backward, test_backward_widely = examples(sizes, st.sampled_from([torch.flo
 )
 
 
+@needs_compiled
 @pytest.mark.parametrize("ordered", [False, True])
 def test_gradients_of_the_operator(ordered: bool) -> None:
     heads = 70  # more than one block of heads
@@ -145,7 +147,8 @@ def test_gradients_of_the_operator(ordered: bool) -> None:
     )
     torch.use_deterministic_algorithms(ordered)
     try:
-        operators.sparse_attention(*found, indices, 8, 0.3, None, True)[0].backward(grad)
+        with OnKernels():
+            sparse_attention(*found, indices, value_dim=8, scale=0.3, want_probs=True)[0].backward(grad)
     finally:
         torch.use_deterministic_algorithms(False)
     sparse_attention(*exact, indices, value_dim=8, scale=0.3)[0].backward(grad.double())

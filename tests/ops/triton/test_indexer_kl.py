@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.indexer_kl import dense_kl
-from tests.ops.triton.interpreter import error, examples, generator, randn
+from tests.ops.triton.interpreter import examples, generator, randn
 from tests.ops.triton.test_indexer import documents
 
-from glm5.ops.triton import operators  # isort: skip - after the interpreter was set up
-from glm5.ops.triton.kernels import indexer_kl as kernels  # isort: skip
+from glm5.ops.triton.kernels import indexer_kl as kernels  # isort: skip - after the interpreter was set up
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -48,8 +47,8 @@ def check_kl(drawn: tuple[int, ...], dtype: torch.dtype, blocks: int) -> None:
         index_q, index_k, index_w, q, k, start, end, 0.4, weight, tiles=dict(QUERIES=16, TILE=16), block_queries=blocks
     )
     # The value is a difference of sums: what all but vanishes is measured against 0.1 per query.
-    away, value = float((own.double().sum() - expected).detach()), float(expected.detach())
-    assert abs(away) < 1e-5 * max(value, 0.1 * own.numel())
+    away, value = float((own.double() - expected).detach()), float(expected.detach())
+    assert abs(away) < 1e-5 * max(value, 0.1 * weight.numel())
     for found, exact_gradient in zip(gradients, torch.autograd.grad(expected, exact)):
         size = max(float(exact_gradient.abs().max()), 1e-2)
         away = float((found.double() - exact_gradient).abs().max())
@@ -64,19 +63,3 @@ test_kl, test_kl_widely = examples(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([4, 512]),
 )(check_kl)  # fmt: skip
-
-
-def test_the_operator() -> None:
-    learns, others = draw(1, 3, 2, 2, 4, 6, 20, 5)
-    weight = torch.rand(1, 3, generator=generator(1))
-    found, exact = ([x.to(kind, copy=True).requires_grad_() for x in learns] for kind in (torch.float32, torch.float64))
-    value = operators.dense_kl(*found, *others, 0.4, weight)
-    q, k, start, end = others
-    expected = dense_kl(*exact, q.double(), k.double(), start, end, 0.4, weight.double())
-    assert error(value[None], expected[None]) < 1e-5
-    (3 * value).backward()
-    (3 * expected).backward()
-    for own, other in zip(found, exact):
-        assert own.grad is not None and other.grad is not None and error(own.grad, other.grad) < 1e-5
-    with torch.no_grad():
-        assert torch.equal(operators.dense_kl(*found, *others, 0.4, weight), value)

@@ -220,30 +220,32 @@ def capacities(topk: int, tile: int) -> dict[str, int]:
 def index_select(
     q: Tensor,
     k: Tensor,
+    rows: Tensor | None,
+    table: Tensor | None,
+    per_row: int,
+    shift: int,
+    size: int,
     w: Tensor,
     start: Tensor,
     end: Tensor,
     topk: int,
-    view: tuple[Tensor, Tensor, int, int, int] | None = None,
-    keys_per_query: int | None = None,
     tile: int | None = None,
     part_keys: int = KEYS_PER_PART,
     queries_per_launch: int = QUERIES_PER_LAUNCH,
 ) -> Tensor:
-    """q [B, T, J, d], k [B, S, d] or, with view from `Pages.kernel_view`, [pages, size, d], w [B, T, J] in fp32, start
-    and end int64 [B, T], all contiguous -> int64 [B, T, topk]: ascending, -1 in empty slots. `keys_per_query` bounds
-    end - start within a block of queries (default: what k or the pages of a sequence hold). Nothing waits for the
-    device."""
+    """q [B, T, J, d], k [B, S, d] or [pages, size, d] (the next five are `Pages.kernel_view`, or `plain_view`), w
+    [B, T, J] in fp32, start and end int64 [B, T], all contiguous -> int64 [B, T, topk]: ascending, -1 in empty slots.
+    Nothing waits for the device."""
     batch, length, heads, dim = q.shape
     out = torch.empty(batch, length, topk, dtype=torch.long, device=q.device)
-    rows, table, per_row, shift, size = view or (start, start, 0, 0, 1)
-    held = k.shape[1] if view is None else per_row * size
+    pages = (start, start, 0, 0, 1) if rows is None or table is None else (rows, table, per_row, shift, size)
+    held = k.shape[1] if table is None else per_row * size
     sizes, options = blocks(target_of(q.device), length, heads)
     sizes["TILE"] = tile or sizes["TILE"]
     limits = capacities(topk, sizes["TILE"])
     count = batch * triton.cdiv(length, sizes["Q"])
     step = max(1, queries_per_launch // sizes["Q"])
-    parts = 1 if min(count, step) >= PROGRAMS else max(1, triton.cdiv(keys_per_query or held, part_keys))
+    parts = 1 if min(count, step) >= PROGRAMS else max(1, triton.cdiv(held, part_keys))
 
     def candidates(programs: int) -> tuple[Tensor, Tensor]:
         shape = (2, programs, limits["CAPACITY"])
@@ -255,9 +257,9 @@ def index_select(
         value, position = candidates(now * parts * sizes["Q"])
         counts = torch.empty(now * parts * sizes["Q"], dtype=torch.int32, device=q.device)
         index_select_kernel[(now, parts)](
-            q, k, w, start, end, rows, table, per_row, value, position, counts, out, offset, length, k.shape[1],
-            part_keys if parts > 1 else held, PAGED=view is not None, SHIFT=shift, SIZE=size, SPLIT=parts > 1, J=heads,
-            D=dim, WIDTH=power_of_two(dim), **sizes, **limits, **options,
+            q, k, w, start, end, *pages[:3], value, position, counts, out, offset, length, k.shape[1],
+            part_keys if parts > 1 else held, PAGED=table is not None, SHIFT=pages[3], SIZE=pages[4], SPLIT=parts > 1,
+            J=heads, D=dim, WIDTH=power_of_two(dim), **sizes, **limits, **options,
         )  # fmt: skip
         if parts > 1:
             programs = now * sizes["Q"]

@@ -212,10 +212,13 @@ def indexer_kl(
     tiles: dict[str, int] | None = None,
     block_queries: int = BLOCK_QUERIES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """index_q [B, T, J, d], index_k [B, S, d], index_w [B, T, J] in fp32, start and end int64 [B, T], weight [B, T] in
-    fp32, all contiguous; q [B, N, T, H], k [B, N, S, H] with rows of stride 1 -> the weighted KL of each query [B, T]
-    in fp32, and the gradients of its sum for index_q, index_k and index_w in their dtypes (undefined unless
-    `learning`)."""
+    """index_q [B, T, J, d], index_k [B, S, d], index_w [B, T, J] in fp32, q [B, N, T, H], k [B, N, S, H], start and end
+    int64 [B, T], weight [B, T] in fp32 -> the sum of the weighted KL in fp32, and its gradients for index_q, index_k
+    and index_w in their dtypes (undefined unless `learning`)."""
+    index_q, index_k, index_w, start, end, weight = (
+        x.contiguous() for x in (index_q, index_k, index_w, start, end, weight)
+    )
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     batch, length, heads, dim = index_q.shape
     keys, width = k.shape[2], power_of_two(dim)
     value, grad_q, grad_w = torch.empty_like(weight), torch.empty_like(index_q), torch.empty_like(index_w)
@@ -260,7 +263,7 @@ def indexer_kl(
         kl_keys_kernel[(key_tiles, batch)](
             index_q, index_k, index_w, scores, start, end, grad_k, *where, dim**-0.5, **index, **sizes, **options
         )
-    return value, grad_q, grad_k.to(index_k.dtype), grad_w
+    return value.sum(), grad_q, grad_k.to(index_k.dtype), grad_w
 
 
 def case(shape: Shape, target: str) -> Case:

@@ -97,11 +97,13 @@ def selected_scores_backward(
     w: Tensor,
     indices: Tensor,
     grad: Tensor,
-    ordered: bool = False,
+    ordered: bool | None = None,
     tile: int | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments of `selected_scores` and the gradient of its result -> gradients of q, k and w in their dtypes."""
+    """Arguments of `selected_scores` and the gradient of its result -> gradients of q, k and w in their dtypes. See
+    `sparse_backward` about `ordered`."""
+    ordered = torch.are_deterministic_algorithms_enabled() if ordered is None else ordered
     batch, queries, heads, dim = q.shape
     slots = indices.shape[2]
     grad_q, grad_w = torch.empty_like(q), torch.empty_like(w)

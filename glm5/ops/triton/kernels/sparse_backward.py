@@ -137,12 +137,14 @@ def sparse_backward(
     lse: Tensor,
     grad: Tensor,
     scale: float,
-    ordered: bool = False,
+    ordered: bool | None = None,
     tile: int | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results of `sparse_forward` and the gradient of its output [B, T, N, C], all contiguous ->
-    gradients of q and latents in their dtypes."""
+    gradients of q and latents in their dtypes. `ordered`: the same bits each time, by default as
+    `torch.use_deterministic_algorithms` says."""
+    ordered = torch.are_deterministic_algorithms_enabled() if ordered is None else ordered
     batch, queries, heads, width = q.shape
     value_dim, slots = grad.shape[3], indices.shape[2]
     delta = (out.float() * grad.float()).sum(-1)  # instead of another pass over the keys; `out` was rounded
