@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,39 +40,72 @@ class _TokenLogprobs(torch.autograd.Function):
         return *form(hidden, weight, targets, normaliser, grad, ctx.scale), None, None
 
 
-def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and normalisers [M]."""
+def _forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, stats: Callable[..., Any] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and normalisers [M]. `stats` computes them from a chunk of logits."""
     out = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
     entropy, normaliser = torch.empty_like(out), torch.empty_like(out)
     for rows, logits in _chunks(hidden, weight):
-        normaliser[rows], entropy[rows] = _normaliser(logits, scale)
-        chosen = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
-        out[rows] = chosen * scale - normaliser[rows]
+        out[rows], entropy[rows], normaliser[rows] = (stats or _stats)(logits, targets[rows], scale)
     return out, entropy, normaliser
 
 
 def _backward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    grad: Tensor,
+    scale: float,
+    gradient: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks are summed in fp32
     for rows, logits in _chunks(hidden, weight):
-        grad_logits = _logit_gradient(logits, targets[rows], normaliser[rows], grad[rows].contiguous(), scale)
-        grad_logits = grad_logits.to(weight.dtype)
+        view = (logits, targets[rows], normaliser[rows], grad[rows].contiguous(), scale)
+        grad_logits = (gradient or _gradient)(*view, weight.dtype)
         torch.mm(grad_logits, weight, out=grad_hidden[rows])
         grad_weight += grad_logits.T @ hidden[rows]
     return grad_hidden, grad_weight.to(weight.dtype)
 
 
-_forward_operator = operator(
+@operator(
+    "logit_stats(Tensor logits, Tensor targets, float scale) -> (Tensor, Tensor, Tensor)",
+    lambda logits, *_: tuple(logits.new_empty(logits.shape[0]) for _ in range(3)),
+    triton="token_logits.logit_stats",
+)
+def _device_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _stats(logits, targets, scale)
+
+
+@operator(
+    "logit_gradient(Tensor logits, Tensor targets, Tensor normaliser, Tensor grad, float scale, ScalarType dtype) "
+    "-> Tensor",
+    lambda logits, *args: torch.empty_like(logits, dtype=args[-1]),
+    triton="token_logits.logit_gradient",
+)
+def _device_gradient(logits: Tensor, *args: Any) -> Tensor:
+    return _gradient(logits.clone(), *args)
+
+
+@operator(
     "token_logprobs(Tensor hidden, Tensor weight, Tensor targets, float scale) -> (Tensor, Tensor, Tensor)",
     lambda hidden, *_: tuple(hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype)) for _ in range(3)),
-)(_forward)
-_backward_operator = operator(
+)
+def _forward_operator(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward(hidden, weight, targets, scale, _device_stats)
+
+
+@operator(
     "token_logprobs_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor normaliser, Tensor grad, float scale)"
     " -> (Tensor, Tensor)",
     lambda hidden, weight, *_: (torch.empty_like(hidden), torch.empty_like(weight)),
-)(_backward)
+)
+def _backward_operator(
+    hidden: Tensor, weight: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _backward(hidden, weight, targets, normaliser, grad, scale, _device_gradient)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -105,15 +139,23 @@ def _normaliser_in_torch(logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return normaliser, -(logp.exp() * logp.clamp_min(torch.finfo(logp.dtype).min)).sum(-1)  # impossible tokens add 0
 
 
-def _logit_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float) -> Tensor:
-    """Gradient of sum(grad * log p[targets]) with respect to logits [M, V], written over them."""
+def _stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, entropies and normalisers [M] of logits [M, V]."""
+    normaliser, entropy = _normaliser(logits, scale)
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) * scale - normaliser, entropy, normaliser
+
+
+def _gradient(
+    logits: Tensor, targets: Tensor, normaliser: Tensor, grad: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Gradient of sum(grad * log p[targets]) with respect to logits [M, V], computed in their place."""
     native = kernels(logits)
     if native is not None:
         native.nll_backward(logits, normaliser, targets.contiguous(), grad, *logits.shape, scale)
-        return logits
+        return logits.to(dtype)
     g = grad.unsqueeze(-1) * scale
     out = logits.mul_(scale).sub_(normaliser.unsqueeze(-1)).exp_().mul_(-g)
-    return out.scatter_add_(-1, targets.unsqueeze(-1), g)
+    return out.scatter_add_(-1, targets.unsqueeze(-1), g).to(dtype)
 
 
 def output_logits(hidden: Tensor, weight: Tensor, *, exact: bool = True) -> Tensor:

@@ -53,6 +53,7 @@ class _OperatorNorm(torch.autograd.Function):
 @operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     lambda x, _, eps: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=wide(x.dtype))),
+    triton="rms_norm",
 )
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normed rows, and 1 / RMS of each row."""
@@ -64,6 +65,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @operator(
     "rms_norm_backward(Tensor x, Tensor weight, Tensor inverse, Tensor grad) -> (Tensor, Tensor)",
     lambda x, weight, *_: (x.new_empty(x.shape), torch.empty_like(weight)),
+    triton="rms_norm.rms_norm_backward",
 )
 def _norm_backward(x: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     normed, g = x * inverse, grad.to(inverse.dtype)
@@ -109,10 +111,14 @@ def _swiglu_backward_in_torch(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 _swiglu = operator(
-    "swiglu(Tensor gate_up) -> Tensor", lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    "swiglu(Tensor gate_up) -> Tensor",
+    lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    triton="swiglu",
 )(_swiglu_in_torch)
 _swiglu_backward = operator(
-    "swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor", lambda gate_up, _: torch.empty_like(gate_up)
+    "swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor",
+    lambda gate_up, _: torch.empty_like(gate_up),
+    triton="swiglu.swiglu_backward",
 )(_swiglu_backward_in_torch)
 
 

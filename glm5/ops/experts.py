@@ -161,7 +161,7 @@ def _combine_backward(
     return grad_y, grad_weights
 
 
-@torch_form("combine")
+@torch_form("combine", triton="combine")
 def _combine_in_torch(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     out = weights.new_zeros(weights.shape[0], y.shape[1])
     for rows, weight in zip(slot_of.view(weights.shape).unbind(1), weights.unbind(1)):
@@ -169,7 +169,7 @@ def _combine_in_torch(y: Tensor, slot_of: Tensor, weights: Tensor) -> Tensor:
     return out.to(y.dtype)
 
 
-@torch_form("combine_backward")
+@torch_form("combine_backward", triton="combine.combine_backward")
 def _combine_backward_in_torch(y: Tensor, slot_of: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_y, grad_weights = torch.zeros_like(y), torch.empty_like(weights)
     for slot, rows in enumerate(slot_of.view(weights.shape).unbind(1)):
@@ -238,6 +238,7 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Bo
         experts.new_empty(number + 1, dtype=torch.int32),
         experts.new_empty(number, dtype=torch.int32),
     ),
+    triton="expert_layout",
 )
 def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`expert_layout` without padding, which would make the number of rows depend on the choices."""

@@ -58,7 +58,9 @@ def _native_rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) 
 
 
 @operator(
-    "rope(Tensor x, Tensor cos, Tensor sin, int offset, float sign) -> Tensor", lambda x, *_: x.new_empty(x.shape)
+    "rope(Tensor x, Tensor cos, Tensor sin, int offset, float sign) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    triton="rope",
 )
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) -> Tensor:
     dim = 2 * cos.shape[1]

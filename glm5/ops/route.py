@@ -35,6 +35,7 @@ _route_operator = operator(
         logits.new_empty(logits.shape[0], top_k, dtype=torch.long),
         torch.empty_like(logits),
     ),
+    triton="route",
 )(_route)
 
 
@@ -42,6 +43,7 @@ _route_operator = operator(
     "route_backward(Tensor scores, Tensor experts, Tensor grad, Tensor? grad_scores, bool normalise, float scaling) "
     "-> Tensor",
     lambda scores, *_: torch.empty_like(scores),
+    triton="route.route_backward",
 )
 def _route_backward(
     scores: Tensor, experts: Tensor, grad: Tensor, grad_scores: Tensor | None, normalise: bool, scaling: float

@@ -31,6 +31,13 @@ KERNELS = (
     "index_select",
     "selected_scores",
     "indexer_kl",
+    "rms_norm",
+    "swiglu",
+    "rope",
+    "route",
+    "expert_layout",
+    "combine",
+    "token_logits",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
