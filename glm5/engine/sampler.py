@@ -15,6 +15,7 @@ from torch import Tensor
 from glm5.engine.penalties import SamplerState, adjust
 from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import log_distribution, output_logits
+from glm5.ops.sampling import draw_tokens, sampling_logprobs
 from glm5.records import SamplingParams
 
 SHORT = 256
@@ -67,6 +68,11 @@ def distributions(
         logits = output_logits(hidden, weight, exact=False)
     drafted = drafted or [()] * rows
     special = [i for i, state in enumerate(states) if state.adjusts(len(drafted[i]))]
+    if not logits.is_cpu:
+        if special:
+            logits = logits.float()
+            logits[special] = adjust(logits[special], [states[i] for i in special], [drafted[i] for i in special])
+        return _on_device(logits, [state.params for state in states])
     logprobs = _scaled(logits, [s.params.temperature for s in states])
     if special:
         wide = logits[special].to(torch.promote_types(logits.dtype, torch.float32))
@@ -83,6 +89,23 @@ def distributions(
     return logprobs
 
 
+def _on_device(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`_scaled` and `_filter` of logits [n, V] on an accelerator, without a wait."""
+
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    width, nothing = logits.shape[1], SamplingParams()
+    filters = [p if _filters(p) else nothing for p in params]
+    return sampling_logprobs(
+        logits,
+        column([1.0 if p.temperature == 0 else 1.0 / p.temperature for p in params]),
+        column([p.min_p for p in filters]),
+        column([min(p.top_k or width, width) for p in filters], torch.long),
+        column([p.top_p if p.top_p < 1.0 else float("inf") for p in filters]),
+    )
+
+
 def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
     """One token id per row of log-probabilities [n, V], int64 [n]: by inverse-CDF sampling with the row's own random
     number (or the given one); for greedy rows, the argmax. A row without any possible token gets id 0."""
@@ -90,6 +113,9 @@ def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[fl
     if all(greedy):
         return logprobs.argmax(-1)
     at = [state.uniform() for state in states] if uniforms is None else uniforms
+    if not logprobs.is_cpu:
+        device = logprobs.device
+        return draw_tokens(logprobs, torch.tensor(at, device=device), torch.tensor(greedy, device=device))
     cumulative = logprobs.exp().cumsum(-1)
     where = torch.tensor([[u] for u in at], dtype=cumulative.dtype, device=logprobs.device) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, where, right=True).clamp_max_(logprobs.shape[-1] - 1)

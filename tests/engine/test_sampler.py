@@ -20,6 +20,7 @@ from glm5.engine.penalties import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampl
 from glm5.engine.sampler import Sampled
 from glm5.errors import EngineError
 from glm5.ops import cross_entropy
+from glm5.ops.sampling import draw_tokens
 from glm5.records import SamplingParams
 
 VOCAB, HIDDEN, DRAWS = 12, 6, 3000
@@ -205,6 +206,7 @@ def test_looking_at_the_likeliest_only_changes_nothing(params: SamplingParams, s
     expected = torch.tensor(reference(weight[:, 0].double().tolist(), params), dtype=torch.float64)
     assert torch.equal(lines > float("-inf"), expected > 0)
     torch.testing.assert_close(lines.double().exp(), expected, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(sampler._on_device(weight.T, [params])[0], lines, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_that_need_the_whole_vocabulary_do_not_disturb_others() -> None:
@@ -360,6 +362,9 @@ def test_a_token_is_always_left(
     assert 0 <= one.token_id < vocab and -math.inf < one.logprob <= 1e-5
     assert max(one.top_logprobs.values()) >= one.logprob
     assert other == alone
+    lines = sampler._on_device(sampler.output_logits(hidden, weight), [p, SamplingParams()])
+    tokens = draw_tokens(lines, torch.tensor([0.3, 1.0]), torch.tensor([p.temperature == 0, False]))
+    assert bool(lines.gather(1, tokens[:, None]).isfinite().all())
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -38,6 +38,7 @@ KERNELS = (
     "expert_layout",
     "combine",
     "token_logits",
+    "sampling",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 

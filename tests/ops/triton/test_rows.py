@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from glm5.ops import cross_entropy, elementwise, experts, rope, route  # noqa: F401 - they define the operators
+from glm5.ops import cross_entropy, elementwise, experts, rope, route, sampling  # noqa: F401 - they define the operators
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from tests.ops.triton.interpreter import OnKernels, error, examples, generator, randn, spread
 
@@ -168,3 +168,42 @@ def test_a_chunked_loss_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = TORCH_FORMS["token_logprobs_backward"](*doubled([hidden, weight, targets]), exact[2], exact[0], 0.7)
     for own, best in zip((*found, *gradients), (*exact, *expected), strict=True):
         assert error(own, best) < 1e-5
+
+
+def check_sampling(drawn: tuple[int, ...], filters: tuple[float, int, float], kind: str) -> None:
+    """Of tokens whose probability lies within rounding of a limit, either may be kept."""
+    rows, vocabulary, seed = drawn
+    min_p, top_k, top_p = filters
+    logits = 3 * randn(rows, vocabulary, seed=seed)
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "impossible":
+        logits[:, 1::2] = float("-inf")
+    scale = torch.rand(rows, generator=generator(seed)) + 0.1
+    limits = (torch.full((rows,), min_p), torch.full((rows,), top_k or vocabulary), torch.full((rows,), top_p))
+    found = TRITON_KERNELS["sampling_logprobs"](logits, scale, *limits)
+    exact = TORCH_FORMS["sampling_logprobs"](logits, scale, *limits)
+    for own, other in zip(found, exact):
+        kept = other > float("-inf")
+        assert abs(int((own > float("-inf")).sum()) - int(kept.sum())) <= (1 if top_p < 1 or min_p else 0)
+        both = kept & (own > float("-inf"))
+        assert bool(both.any())
+        if int(both.sum()) == int(kept.sum()) == int((own > float("-inf")).sum()):
+            assert error(own[both], other[both]) < 1e-4 or float(other[both].abs().max()) < 1e-5
+    uniforms, greedy = torch.rand(rows, generator=generator(seed + 1)), torch.arange(rows) % 2 == 1
+    tokens = TRITON_KERNELS["draw_tokens"](found, uniforms, greedy)
+    sums = found.double().exp().cumsum(-1)
+    for row, token in enumerate(tokens.tolist()):
+        assert found[row, token] > float("-inf")
+        if greedy[row]:
+            assert token == int(found[row].argmax())
+            continue
+        before = float(sums[row, token] - found[row, token].double().exp())
+        assert before - 1e-5 <= float(uniforms[row] * sums[row, -1]) <= float(sums[row, token]) + 1e-5
+
+
+test_sampling, test_sampling_widely = examples(
+    st.tuples(numbers(3), st.sampled_from([1, 7, 300, 9000]), st.integers(0, 2**20)),
+    st.tuples(st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0, 1, 5]), st.sampled_from([float("inf"), 0.9, 0.0])),
+    st.sampled_from(["plain", "ties", "impossible"]),
+)(check_sampling)  # fmt: skip
