@@ -128,11 +128,11 @@ class Build:
     def _next(self, candidates: Iterator[Candidate], name: str) -> Candidate | None:
         try:
             return next(candidates, None)
-        except GradingError as error:
-            self._fault(f"{name}: the other candidates are left out: {error}", error)
+        except Exception as error:  # of a model, the machine, or a source that nobody expected
+            self._fault(f"{name}: the other candidates are left out: {error or repr(error)}", error)
             return None
 
-    def _fault(self, line: str, error: GradingError) -> None:
+    def _fault(self, line: str, error: Exception) -> None:
         """The machine or a model has failed; another run tries again. Raises `error` after too many in a row."""
         self._faults += 1
         if self._faults > MOST_FAULTS:
@@ -175,6 +175,10 @@ class Build:
             return False
         except GradingError as error:
             self._fault(f"{repository.name}: a candidate is left out, for the machine failed: {error}", error)
+            return False
+        except Exception as error:  # what nobody expected in a package's source ends this candidate, not the build
+            self._fault(f"{repository.name}: candidate {candidate.id} is left out: {error!r}", error)
+            self._write("rejects", {**common, "reason": "error", "notes": [repr(error)[:500]]})
             return False
         self._faults = 0
         if self.derived:

@@ -175,5 +175,7 @@ def _other_value(
                 other = choice.choice("aeinorst".replace(value[at], ""))
                 new = other_word(value, known, choice) or value[:at] + other + value[at + 1 :]
                 text = source.of(node)
-                plain = text[1:-1] == value.encode()  # its quotes stay: others would show the change
+                plain = text[1:-1] == value.encode(
+                    "utf-8", "surrogatepass"
+                )  # its quotes stay: others would show the change
                 yield (*source.span(node), text[:1] + new.encode() + text[-1:] if plain else repr(new).encode(), True)

@@ -405,6 +405,27 @@ def test_candidates_that_the_machine_cannot_judge(
     assert len(build.summary()["sources"].get("mutate", {"rejects": {}})["rejects"]) == (faults != (99,))
 
 
+def test_a_candidate_that_nobody_expected_ends_nothing_but_itself(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def candidates(*_: Any) -> Any:
+        yield bug(repository, "return high", "return 1")
+        raise RecursionError("too deep")
+
+    def judged(*_: Any) -> dict[str, Any]:
+        return {}["a key that is not there"]
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: clean)
+    told: list[str] = []
+    build = Build(tmp_path / "out", tmp_path / "work", told=told.append)
+    source = SimpleNamespace(name="mutate", candidates=candidates)
+    build.run([Job("tiny", lambda: (repository, [source]))], per_package=9, count=None, at_once=1)
+    (row,) = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())
+    assert row["reason"] == "error" and row["notes"] == ["KeyError('a key that is not there')"]
+    assert "candidates are left out: too deep" in told[1] and told[2] == "tiny: 0 tasks from mutate"
+
+
 def test_two_sources_with_the_same_candidate(
     repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

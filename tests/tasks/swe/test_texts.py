@@ -107,6 +107,7 @@ def test_a_sabotaged_word_stands_elsewhere_in_the_file() -> None:
 
 def test_nothing_to_sabotage() -> None:
     assert sabotaged("def test_a():\n    f()\n", [("test_a",)], random.Random(0)) is None
+    assert sabotaged('def test_a():\n    assert f(x) == "\\udddf"\n', [("test_a",)], random.Random(0)) is not None
 
 
 @pytest.mark.parametrize(
