@@ -23,6 +23,8 @@ from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, Shape
 
 KERNELS = (
+    "mla_latents",
+    "mla_absorb",
     "sparse_forward",
     "sparse_decode",
     "attention_target",
