@@ -49,4 +49,4 @@ def select_keys_8bit(
     (q, scale), (k, k_scale) = quantise_rows(q, scores), quantise_rows(k, scores)
     view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
     w, start, end = (w.float() * scale).contiguous(), start.contiguous(), end.contiguous()
-    return _select(q.contiguous(), k.contiguous(), k_scale.contiguous(), *view, w, start, end, topk)  # type: ignore[no-any-return]
+    return _select(q.contiguous(), k.contiguous(), k_scale.contiguous(), *view, w, start, end, topk)

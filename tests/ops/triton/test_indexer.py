@@ -141,7 +141,8 @@ def test_rows_in_8_bits(scores: Scores) -> None:
     size = x[:2].abs() if scores == "fp8" else x[:2].abs().amax(-1, keepdim=True)
     assert bool(((again[:2] - x[:2]).abs() <= 1.001 * step * size + 1e-3 * scale[:2, None]).all())
     keys = torch.stack((x[3], x[1], x[0], x[2]))[None]  # NaN counts as -infinity
-    found = select_keys(x[None, :1, None], keys, torch.ones(1, 1, 1), *torch.tensor([[[0]], [[4]]]), 3, scores=scores)
+    start, end = torch.tensor([[0]]), torch.tensor([[4]])
+    found = select_keys(x[None, :1, None], keys, torch.ones(1, 1, 1), start, end, 3, scores=scores)
     assert found.tolist() == [[[1, 2, 3]]]
 
 
