@@ -183,17 +183,24 @@ class ForwardContext:
             x = x[: batch * length]
         return x.view(batch, length, *x.shape[1:])
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The layer's latents and index keys in the cache, if there is one: pools [R, S, ...] that `pages` refers to,
+        not copies. `places` are the slots of this batch."""
+        if self.cache is None or self.places is None:
+            return None
+        slot = self.cache.slots[layer]
+        return self.cache.latents[slot], self.cache.index_keys[slot]
+
     def store(self, layer: int, latents: Tensor, index_keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Write the latents and index keys [B, T, ...] of this batch into the cache, if there is one. Returns what its
-        queries read: the pool [R, S, ...] that `pages` refers to, not a copy."""
-        if self.cache is None or self.places is None:
+        queries read: these, or `pools`."""
+        pools = self.pools(layer)
+        if pools is None or self.places is None:
             return latents, index_keys
-        slot = self.cache.slots[layer]
-        pool = self.cache.latents[slot]
+        pool, keys = pools
         pool.view(-1, pool.shape[-1]).index_copy_(0, self.places, latents.flatten(0, 1))
         if index_keys is None:
             return pool, None
-        keys = self.cache.index_keys[slot]
         keys.view(-1, keys.shape[-1]).index_copy_(0, self.places, index_keys.flatten(0, 1))
         return pool, keys
 

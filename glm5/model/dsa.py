@@ -19,7 +19,8 @@ INDEXER = ".indexer."
 
 @dataclass(frozen=True)
 class IndexerState:
-    """Indexer projections of one batch: queries [B, T, J, d], keys of this batch [B, T, d], head weights [B, T, J]."""
+    """Indexer projections of one batch: queries [B, T, J, d], head weights [B, T, J] and keys: those of this batch
+    [B, T, d], or the cache's (see `ForwardContext.store`)."""
 
     q: Tensor
     k: Tensor
@@ -46,21 +47,29 @@ class Indexer(nn.Module):
     def project(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext, theta: float) -> IndexerState:
         """x [M, D] (after the input norm) and q_latent [M, q_lora_rank] (after its norm), both flat."""
         cos, sin = ctx.rope(self.rope_dim, theta)
-        q = rope(self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim)), cos, sin)
+        q = rope(self.queries(q_latent, ctx), cos, sin)
         k = rope(self.k_norm(self.wk(x, ctx.exact)).unsqueeze(1), cos, sin).squeeze(1)
         w = self.weights_proj(x, ctx.exact).to(wide(x.dtype)) * self.heads**-0.5
         return IndexerState(ctx.rows(q), ctx.rows(k), ctx.rows(w))
 
-    def select(self, state: IndexerState, keys: Tensor, ctx: ForwardContext) -> Tensor:
-        """Selected key slots [B, T, K], ascending, -1 = empty; `keys` come from `ForwardContext.store`. K is the
-        smaller of index_topk and the number of keys."""
+    def queries(self, q_latent: Tensor, ctx: ForwardContext) -> Tensor:
+        """[M, J, d] without RoPE."""
+        return self.wq_b(q_latent, ctx.exact).unflatten(-1, (self.heads, self.dim))
+
+    def parts_of_key(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
+        """What `mla_latents` makes keys and head weights of: two projections of x, weight and bias of the norm."""
+        return [self.wk(x, ctx.exact), self.weights_proj(x, ctx.exact), self.k_norm.weight, self.k_norm.bias]
+
+    def select(self, state: IndexerState, ctx: ForwardContext) -> Tensor:
+        """Selected key slots [B, T, K], ascending, -1 = empty. K is the smaller of index_topk and the number of
+        keys."""
         start, end = ctx.key_range()
         slots = min(self.topk, ctx.key_length or ctx.length)
-        return select_keys(state.q, keys, state.w, start, end, slots, ctx.pages, self.rule)
+        return select_keys(state.q, state.k, state.w, start, end, slots, ctx.pages, self.rule)
 
-    def score_selected(self, state: IndexerState, keys: Tensor, indices: Tensor) -> Tensor:
+    def score_selected(self, state: IndexerState, indices: Tensor) -> Tensor:
         """Differentiable scores [B, T, K] of already selected keys."""
-        return selected_scores(state.q, keys, state.w, indices)
+        return selected_scores(state.q, state.k, state.w, indices)
 
 
 def set_rule(model: nn.Module, rule: OtherRule | None) -> None:

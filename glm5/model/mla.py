@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.layers import RMSNorm, linear
 from glm5.ops.attention import max_selected_logits, sparse_attention
 from glm5.ops.dense import dense_attention, grouped_attention, max_logits
+from glm5.ops.mlapo import mla_absorb, mla_latents
 from glm5.ops.rope import rope
 
 
@@ -50,27 +53,67 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat (see `ForwardContext.flat`) -> (output [M, D], selected key slots [B, T, K] or None)."""
-        cos, sin = ctx.rope(self.rope_dim, self.theta)
+        selects = self.selects_keys and not ctx.attend_dense
+        every = ctx.exact and ctx.observer is None
+        absorbs = selects or every or ctx.cache is not None
+        if absorbs and not x.is_cpu and not torch.is_grad_enabled():
+            q, latents, state = self._project_fused(x, ctx)
+        else:
+            q, latents, state = self._project(x, ctx)
+            q = self._absorb(q, ctx) if absorbs else q
+
+        if selects:
+            if state is not None and self.indexer is not None:
+                indices = self.indexer.select(state, ctx)
+            if indices is None:
+                raise ValueError(f"layer {self.layer} has no indexer and no layer before it selected keys")
+            out = self._sparse(q, latents, indices, state, ctx)
+        elif every:
+            out = self._sparse(q, latents, ctx.all_keys(self.window), None, ctx)
+        elif absorbs:
+            out = self._dense_cached(q, latents, ctx)
+        else:
+            out = self._dense_expanded(q, latents, state, ctx)
+        return self.o_proj(out, ctx.exact), indices
+
+    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, IndexerState | None]:
+        """Queries [M, N, nope + R] without RoPE; latents and the indexer's state as queries read them (see `store`)."""
         q_latent = self.q_a_layernorm(self.q_a_proj(x, ctx.exact))
         q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
         kv = self.kv_a_proj_with_mqa(x, ctx.exact)
-        k_rope = rope(kv[:, None, self.latent :], cos, sin).squeeze(1)
+        k_rope = rope(kv[:, None, self.latent :], *ctx.rope(self.rope_dim, self.theta)).squeeze(1)
         new = ctx.rows(torch.cat((self.kv_a_layernorm(kv[:, : self.latent]), k_rope), dim=-1))
         state = self._index(x, q_latent, ctx)
         latents, index_keys = ctx.store(self.layer, new, None if state is None else state.k)
+        return q, latents, state if state is None or index_keys is None else replace(state, k=index_keys)
 
-        if self.selects_keys and not ctx.attend_dense:
-            if state is not None and self.indexer is not None and index_keys is not None:
-                indices = self.indexer.select(state, index_keys, ctx)
-            if indices is None:
-                raise ValueError(f"layer {self.layer} has no indexer and no layer before it selected keys")
-            out = self._sparse(q, latents, indices, state, index_keys, ctx)
-        elif ctx.exact and ctx.observer is None:
-            out = self._sparse(q, latents, ctx.all_keys(self.window), None, None, ctx)
-        else:
-            cached = ctx.cache is not None
-            out = self._dense_cached(q, latents, ctx) if cached else self._dense_expanded(q, latents, state, ctx)
-        return self.o_proj(out, ctx.exact), indices
+    def _project_fused(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, IndexerState | None]:
+        """`_project`, then `_absorb`, for inference on an accelerator: between the products, all is two operators."""
+        cos, sin = ctx.rope(self.rope_dim, self.theta)
+        index = self.indexer if self.selects_keys else None
+        latents, index_keys = ctx.pools(self.layer) or (
+            x.new_empty(*ctx.positions.shape, self.latent + self.rope_dim),
+            x.new_empty(*ctx.positions.shape, 0 if index is None else index.dim),
+        )
+        q_latent, index_w = mla_latents(
+            self.q_a_proj(x, ctx.exact),
+            self.kv_a_proj_with_mqa(x, ctx.exact),
+            [] if index is None else index.parts_of_key(x, ctx),
+            self.q_a_layernorm.weight,
+            self.kv_a_layernorm.weight,
+            cos,
+            sin,
+            ctx.places,
+            latents,
+            None if index is None else index_keys,
+            self.q_a_layernorm.eps,
+            0.0 if index is None else index.k_norm.eps,
+        )
+        q = self.q_b_proj(q_latent, ctx.exact).unflatten(-1, (self.heads, self.nope + self.rope_dim))
+        index_q = None if index is None else index.queries(q_latent, ctx)
+        q, index_q = mla_absorb(q, self._up()[0], index_q, cos, sin)
+        state = None if index is None else IndexerState(ctx.rows(index_q), index_keys, ctx.rows(index_w))
+        return ctx.rows(q), latents, state
 
     def _index(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> IndexerState | None:
         if self.indexer is None or not self.selects_keys:
@@ -96,34 +139,25 @@ class MLA(nn.Module):
         return torch.bmm(out.transpose(0, 1), self._up()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _sparse(
-        self,
-        q: Tensor,
-        latents: Tensor,
-        indices: Tensor,
-        state: IndexerState | None,
-        index_keys: Tensor | None,
-        ctx: ForwardContext,
+        self, q: Tensor, latents: Tensor, indices: Tensor, state: IndexerState | None, ctx: ForwardContext
     ) -> Tensor:
         watch = ctx.observer is not None and state is not None
-        q = self._absorb(q, ctx)
         if ctx.max_logits is not None and ctx.cache is None:
             picked = torch.where(ctx.present().unsqueeze(-1), indices, -1)
             ctx.note_max_logits(self.layer, max_selected_logits(q, latents, picked, self.scale))
         out, target = sparse_attention(
             q, latents, indices, value_dim=self.latent, scale=self.scale, pages=ctx.pages, want_probs=watch
         )
-        if ctx.observer is not None and self.indexer is not None and state is not None and index_keys is not None:
+        if ctx.observer is not None and self.indexer is not None and state is not None:
             assert target is not None
-            ctx.observer.selected(
-                self.layer, self.indexer.score_selected(state, index_keys, indices), target, indices >= 0
-            )
+            ctx.observer.selected(self.layer, self.indexer.score_selected(state, indices), target, indices >= 0)
         return self._values(out, ctx)
 
     def _dense_cached(self, q: Tensor, latents: Tensor, ctx: ForwardContext) -> Tensor:
         """Absorbed dense attention over cached latents: nothing is expanded per key."""
         keys = ctx.seen(latents).unsqueeze(2)
         values = keys[..., : self.latent]
-        out = grouped_attention(self._absorb(q, ctx), keys, values, ctx.key_range(self.window), self.scale)
+        out = grouped_attention(q, keys, values, ctx.key_range(self.window), self.scale)
         return self._values(out, ctx)
 
     def _expand(self, q: Tensor, latents: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:

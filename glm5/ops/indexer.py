@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
+from glm5.ops.indexer_8bit import Scores, select_keys_8bit
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
@@ -212,14 +213,18 @@ def select_keys(
     topk: int,
     pages: Pages | None = None,
     rule: OtherRule | None = None,
+    scores: Scores | None = None,
 ) -> Tensor:
     """The `topk` best keys of every query among positions start..end-1, ascending, padded with -1.
 
     q [B, T, J, d], k [B, S, d] or, with `pages`, a pool [pages, size, d] in which every query reads its own sequence,
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
-    are not scored. With a `rule`, torch selects by it. Scores exist for one block of queries at a time: memory is
-    linear in the length.
+    are not scored. With a `rule`, torch selects by it; otherwise `scores` rounds queries and keys to "fp8" or "int8"
+    before (see `glm5.ops.indexer_8bit`). Scores exist for one block of queries at a time: memory is linear in the
+    length.
     """
+    if rule is None and scores is not None:
+        return select_keys_8bit(q, k, w, start, end, topk, pages, scores)
     if rule is None and by_operator(q) and k.dtype == q.dtype:
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()

@@ -193,16 +193,19 @@ def score(model: GLM5ForCausalLM, batch: Batch) -> None:
     model(batch.ids)
 
 
+def cached(model: GLM5ForCausalLM, ids: Tensor, *, exact: bool = False) -> ForwardContext:
+    """The tokens `ids` [B, T] of new sequences, in pages."""
+    (rows, length), device = ids.shape, ids.device
+    cache = LatentCache(model.config, 8 * rows, 64, model.dtype, device=device)
+    table = torch.arange(8 * rows, device=device).view(rows, 8)
+    owners = torch.arange(rows, device=device).repeat_interleave(length)
+    positions = torch.arange(length, device=device).expand(rows, -1)
+    return paged_context(cache, Pages(table, owners, 64, 6), positions, longest=512, exact=exact)
+
+
 @torch.no_grad()
 def decode(model: GLM5ForCausalLM, batch: Batch) -> None:
-    """New tokens of cached sequences, in pages."""
-    rows, length = batch.ids.shape
-    cache = LatentCache(model.config, 8 * rows, 64, torch.bfloat16, device=DEVICE)
-    cache.latents, cache.index_keys = cache.latents.to(model.dtype), cache.index_keys.to(model.dtype)
-    table = torch.zeros(rows, 8, dtype=torch.long, device=DEVICE)
-    owners = torch.arange(rows, device=DEVICE).repeat_interleave(length)
-    positions = torch.arange(length, device=DEVICE).expand(rows, -1)
-    model.model(batch.ids, paged_context(cache, Pages(table, owners, 64, 6), positions, longest=512, exact=False))
+    model.model(batch.ids, cached(model, batch.ids))
 
 
 GROUPED = dict(name="glm4.5", num_experts_per_tok=4, **LAYERS)
@@ -269,6 +272,19 @@ def layer(length: int, which: int, look: Callable[[str, Tensor], None] | None, a
     return {"forward": forward.launches, "backward": backward.launches}
 
 
+@torch.no_grad()
+def decoding() -> Counter[str]:
+    """Launches of the attention of one layer of GLM-5 in bf16, for a new token of each of 64 sequences."""
+    model = fake_model(GLM5Config.preset("glm5", **LAYERS), torch.bfloat16)
+    with FAKE, Walk() as walked:
+        ctx, attention = cached(model, fake_batch(64, 1).ids), model.model.layers[1].self_attn
+        ctx.rope(attention.rope_dim, attention.theta), ctx.key_range()
+        x = torch.zeros(64, model.config.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        walked.launches.clear()
+        attention(x, ctx, None)
+    return walked.launches
+
+
 def sizes(apart: bool) -> dict[str, list[str]]:
     """Tensors that are too large at `LONG` tokens, in one layer at a time, in the loss, and in what must be found. The
     warm-up takes minutes, even if our operators are not taken apart."""
@@ -331,6 +347,9 @@ def equal(dtype: torch.dtype) -> dict[str, dict[str, float]]:
 def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tensor]:
     with torch.no_grad():
         numbers = {"logits": model(batch.ids).logits}
+        for exact in (False, True) if model.config.selects_keys else (False,):
+            ctx = cached(model, batch.ids, exact=exact)
+            numbers[f"cached, exact={exact}"] = ctx.rows(model.model(batch.ids, ctx))
     ctx = train(model, batch, watch=watch)
     loads = expert_loads(ctx.router_stats or [], batch.documents, model.config.n_routed_experts)
     numbers |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -344,11 +363,8 @@ if __name__ == "__main__":
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=_Backend())
     job, argument = sys.argv[1:]
     if job == "launches":
-        print(
-            json.dumps(
-                {name: layer(4096, 1, None, False, watch) for name, watch in (("plain", ""), ("sparse", "sparse"))}
-            )
-        )
+        found = {name: layer(4096, 1, None, False, watch) for name, watch in (("plain", ""), ("sparse", "sparse"))}
+        print(json.dumps(found | {"decoding": decoding()}))
     elif job == "sizes":
         print(json.dumps(sizes(argument == "apart")))
     else:

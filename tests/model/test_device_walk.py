@@ -21,7 +21,7 @@ PARTS = (
     "scoring",
     "decoding",
 )
-MOST_FORWARD, MOST_BACKWARD = 40, 90
+MOST_FORWARD, MOST_BACKWARD, MOST_DECODING = 40, 90, 13
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"], ids=["torch forms, bf16", "operators, fp32"])
@@ -48,6 +48,9 @@ def test_launches_of_a_layer(forks: Any) -> None:
     assert sum(forward.values()) <= MOST_FORWARD
     assert sum(backward.values()) <= MOST_BACKWARD
     assert found["sparse"]["forward"]["glm5.selected"] == 1
+    decoding = found["decoding"]  # the attention of a layer without gradient: seven products, and six launches
+    assert decoding["glm5.mla_latents"] == decoding["glm5.mla_absorb"] == 1 and decoding["aten.mm"] == 7
+    assert sum(decoding.values()) <= MOST_DECODING
 
 
 @pytest.mark.parametrize("apart", ["whole", pytest.param("apart", marks=pytest.mark.slow)])

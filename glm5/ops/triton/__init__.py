@@ -95,6 +95,7 @@ class Case:
     bytes: int
     tensor_cores: bool = True
     aligned: tuple[str, ...] = ()
+    rate: int = 1
 
 
 def power_of_two(n: int, least: int = 16) -> int:

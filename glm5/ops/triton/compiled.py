@@ -23,6 +23,8 @@ from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, Shape
 
 KERNELS = (
+    "mla_latents",
+    "mla_absorb",
     "sparse_forward",
     "sparse_decode",
     "attention_target",
@@ -42,7 +44,7 @@ KERNELS = (
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
-_TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|QGMMA|IMMA|v_mfma)")
+_TENSOR_CORES = re.compile(r"\b(HGMMA|UTC\w*MMA|HMMA|[QI]GMMA|IMMA|v_mfma)")
 _LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
 _TRAP = re.compile(r"^\s*(?:trap;|s_trap)", re.MULTILINE)
 
@@ -158,11 +160,17 @@ def _counted(code: str, registers: int, spills: int) -> dict[str, Any]:
 def report(case: Case, target: str, made: Compiled) -> dict[str, Any]:
     """A row of `glm5 kernels`. `roofline_us` predicts the shortest time of a launch on each GPU from peak rates."""
     times = {
-        name: round(1e6 * max(case.flops / device.flops, case.bytes / device.bandwidth), 2)
+        name: round(1e6 * max(case.flops / (case.rate * device.flops), case.bytes / device.bandwidth), 2)
         for name, device in DEVICES.items()
     }
     intensity = round(case.flops / case.bytes, 2)
-    work = {"bytes": case.bytes, "flops": case.flops, "arithmetic_intensity": intensity, "roofline_us": times}
+    work = {
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "rate": case.rate,
+        "arithmetic_intensity": intensity,
+        "roofline_us": times,
+    }
     kind = {"name": case.name, "target": target, "wants_tensor_cores": case.tensor_cores}
     return {**kind, **asdict(made), **work}
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.indexer import select_keys, select_topk, selected_scores
+from glm5.ops.indexer_8bit import Scores, quantise_rows
 from glm5.ops.pages import plain_view
 from tests.ops.triton.interpreter import OnKernels, error, examples, generator, needs_compiled, picks, randn, spread
 from tests.ops.triton.test_attention import paged
@@ -81,6 +82,68 @@ def test_the_operator() -> None:
     for keys, view in ((k, None), (pool, pages)):
         with OnKernels():
             assert torch.equal(select_keys(q, keys, w, start, end, 9, view), expected)
+
+
+def check_selection_in_8_bits(drawn: tuple[int, ...], scores: Scores, form: str, exact: bool) -> None:
+    """Against exact scores of the 8-bit numbers. With scales that are powers of two the kernel has no rounding either;
+    otherwise a key may be swapped for one that is as good."""
+    batch, queries, heads, dim, keys, topk, seed = drawn
+    q, k, w = (
+        randn(*n, seed=seed) for n in ((batch, queries, heads, dim), (batch, keys, dim), (batch, queries, heads))
+    )
+    if exact:
+        most = 1.75 if scores == "fp8" else 127 / 32
+        q, k, w = q.round().clamp(-1, 1), k.round().clamp(-1, 1), w.round()
+        q[..., 0], k[..., 0] = most, -most
+    start, end = documents(batch, queries, keys, seed)
+    (q8, q_scale), (k8, k_scale) = quantise_rows(q, scores), quantise_rows(k, scores)
+    dots = torch.relu(torch.einsum("btjd,bsd->btjs", q8.double(), k8.double()))
+    values = ((w * q_scale).double().unsqueeze(2) @ dots).squeeze(2) * k_scale.double().unsqueeze(1)
+    positions = torch.arange(keys)
+    valid = (positions >= start[..., None]) & (positions < end[..., None])
+    expected = select_topk(values, valid, topk)
+    pool, pages = paged(k, queries, 64, seed) if form == "pages" else (k, None)
+    kept, scale = quantise_rows(pool, scores)
+    found = index_select(
+        q8, kept, *(plain_view(keys) if pages is None else pages.kernel_view()), w * q_scale, start, end, topk, tile=32,
+        part_keys=32 if form == "split" else 1 << 20, k_scale=scale,
+    )  # fmt: skip
+    selected = select_keys(q, pool, w, start, end, topk, pages, scores=scores)
+    if exact:
+        assert torch.equal(found, expected)
+        return
+    for own in (found, selected):
+        assert torch.equal(own < 0, expected < 0) and bool((own.diff(dim=-1)[own[..., 1:] >= 0] > 0).all())
+        best, ours = (values.gather(2, x.clamp_min(0)).where(x >= 0, 0).sort(-1).values for x in (expected, own))
+        assert float((best - ours).abs().max()) <= 1e-5 * float(values.abs().max()) + 1e-30
+
+
+test_selection_in_8_bits, test_selection_in_8_bits_widely = examples(
+    st.tuples(
+        st.integers(1, 2), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(1, 60),
+        st.integers(1, 40), st.integers(0, 2**20),
+    ),
+    st.sampled_from(["fp8", "int8"]),
+    st.sampled_from(["whole", "split", "pages"]),
+    st.booleans(),
+)(check_selection_in_8_bits)  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", ["fp8", "int8"])
+def test_rows_in_8_bits(scores: Scores) -> None:
+    x = torch.stack((randn(9, seed=1), 1e30 * randn(9, seed=2), torch.zeros(9), randn(9, seed=3), randn(9, seed=4)))
+    x[3, 4], x[4, 5] = float("nan"), float("inf")
+    numbers, scale = quantise_rows(x, scores)
+    assert numbers.element_size() == 1 and bool(numbers.float().isfinite().all())
+    again = numbers.float() * scale.unsqueeze(-1)
+    assert bool(again[3:].isnan().any(-1).all()) and not bool(again[2].any())
+    step = 1 / 16 if scores == "fp8" else 1 / 254  # of the number or of the largest one
+    size = x[:2].abs() if scores == "fp8" else x[:2].abs().amax(-1, keepdim=True)
+    assert bool(((again[:2] - x[:2]).abs() <= 1.001 * step * size + 1e-3 * scale[:2, None]).all())
+    keys = torch.stack((x[3], x[1], x[0], x[2]))[None]  # NaN counts as -infinity
+    start, end = torch.tensor([[0]]), torch.tensor([[4]])
+    found = select_keys(x[None, :1, None], keys, torch.ones(1, 1, 1), start, end, 3, scores=scores)
+    assert found.tolist() == [[[1, 2, 3]]]
 
 
 def check_scores(drawn: tuple[int, ...], dtype: torch.dtype, ordered: bool) -> None:

@@ -10,6 +10,9 @@ programs, and `merge_candidates_kernel` selects from their candidates. It is the
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -101,9 +104,9 @@ def write_best(
 
 @triton.jit
 def index_select_kernel(
-    q, k, w, start, end, rows, table, per_row, value, position, counts, out, offset, per_sequence, keys, part_keys,
-    PAGED: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, J: tl.constexpr,
-    D: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    q, k, k_scale, w, start, end, rows, table, per_row, value, position, counts, out, offset, per_sequence, keys,
+    part_keys, SCALED: tl.constexpr, PAGED: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     # A program's queries are of one sequence: blocks of Q queries per sequence, the last one partly empty.
@@ -145,11 +148,14 @@ def index_select_kernel(
                 place = tl.where(key < stop, sequence * keys + key, -1)
             source = k + place.to(tl.int64)[:, None] * D + lane[None, :]
             tile = tl.load(source, mask=(place >= 0)[:, None] & (lane < D)[None, :], other=0.0)
-            dots = tl.dot(tile, queries, input_precision="ieee")
+            dots = tl.dot(tile, queries, input_precision="ieee").to(tl.float32)
             dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
             if HEADS > J:
                 dots = tl.where(real[None, :], dots, 0.0)  # 0 * infinity is NaN
-            values = ordered(tl.sum(tl.reshape(dots, [TILE, Q, HEADS]), 2))
+            total = tl.sum(tl.reshape(dots, [TILE, Q, HEADS]), 2)
+            if SCALED:
+                total *= tl.load(k_scale + place, mask=place >= 0, other=0.0)[:, None]
+            values = ordered(total)
         count, threshold = add_candidates(
             values, key, valid, value, position, count, threshold, first, Q, TILE, TOPK, CAPACITY
         )
@@ -229,12 +235,15 @@ def index_select(
     start: Tensor,
     end: Tensor,
     topk: int,
+    *,
     tile: int | None = None,
     part_keys: int = KEYS_PER_PART,
     queries_per_launch: int = QUERIES_PER_LAUNCH,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """q [B, T, J, d], k [B, S, d] or [pages, size, d] (the next five are `Pages.kernel_view`, or `plain_view`), w
     [B, T, J] in fp32, start and end int64 [B, T], all contiguous -> int64 [B, T, topk]: ascending, -1 in empty slots.
+    With `k_scale`, fp32 like k without its last dimension, q and k are in FP8 or int8 (see `glm5.ops.indexer_8bit`).
     Nothing waits for the device."""
     batch, length, heads, dim = q.shape
     out = torch.empty(batch, length, topk, dtype=torch.long, device=q.device)
@@ -257,9 +266,10 @@ def index_select(
         value, position = candidates(now * parts * sizes["Q"])
         counts = torch.empty(now * parts * sizes["Q"], dtype=torch.int32, device=q.device)
         index_select_kernel[(now, parts)](
-            q, k, w, start, end, *pages[:3], value, position, counts, out, offset, length, k.shape[1],
-            part_keys if parts > 1 else held, PAGED=table is not None, SHIFT=pages[3], SIZE=pages[4], SPLIT=parts > 1,
-            J=heads, D=dim, WIDTH=power_of_two(dim), **sizes, **limits, **options,
+            q, k, w if k_scale is None else k_scale, w, start, end, *pages[:3], value, position, counts, out, offset,
+            length, k.shape[1], part_keys if parts > 1 else held, SCALED=k_scale is not None, PAGED=table is not None,
+            SHIFT=pages[3], SIZE=pages[4], SPLIT=parts > 1, J=heads, D=dim,
+            WIDTH=power_of_two(dim, 16 if k_scale is None else 32), **sizes, **limits, **options,
         )  # fmt: skip
         if parts > 1:
             programs = now * sizes["Q"]
@@ -270,6 +280,11 @@ def index_select(
     return out
 
 
+def select_8bit(q: Tensor, k: Tensor, k_scale: Tensor, *args: Any) -> Tensor:
+    """The arguments and result of the operator `select_8bit`."""
+    return index_select(q, k, *args, k_scale=k_scale)
+
+
 def case(shape: Shape, target: str) -> Case:
     sizes, options = blocks(target, shape.queries, shape.index_heads)
     pairs = shape.queries * shape.context
@@ -277,11 +292,12 @@ def case(shape: Shape, target: str) -> Case:
         name="index_select",
         function=index_select_kernel,
         types={
-            **dict(q="*bf16", k="*bf16", w="*fp32", start="*i64", end="*i64", rows="*i64", table="*i64", per_row="i32"),
+            **dict(q="*bf16", k="*bf16", k_scale="*fp32", w="*fp32", start="*i64", end="*i64", rows="*i64"),
+            **dict(table="*i64", per_row="i32"),
             **dict(value="*i32", position="*i32", counts="*i32", out="*i64", offset="i32", per_sequence="i32"),
             **dict(keys="i32", part_keys="i32"),
         },
-        constants=dict(PAGED=False, SHIFT=0, SIZE=1, SPLIT=False, J=shape.index_heads, D=shape.index_dim)
+        constants=dict(SCALED=False, PAGED=False, SHIFT=0, SIZE=1, SPLIT=False, J=shape.index_heads, D=shape.index_dim)
         | dict(WIDTH=power_of_two(shape.index_dim))
         | sizes
         | capacities(shape.topk, sizes["TILE"]),
@@ -293,7 +309,7 @@ def case(shape: Shape, target: str) -> Case:
 
 
 def helpers(shape: Shape, target: str) -> list[Case]:
-    """The kernel that selects from the candidates of several programs, in decoding."""
+    """The kernel with 8-bit scores, and the one that selects from the candidates of several programs, in decoding."""
     sizes, _ = blocks(target, 1, shape.index_heads)
     parts = triton.cdiv(shape.context, KEYS_PER_PART)
     merge = Case(
@@ -309,4 +325,17 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         bytes=8 * shape.sequences * shape.topk * (parts + 1),
         tensor_cores=False,
     )
-    return [merge]
+    plain, fp8 = case(shape, target), "*fp8e4b8" if target == "gfx942" else "*fp8e4nv"
+    saved = shape.index_dim * (shape.queries * shape.index_heads + shape.context) - 4 * shape.context
+    scaled = [
+        replace(
+            plain,
+            name=f"index_select_{name}",
+            types={**plain.types, "q": kind, "k": kind},
+            constants={**plain.constants, "SCALED": True, "WIDTH": power_of_two(shape.index_dim, 32)},
+            bytes=plain.bytes - saved,
+            rate=2,
+        )
+        for name, kind in (("fp8", fp8), ("int8", "*i8"))
+    ]
+    return [*scaled, merge]
