@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py kernels [--preset glm5] [--only attend] [--rounds 20] [--json FILE]
 
-Right: every kernel against its torch form in fp64 on the CPU, in fp32 (1e-5 of the largest value) and in bf16 (at most
-twice the error of the torch form in bf16, or 2^-8); whole numbers must be equal. A kernel that is wrong is not timed, and the
-exit status is 1.
+Right: every kernel against its torch form in fp64 on the CPU, in fp32 (root mean square of the error at most 1e-5 of
+the values) and in bf16 (at most twice the error of the torch form in bf16, or 2^-8); whole numbers must be equal. A
+kernel that is wrong is not timed, and the exit status is 1.
 
 Times: at the preset's shapes in bf16, medians over rounds in which kernel and torch form take turns, with an empty
 cache. `share` is the least time that the GPU's data sheet allows (see `glm5 kernels`) over the median. Beside them, if

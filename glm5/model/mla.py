@@ -56,7 +56,8 @@ class MLA(nn.Module):
         selects = self.selects_keys and not ctx.attend_dense
         every = ctx.exact and ctx.observer is None
         absorbs = selects or every or ctx.cache is not None
-        if absorbs and not x.is_cpu and not torch.is_grad_enabled():
+        # Exact mode promises engine and learner the same bits, so it takes the operations that have a gradient.
+        if absorbs and not (x.is_cpu or ctx.exact or torch.is_grad_enabled()):
             q, latents, state = self._project_fused(x, ctx)
         else:
             q, latents, state = self._project(x, ctx)
