@@ -92,6 +92,7 @@ class _OperatorAttention(torch.autograd.Function):
 @operator(
     "attend_ranges(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, float scale) -> (Tensor, Tensor)",
     lambda q, _, v, *__: (q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))),
+    triton="range_attention",
 )
 def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs, and log sum exp(scores) of every query [B, N, T]; +infinity for a query without keys."""
@@ -107,6 +108,7 @@ def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, 
     "attend_ranges_backward(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, Tensor out, Tensor lse, "
     "Tensor grad, float scale) -> (Tensor, Tensor, Tensor)",
     lambda q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    triton="range_attention_backward",
 )
 def _attend_ranges_backward(
     q: Tensor,

@@ -31,6 +31,8 @@ KERNELS = (
     "index_select",
     "selected_scores",
     "indexer_kl",
+    "range_attention",
+    "range_attention_backward",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 
