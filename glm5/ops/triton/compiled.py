@@ -33,6 +33,7 @@ KERNELS = (
     "indexer_kl",
     "range_attention",
     "range_attention_backward",
+    "grouped_matmul",
 )
 """Modules in `glm5.ops.triton.kernels` with `case`."""
 

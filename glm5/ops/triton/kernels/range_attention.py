@@ -65,7 +65,9 @@ def range_attention_kernel(
     acc = acc / tl.where(none, 1.0, total)[:, None]
     to = (row * tl.num_programs(1) + head) * length + query
     column = tl.arange(0, VALUE)[None, :]
-    tl.store(out + to[:, None] * V + column, acc.to(out.dtype.element_ty), mask=(query < length)[:, None] & (column < V))
+    tl.store(
+        out + to[:, None] * V + column, acc.to(out.dtype.element_ty), mask=(query < length)[:, None] & (column < V)
+    )
     logarithm = (best + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + to, tl.where(none, float("inf"), logarithm), mask=query < length)
 
