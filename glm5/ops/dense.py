@@ -231,10 +231,16 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Ten
     if ranges is None:
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         return dense_attention(q.transpose(1, 2), k, v, None, scale).transpose(1, 2)
-    start, end = (t.repeat(1, share) for t in ranges)
-    folded = q.unflatten(2, (groups, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = dense_attention(folded, k, v, (start, end), scale)
-    return out.unflatten(2, (share, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    heads = q.unflatten(2, (groups, share))
+    if q.is_cpu:
+        start, end = (t.repeat(1, share) for t in ranges)
+        folded = heads.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = dense_attention(folded, k, v, (start, end), scale)
+        return out.unflatten(2, (share, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    # The heads of one token side by side keep the ranges ascending: kernels then read fewer tiles.
+    start, end = (t.unsqueeze(2).expand(-1, -1, share).flatten(1) for t in ranges)
+    out = dense_attention(heads.transpose(1, 2).flatten(2, 3), k, v, (start, end), scale)
+    return out.unflatten(2, (length, share)).transpose(1, 2).flatten(2, 3)
 
 
 @torch.no_grad()
