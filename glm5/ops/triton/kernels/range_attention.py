@@ -129,7 +129,7 @@ def range_attention(
     return out, lse
 
 
-STRIDES = {f"{x}_{dim}": "i64" for x in "qkv" for dim in "bnt"}
+STRIDES = {f"{x}_{dim}": "i32" for x in "qkv" for dim in "bnt"}
 
 
 def case(shape: Shape, target: str) -> Case:

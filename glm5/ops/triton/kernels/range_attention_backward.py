@@ -190,7 +190,7 @@ def range_attention_backward(
 
 INPUTS = dict(q="*bf16", k="*bf16", v="*bf16", lse="*fp32", grad="*bf16", inner="*fp32", seen="*i32", covers="*i32")
 NUMBERS = dict(length="i32", keys="i32", scale="fp32", scale_2="fp32")
-STRIDES = {**STRIDES, "g_b": "i64", "g_n": "i64", "g_t": "i64"}
+STRIDES = {**STRIDES, "g_b": "i32", "g_n": "i32", "g_t": "i32"}
 
 
 def case(shape: Shape, target: str) -> Case:
