@@ -92,6 +92,7 @@ class _OperatorAttention(torch.autograd.Function):
 @operator(
     "attend_ranges(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, float scale) -> (Tensor, Tensor)",
     lambda q, _, v, *__: (q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))),
+    triton="range_attention",
 )
 def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs, and log sum exp(scores) of every query [B, N, T]; +infinity for a query without keys."""
@@ -107,6 +108,7 @@ def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, 
     "attend_ranges_backward(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, Tensor out, Tensor lse, "
     "Tensor grad, float scale) -> (Tensor, Tensor, Tensor)",
     lambda q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    triton="range_attention_backward",
 )
 def _attend_ranges_backward(
     q: Tensor,
@@ -229,10 +231,16 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Ten
     if ranges is None:
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         return dense_attention(q.transpose(1, 2), k, v, None, scale).transpose(1, 2)
-    start, end = (t.repeat(1, share) for t in ranges)
-    folded = q.unflatten(2, (groups, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = dense_attention(folded, k, v, (start, end), scale)
-    return out.unflatten(2, (share, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    heads = q.unflatten(2, (groups, share))
+    if q.is_cpu:
+        start, end = (t.repeat(1, share) for t in ranges)
+        folded = heads.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = dense_attention(folded, k, v, (start, end), scale)
+        return out.unflatten(2, (share, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    # The heads of one token side by side keep the ranges ascending: kernels then read fewer tiles.
+    start, end = (t.unsqueeze(2).expand(-1, -1, share).flatten(1) for t in ranges)
+    out = dense_attention(heads.transpose(1, 2).flatten(2, 3), k, v, (start, end), scale)
+    return out.unflatten(2, (length, share)).transpose(1, 2).flatten(2, 3)
 
 
 @torch.no_grad()

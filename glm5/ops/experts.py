@@ -72,11 +72,10 @@ class _GroupedOperators(torch.autograd.Function):
 @operator(
     "grouped_rows(Tensor x, Tensor weight, Tensor bounds) -> Tensor",
     lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[1]),
+    triton="grouped_matmul.grouped_rows",
 )
 def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """y[rows of e] = x[rows of e] @ weight[e]^T."""
-    if _has_grouped_mm(x, weight):
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=bounds[1:])
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for rows, own, experts in _tiles(x.shape[0], bounds, weight[0].numel()):
         done = torch.bmm(x[rows], weight[experts].transpose(1, 2)) * own.unsqueeze(-1)
@@ -87,21 +86,15 @@ def _grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
 @operator(
     "grouped_weights(Tensor grad, Tensor x, Tensor bounds) -> Tensor",
     lambda grad, x, bounds: x.new_empty(bounds.shape[0] - 1, grad.shape[1], x.shape[1]),
+    triton="grouped_matmul.grouped_weights",
 )
 def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     """grad[rows of e]^T @ x[rows of e] for every expert."""
-    if _has_grouped_mm(x, grad):
-        return torch._grouped_mm(grad.T, x, offs=bounds[1:])
     out = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1], dtype=wide(x.dtype))
     for rows, own, experts in _tiles(x.shape[0], bounds, out[0].numel()):
         left = (grad[rows] * own.unsqueeze(-1)).transpose(1, 2)
         out.index_add_(0, experts, product(left, operand(x[rows])))
     return out.to(x.dtype)
-
-
-def _has_grouped_mm(*operands: Tensor) -> bool:
-    """Whether torch's grouped kernel takes them: it reads 16 bytes at a time."""
-    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in operands)
 
 
 def _tiles(count: int, bounds: Tensor, matrix: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -209,6 +209,8 @@ def decode(model: GLM5ForCausalLM, batch: Batch) -> None:
 
 
 GROUPED = dict(name="glm4.5", num_experts_per_tok=4, **LAYERS)
+SMALL_GROUPED = dict(attention_type="gqa", num_key_value_heads=2, head_dim=32, use_dsa=False, index_topk=None)
+SMALL_GROUPED |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
 PARTS: dict[str, tuple[dict[str, Any], Callable[[GLM5ForCausalLM, Batch], object]]] = {
     "pretraining and Muon": ({}, train_and_update),
     "sparse stage, recomputed": ({}, lambda m, b: train(m, b, watch="sparse", recompute=True)),
@@ -328,6 +330,7 @@ def equal(dtype: torch.dtype) -> dict[str, dict[str, float]]:
         ("sparse stage", dict(index_topk=5), "sparse"),
         ("warm-up", {}, "dense"),
         ("dense MLA", dict(use_dsa=False), ""),
+        ("GQA", SMALL_GROUPED, ""),
     ):
         config = GLM5Config.preset("nano", n_routed_experts=16, **LAYERS, **changes)
         ours, theirs = (GLM5ForCausalLM(config, seed=3).cast(dtype) for _ in range(2))

@@ -68,11 +68,11 @@ def test_the_numbers_are_those_of_the_cpu(forks: Any, dtype: str, tolerance: flo
     counts in proportion to the norm of all. A step of the optimizer is compared in fp64 only: it divides rounding
     errors of gradients near zero by themselves. Its bias correction and Newton-Schulz are fp32."""
     found = json.loads(forks.run(WORKER, "equal", dtype))
-    assert len(found) == 3
+    assert len(found) == 4
     for part, distances in found.items():
         assert distances.pop("loads") == 1.0, part
         norm = distances.pop("norm")
-        assert norm > 0.5 and len(distances) > 80
+        assert norm > 0.5 and len(distances) > 75
         updated = {name: distances.pop(name) for name in [*distances] if name.startswith("weight ")}
         assert max(distances.values()) < tolerance * max(1.0, norm), (part, max(distances, key=distances.__getitem__))
         assert dtype == "float32" or max(updated.values()) < 1e-5, (part, max(updated, key=updated.__getitem__))

@@ -1,0 +1,105 @@
+"""Grouped matrix products by Triton kernels, in the interpreter, against the torch forms in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from glm5.ops.experts import grouped_matmul
+from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
+from tests.ops.triton.interpreter import error, examples, generator, randn, spread
+
+from glm5.ops.triton.kernels import grouped_matmul as kernels  # isort: skip - after the interpreter was set up
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TILES = dict(ROWS=16, COLUMNS=32, TILE=16)
+
+
+def segments(rows: int, experts: int, seed: int) -> Tensor:
+    """Bounds of experts, many of them without rows."""
+    source = generator(seed)
+    cuts = torch.randint(0, rows + 1, (experts + 1,), generator=source)
+    cuts = torch.where(torch.rand(experts + 1, generator=source) < 0.3, cuts[0], cuts).sort().values
+    cuts[0], cuts[-1] = 0, rows
+    return cuts.int()
+
+
+def near(found: Tensor, dtype: torch.dtype, exact: Tensor, reference: Tensor) -> None:
+    assert found.dtype == dtype and found.is_contiguous()
+    if dtype == torch.float32:
+        assert error(found, exact) < 1e-5
+    else:
+        assert spread(found, exact) <= 2 * spread(reference, exact) + 1e-7
+
+
+def check(drawn: tuple[int, ...], dtype: torch.dtype, layout: str, tiles: dict[str, int] | None) -> None:
+    rows, experts, inner, outer, seed = drawn
+    bounds = segments(rows, experts, seed)
+    x = randn(inner, rows, seed=seed).T.to(dtype) if layout == "strided" else randn(rows, inner, seed=seed, dtype=dtype)
+    weight = randn(experts, inner, outer, seed=seed + 1, dtype=dtype).transpose(1, 2)
+    if layout == "strided":
+        weight = randn(experts, 2 * outer, 2 * inner, seed=seed + 1, dtype=dtype)[:, ::2, 1::2]
+    elif layout == "stored":
+        weight = weight.contiguous()
+    form, exact = TORCH_FORMS["grouped_rows"], (x.double(), weight.double())
+    near(kernels.grouped_rows(x, weight, bounds, tiles), dtype, form(*exact, bounds), form(x, weight, bounds))
+    form, grad = TORCH_FORMS["grouped_weights"], randn(rows, outer, seed=seed + 2, dtype=dtype)
+    found = kernels.grouped_weights(grad, x, bounds, tiles)
+    near(found, dtype, form(grad.double(), x.double(), bounds), form(grad, x, bounds))
+    assert not found[bounds.diff() == 0].any()
+
+
+test_products, test_products_widely = examples(
+    st.tuples(
+        st.integers(1, 90), st.integers(1, 20), st.integers(1, 50), st.integers(1, 50), st.integers(0, 2**20)
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["stored", "transposed", "strided"]),
+    st.sampled_from([TILES, TILES, None]),
+)(check)  # fmt: skip
+
+
+def test_other_experts_do_not_matter() -> None:
+    x, weight, grad = randn(40, 8, seed=1), randn(3, 8, 8, seed=2), randn(40, 8, seed=3)
+    bounds = torch.tensor([0, 19, 21, 40], dtype=torch.int32)
+    x[19:21], weight[1], grad[19:21] = float("nan"), float("inf"), float("-inf")
+    own = torch.arange(40).sub(20).abs() > 1
+    own[21] = True
+    found, exact = kernels.grouped_rows(x, weight, bounds, TILES), TORCH_FORMS["grouped_rows"](x, weight, bounds)
+    assert not found[19:21].isfinite().any() and error(found[21:], exact[21:]) < 1e-5
+    assert error(found[:19], exact[:19]) < 1e-5
+    found = kernels.grouped_weights(grad, x, bounds, TILES)
+    assert error(found[[0, 2]], TORCH_FORMS["grouped_weights"](grad, x, bounds)[[0, 2]]) < 1e-5
+
+
+def test_the_operators_name_their_kernels() -> None:
+    x, weight, grad = randn(40, 8, seed=1), randn(3, 6, 8, seed=2), randn(40, 6, seed=3)
+    bounds = segments(40, 3, 5)
+    inputs = [t.double().requires_grad_() for t in (x, weight)]
+    expected = grouped_matmul(*inputs, bounds.tolist())
+    rows, weights = TRITON_KERNELS["grouped_rows"], TRITON_KERNELS["grouped_weights"]
+    assert error(rows(x, weight, bounds), expected) < 1e-5
+    grad_x, grad_weight = torch.autograd.grad(expected, inputs, grad.double())
+    assert error(rows(grad, weight.transpose(1, 2), bounds), grad_x) < 1e-5
+    assert error(weights(grad, x, bounds), grad_weight) < 1e-5
+
+
+def test_torch_multiplies_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with torch.no_grad(), FakeTensorMode():
+        x, weight, grad, bounds = empty(40, 24), empty(3, 16, 24), empty(40, 16), empty(4, dtype=torch.int32)
+        assert kernels.grouped_rows(x, weight, bounds).shape == (40, 16)
+        assert kernels.grouped_rows(grad, weight.transpose(1, 2), bounds).shape == (40, 24)
+        assert kernels.grouped_weights(grad, x, bounds).shape == (3, 16, 24)
+        for other in (weight.half(), empty(3, 12, 24), empty(3, 16, 20), empty(3, 16, 25).narrow(2, 1, 24)):
+            assert not kernels._torch_takes(empty(40, other.shape[2], dtype=other.dtype), other, *other.shape[1:])
+        capability = (8, 0)
+        assert not kernels._torch_takes(x, weight, 24, 16)
