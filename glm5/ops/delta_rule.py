@@ -9,6 +9,10 @@ corrections in a chunk solve a unit lower triangular system, so only the chunks 
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,6 +21,9 @@ from glm5.ops.wide import wide
 
 CHUNK = 64
 """Tokens per chunk: a larger chunk means quadratically more work inside it and fewer sequential steps."""
+
+FORGET = -30.0
+"""A log-decay that leaves 1e-13 of the memory, below the rounding of fp32."""
 
 STEPWISE = 8
 """Without gradients, rows of at most this many tokens run token by token: a chunk would be mostly padding."""
@@ -40,7 +47,38 @@ def delta_rule(
     """
     if q.shape[1] <= STEPWISE and not torch.is_grad_enabled():
         return delta_rule_stepwise(q, k, v, log_decay, beta, segments, state)
+    if v.is_cuda and v.dtype != torch.float64 and _fla_is_installed():
+        return _by_fla(q, k, v, log_decay, beta, segments, state)
     return delta_rule_chunked(q, k, v, log_decay, beta, segments, state)
+
+
+@functools.cache
+def _fla_is_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
+def _by_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    segments: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` by the package flash-linear-attention. Its own boundaries of sequences would have to be read back
+    from the device, so the memory of the segment before fades to nothing instead."""
+    if segments is not None:
+        runs = _runs(segments)
+        starts = pad(runs[:, 1:] != runs[:, :-1], (1, 0)).unsqueeze(-1)
+        log_decay = torch.where(starts, FORGET, log_decay)
+    fla = importlib.import_module("fla.ops.gated_delta_rule")
+    q, k, beta = (x.to(v.dtype) for x in (q, k, beta))
+    out, memory = fla.chunk_gated_delta_rule(
+        q, k, v, log_decay.float(), beta, scale=1.0, output_final_state=True,
+        initial_state=None if state is None else state.float(),
+    )  # fmt: skip
+    return out, memory
 
 
 def delta_rule_stepwise(

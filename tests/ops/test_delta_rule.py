@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from glm5.ops import delta_rule as module
 from glm5.ops.delta_rule import STEPWISE, delta_rule, delta_rule_chunked, delta_rule_stepwise, short_convolution
 
 # Row 0: three documents, borders inside a chunk; row 1: left padding, then one document, then padding again.
@@ -161,3 +164,27 @@ def test_short_convolution(taps: int, carried: bool) -> None:
     for row, start, end in ((0, 0, 10), (0, 10, 16), (0, 16, 37), (1, 5, 33)):
         alone, _ = short_convolution(x[row : row + 1, start:end], weight)
         torch.testing.assert_close(packed[row : row + 1, start:end], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("segments", [None, torch.tensor(SEGMENTS)])
+@pytest.mark.parametrize("state", [None, initial(torch.float32)])
+def test_the_call_of_flash_linear_attention(
+    segments: Tensor | None, state: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with its interface, which knows no segments: they arrive as decays."""
+
+    def chunk_gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+        initial_state: Tensor | None = None, output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert scale == 1.0 and output_final_state
+        return naive(dict(q=q, k=k, v=v, log_decay=g, beta=beta), None, initial_state)
+
+    package = types.SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
+    x = inputs(torch.float32)
+    found, expected = module._by_fla(**x, segments=segments, state=state), naive(x, segments, state)
+    for own, exact in zip(found, expected):
+        torch.testing.assert_close(own.double(), exact, atol=1e-5, rtol=1e-5)
