@@ -24,7 +24,7 @@ FROM := $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)")
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all demo smoke serve lint bench clean
+.PHONY: help setup test test-all demo smoke serve lint kernels bench clean
 .PHONY: moved  # internal: no recipe, only "newer than everything"
 
 help:  ## list the targets
@@ -75,6 +75,10 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/prose.py
+
+kernels: $(READY)  ## compile the GPU kernels for three targets, without a GPU
+	$(BIN)/glm5 kernels --jobs 2
+	$(BIN)/glm5 kernels --jobs 2 --preset base
 
 bench: $(READY)  ## every script of benchmarks/
 	@set -e; ls benchmarks/*.py >/dev/null; for script in benchmarks/[!_]*.py; do \

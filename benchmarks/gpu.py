@@ -411,7 +411,7 @@ def least_us(case_name: str, shape: Shape) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kernels"])
+    parser.add_argument("what", choices=["kernels"], nargs="?", default="kernels")
     parser.add_argument("--preset", default="glm5")
     parser.add_argument("--only", action="append", choices=[*WORK], default=None)
     parser.add_argument("--rounds", type=int, default=20)
