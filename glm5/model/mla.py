@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -86,7 +84,9 @@ class MLA(nn.Module):
         new = ctx.rows(torch.cat((self.kv_a_layernorm(kv[:, : self.latent]), k_rope), dim=-1))
         state = self._index(x, q_latent, ctx)
         latents, index_keys = ctx.store(self.layer, new, None if state is None else state.k)
-        return q, latents, state if state is None or index_keys is None else replace(state, k=index_keys)
+        if state is not None and index_keys is not None:
+            state = IndexerState(state.q, index_keys, state.w)
+        return q, latents, state
 
     def _project_fused(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, IndexerState | None]:
         """`_project`, then `_absorb`, for inference on an accelerator: between the products, all is two operators."""

@@ -5,7 +5,6 @@ A latent row is [c_KV (kv_lora_rank) | k_R (rope)]: all that is cached per token
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,9 +189,9 @@ def _attend(
 
 def _attended(q: Tensor, _: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     indices, value_dim, _scale, want_probs = args[-4:]
-    out, sums = q.new_empty(*q.shape[:3], value_dim), partial(q.new_empty, dtype=wide(q.dtype))
-    kept = q.is_cuda and q.dtype != torch.float64
-    return out, sums(indices.shape if want_probs else 0), sums(q.shape[:3] if kept else 0)
+    kind, kept = wide(q.dtype), q.is_cuda and q.dtype != torch.float64
+    target = q.new_empty(indices.shape if want_probs else 0, dtype=kind)
+    return q.new_empty(*q.shape[:3], value_dim), target, q.new_empty(q.shape[:3] if kept else 0, dtype=kind)
 
 
 @register(
