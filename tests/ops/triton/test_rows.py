@@ -94,6 +94,14 @@ test_rope, test_rope_widely = examples(
 )(check_rope)  # fmt: skip
 
 
+def test_heads_that_are_far_apart() -> None:
+    """Of a gradient from attention over many tokens; the memory between the heads is never touched."""
+    apart = 2**30
+    x = torch.empty(2 * apart + 32, dtype=torch.bfloat16).as_strided((2, 3, 8), (8, apart, 1))
+    x.copy_(randn(2, 3, 8, seed=1))
+    check("rope", x, torch.rand(2, 2, generator=generator(2)), torch.rand(2, 2, generator=generator(3)), 2, -1.0)
+
+
 def check_route(drawn: tuple[int, ...], normalise: bool, given: bool) -> None:
     tokens, number, seed = drawn
     top_k = 1 + seed % min(number, 8)
