@@ -12,9 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from glm5.launch.kernels import shape_of
 from glm5.ops import cross_entropy, elementwise, experts, rope, route, sampling  # noqa: F401 - they define the operators
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from tests.ops.triton.interpreter import OnKernels, error, examples, generator, randn, spread
+
+from glm5.ops.triton.kernels import sampling as kernels  # isort: skip - after the interpreter was set up
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -215,3 +218,22 @@ test_sampling, test_sampling_widely = examples(
     st.tuples(st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0, 1, 5]), st.sampled_from([float("inf"), 0.9, 0.0])),
     st.sampled_from(["plain", "ties", "impossible"]),
 )(check_sampling)  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("top_k, top_p", [(300, 2.0), (1, 2.0), (5, 0.5), (300, 0.5)])
+def test_a_row_that_has_no_distribution(odd: float, top_k: int, top_p: float) -> None:
+    """It is NaN as a whole, and its token is 0; the other rows do not notice."""
+    logits = randn(2, 300, seed=1)
+    logits[0, slice(None) if odd < 0 else 5] = odd
+    limits = (torch.zeros(2), torch.full((2,), top_k), torch.full((2,), top_p))
+    found, expected = (f["sampling_logprobs"](logits, torch.ones(2), *limits) for f in (TRITON_KERNELS, TORCH_FORMS))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    draws = [f["draw_tokens"](found, torch.rand(2), torch.tensor([False, True])) for f in (TRITON_KERNELS, TORCH_FORMS)]
+    assert torch.equal(*draws) and draws[0][0] == 0
+
+
+def test_a_sum_and_a_product_stay_two_operations() -> None:
+    """Fused ones made the largest log-probability of 2 rows in 5 smaller than the limit of min-p 1."""
+    assert kernels.case(shape_of("glm5"), "sm_90").options == kernels.OPTIONS
+    assert kernels.OPTIONS["enable_fp_fusion"] is False
