@@ -64,6 +64,12 @@ def test_integers_may_be_1(which: str) -> None:
     assert compiling("-m", "tests.ops.triton.trace_worker", which) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_in_fp32(target: str) -> None:
+    assert compiling("-m", "tests.ops.triton.trace_worker", target) == []
+
+
 def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="TRITON_INTERPRET"):
         survey()

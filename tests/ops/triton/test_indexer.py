@@ -87,7 +87,7 @@ def test_queries_of_several_sequences_side_by_side(
                 for i, own in enumerate(owners)]  # fmt: skip
     pool, pages = paged(k, 1, 64, 9)
     view = replace(pages, rows=owners).kernel_view()
-    found = index_select(q, pool, *view, w, start, end, 9, tile=16, part_keys=part_keys)
+    found = index_select(q, pool, *view, w.float(), start, end, 9, tile=16, part_keys=part_keys)
     assert torch.equal(found, torch.cat(expected, 1))
 
 

@@ -146,8 +146,8 @@ def case(shape: Shape, target: str) -> Case:
 
 def helpers(shape: Shape, target: str) -> list[Case]:
     """The backward pass: with transposed weights, and the gradients of the weights."""
-    sizes, options = blocks(target, 16)
-    rows, matrix = shape.queries * shape.experts_per_token, shape.hidden * shape.expert_inner
+    sizes, options = blocks(target, shape.bits)
+    rows, matrix = shape.queries * shape.experts_per_token, 2 * shape.hidden * shape.expert_inner
     weights = Case(
         name="grouped_weights",
         function=grouped_weights_kernel,
@@ -159,14 +159,14 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         options=options,
         aligned=("outer", "inner", "g_m", "x_m"),
         flops=2 * rows * matrix,
-        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + shape.expert_inner),
+        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + 2 * shape.expert_inner),
     )
     return [_rows(shape, target, "grouped_matmul_back", backward=True), weights]
 
 
 def _rows(shape: Shape, target: str, name: str, backward: bool) -> Case:
-    sizes, options = blocks(target, 16)
-    rows, matrix = shape.queries * shape.experts_per_token, shape.hidden * shape.expert_inner
+    sizes, options = blocks(target, shape.bits)
+    rows, matrix = shape.queries * shape.experts_per_token, 2 * shape.hidden * shape.expert_inner
     unit, strides = ("w_o", ("w_e", "w_i")) if backward else ("w_i", ("w_e", "w_o"))
     return Case(
         name=name,
@@ -179,5 +179,5 @@ def _rows(shape: Shape, target: str, name: str, backward: bool) -> Case:
         options=options,
         aligned=("outer", "inner", "x_m", *strides),
         flops=2 * rows * matrix,
-        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + shape.expert_inner),
+        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + 2 * shape.expert_inner),
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_decode import paged_place
 
 QUERIES_PER_LAUNCH = 4096
@@ -217,8 +217,10 @@ def merge_candidates_kernel(
     write_best(position, count, own, out, query + tl.zeros([1], tl.int32), exists, 1, TOPK, SLOTS, CAPACITY)
 
 
-def blocks(target: str, queries: int, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, queries: int, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. Several queries share a tile of keys, or its loads would be the limit."""
+    if bits == 32:
+        return {"Q": 1, "HEADS": power_of_two(heads), "TILE": 16}, SMALL
     most, tile, stages = {"sm_90": (4, 64, 3), "sm_100": (4, 64, 3), "gfx942": (4, 64, 1)}[target]
     block = power_of_two(heads)
     return {"Q": min(most, power_of_two(queries, 1)), "HEADS": block, "TILE": tile}, {
@@ -261,7 +263,7 @@ def index_select(
     held = k.shape[1] if table is None else per_row * size
     # A few queries over pages are most likely of as many sequences, in decoding: they share no keys.
     alone = table is not None and batch * length <= PROGRAMS
-    sizes, options = blocks(target_of(q.device), 1 if alone else length, heads)
+    sizes, options = blocks(target_of(q.device), 1 if alone else length, heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     limits = capacities(topk, sizes["TILE"])
     count = batch * triton.cdiv(length, sizes["Q"])
@@ -298,7 +300,7 @@ def select_8bit(q: Tensor, k: Tensor, k_scale: Tensor, *args: Any) -> Tensor:
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.queries, shape.index_heads)
+    sizes, options = blocks(target, shape.queries, shape.index_heads, shape.bits)
     pairs = shape.queries * shape.context
     return Case(
         name="index_select",
@@ -323,7 +325,7 @@ def case(shape: Shape, target: str) -> Case:
 def helpers(shape: Shape, target: str) -> list[Case]:
     """The kernel with 8-bit scores, that over pages with many and with few queries, and the one that selects from the
     candidates of several programs."""
-    sizes, _ = blocks(target, 1, shape.index_heads)
+    sizes, _ = blocks(target, 1, shape.index_heads, shape.bits)
     parts = triton.cdiv(shape.context, KEYS_PER_PART)
     merge = Case(
         name="merge_candidates",
