@@ -5,10 +5,12 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from glm5.launch.kernels import shape_of
 from glm5.ops.operators import TRITON_KERNELS
 from glm5.ops.triton import Shape
 from tests.ops.triton import interpreter  # noqa: F401 - prepares the interpreter
@@ -30,6 +32,33 @@ def test_a_kernel_is_right(name: str) -> None:
 
 def test_every_kernel_is_measured() -> None:
     assert {operator for operator, *_ in GPU["WORK"].values()} == TRITON_KERNELS.keys() - {"draw_tokens"}
+
+
+@pytest.mark.parametrize("name", ["select", "select_8bit"])
+def test_selection_is_compared_with_exact_scores(name: str) -> None:
+    """With index keys of 128 numbers, the factor d^-1/2 rounds even in fp64: ties of whole numbers would break."""
+    row = GPU["check"](name, replace(TINY, index_dim=128, index_heads=4, topk=16, queries=12), "cpu")
+    assert row["right"], row
+
+
+def test_a_kernel_that_does_not_run_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("out of shared memory")
+
+    monkeypatch.setitem(TRITON_KERNELS, "swiglu", fails)
+    row = GPU["check"]("swiglu", TINY, "cpu")
+    assert not row["right"] and row["error"] == "ValueError: out of shared memory"
+
+
+def test_the_least_time_of_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    shape = shape_of("glm5")
+    least = {name: GPU["least_us"](names, shape) for name, (_, names, _) in GPU["WORK"].items()}
+    assert [name for name, time in least.items() if time is None] == ["indexer_kl"]
+    moved = 2 * (256 * 4096 * 6144 + 4096 * 8 * (6144 + 4096))
+    assert least["grouped_rows"] == pytest.approx(1e6 * moved / 3.35e12)
+    assert least["select_8bit"] == pytest.approx(least["select"] / 2, rel=0.01)
 
 
 def test_without_a_gpu_it_says_so() -> None:
