@@ -169,6 +169,14 @@ test_logits, test_logits_widely = examples(
 )(check_logits)  # fmt: skip
 
 
+def test_a_target_that_is_no_token_reads_nothing() -> None:
+    logits, targets = randn(3, 5, seed=1), torch.tensor([-100, 2, 5])
+    chosen, *others = TRITON_KERNELS["logit_stats"](logits, targets, 1.0)
+    expected = TORCH_FORMS["logit_stats"](logits, torch.tensor([0, 2, 0]), 1.0)
+    assert chosen.isnan().tolist() == [True, False, True] and error(chosen[1], expected[0][1]) < 1e-5
+    assert all(error(own, other) < 1e-5 for own, other in zip(others, expected[1:]))
+
+
 def test_a_chunked_loss_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ROWS", 4)
     hidden, weight, targets = randn(10, 6, seed=1), randn(30, 6, seed=2), torch.arange(10)

@@ -220,7 +220,8 @@ def merge_candidates_kernel(
 def blocks(target: str, queries: int, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. Several queries share a tile of keys, or its loads would be the limit."""
     if bits == 32:
-        return {"Q": 1, "HEADS": power_of_two(heads), "TILE": 16}, SMALL
+        # A tile must not be smaller than a wave of gfx942.
+        return {"Q": 1, "HEADS": power_of_two(heads), "TILE": 64 if target == "gfx942" else 16}, SMALL
     most, tile, stages = {"sm_90": (4, 64, 3), "sm_100": (4, 64, 3), "gfx942": (4, 64, 1)}[target]
     block = power_of_two(heads)
     return {"Q": min(most, power_of_two(queries, 1)), "HEADS": block, "TILE": tile}, {
