@@ -355,8 +355,9 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         for name, kind in (("fp8", fp8), ("int8", "*i8"))
     ]
     pages = {**plain.constants, "PAGED": True, "SHIFT": 6, "SIZE": 64}
-    work = dict(flops=plain.flops * shape.sequences // shape.queries)
-    work["bytes"] = shape.sequences * (plain.bytes // shape.queries + 2 * shape.context * shape.index_dim)
+    flops = plain.flops * shape.sequences // shape.queries
+    moved = shape.sequences * (plain.bytes // shape.queries + 2 * shape.context * shape.index_dim)
     paged = replace(plain, name="index_select_paged", constants=pages)
-    decode = replace(plain, name="index_select_decode", constants={**pages, **sizes, "SPLIT": True}, **work)
+    alone = {**pages, **sizes, "SPLIT": True}
+    decode = replace(plain, name="index_select_decode", constants=alone, flops=flops, bytes=moved)
     return [*scaled, paged, decode, merge]
