@@ -36,9 +36,9 @@ def rope_kernel(
 
 
 def blocks(heads: int, dim: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes and launch options: about 4096 numbers per program."""
+    """Sizes and launch options: about 2048 numbers per program."""
     width = power_of_two(dim)
-    block = min(power_of_two(heads, 1), max(1, 4096 // width))
+    block = min(power_of_two(heads, 1), max(1, 2048 // width))
     return {"H": heads, "D": dim, "HEADS": block, "WIDTH": width}, {"num_warps": 4}
 
 
