@@ -234,7 +234,7 @@ Make = Callable[[Draw], tuple[Any, ...]]
 WORK: Mapping[str, tuple[str, str, Make]] = {
     "attend": ("attend", "sparse_forward", _attend),
     "attend, paged": ("attend", "sparse_decode", _decode),
-    "attend_backward": ("attend_backward", "sparse_backward", _attend_backward),
+    "attend_backward": ("attend_backward", "sparse_backward sparse_backward_q", _attend_backward),
     "select": ("select", "index_select", _select),
     "select_8bit": ("select_8bit", "index_select_fp8", _select_8bit),
     "selected": ("selected", "selected_scores", lambda d: (*_index(d), d.picks(d.shape.queries))),
@@ -247,10 +247,14 @@ WORK: Mapping[str, tuple[str, str, Make]] = {
             d.normal(1, d.shape.queries, d.shape.topk, dtype=wide(d.dtype)),
         ),
     ),
-    "indexer_kl": ("indexer_kl", "indexer_kl", _indexer_kl),
+    "indexer_kl": ("indexer_kl", "", _indexer_kl),
     "attend_ranges": ("attend_ranges", "range_attention", _ranges),
-    "attend_ranges_backward": ("attend_ranges_backward", "range_attention_backward", _ranges_backward),
-    "grouped_rows": ("grouped_rows", "grouped_rows", _grouped),
+    "attend_ranges_backward": (
+        "attend_ranges_backward",
+        "range_attention_backward range_backward_kv range_backward_k range_backward_v",
+        _ranges_backward,
+    ),
+    "grouped_rows": ("grouped_rows", "grouped_matmul", _grouped),
     "grouped_weights": ("grouped_weights", "grouped_weights", _grouped_weights),
     "mla_latents": ("mla_latents", "mla_latents", _latents),
     "mla_absorb": ("mla_absorb", "mla_absorb", _absorb),
@@ -276,7 +280,7 @@ WORK: Mapping[str, tuple[str, str, Make]] = {
     "logit_gradient": ("logit_gradient", "logit_gradient", _logit_gradient),
     "sampling_logprobs": ("sampling_logprobs", "sampling_logprobs", _distribution),
 }
-"""By name: operator, the `Case` whose FLOPs and bytes are those of a call, arguments."""
+"""By name: operator, each `Case` whose FLOPs and bytes are those of a call, as far as the target has it, arguments."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -301,16 +305,33 @@ def results(run: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]
     return [x for x in (*found, *written) if x.numel()]
 
 
+def selected_exactly(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    """The operators `select` and `select_8bit` without the factor d^-1/2, whose rounding would break ties of whole
+    numbers."""
+    *scale, w, start, end, topk = *rest[:-9], *rest[-4:]
+    position = torch.arange(k.shape[1], device=k.device)
+    valid = (position >= start.unsqueeze(-1)) & (position < end.unsqueeze(-1))
+    scores = torch.stack([torch.relu(head @ k.transpose(1, 2)) for head in q.unbind(2)], 2)
+    total = (w.unsqueeze(2) @ scores).squeeze(2)
+    return indexer.select_topk(total * scale[0].unsqueeze(1) if scale else total, valid, topk)
+
+
+EXACT: Mapping[str, Callable[..., Any]] = TORCH_FORMS | dict.fromkeys(("select", "select_8bit"), selected_exactly)
+
+
 def check(name: str, shape: Shape, device: str) -> dict[str, Any]:
     """Whether a kernel equals its torch form, at a small shape. `errors` are root mean squares of differences to fp64,
-    relative to that of the values: the kernel's, and those of the torch form."""
+    relative to that of the values: the kernel's, and those of the torch form. A kernel that does not run is wrong."""
     operator, _, make = WORK[name]
     row: dict[str, Any] = {"name": name, "right": True, "errors": {}}
     for dtype in (torch.float32, torch.bfloat16):
         arguments = make(Draw(shape, dtype, device, torch.Generator().manual_seed(1)))
-        exact = results(TORCH_FORMS[operator], moved(arguments, "cpu", True))
+        exact = results(EXACT[operator], moved(arguments, "cpu", True))
         form = results(TORCH_FORMS[operator], moved(arguments, device, False))
-        found = results(TRITON_KERNELS[operator], arguments)
+        try:
+            found = results(TRITON_KERNELS[operator], arguments)
+        except Exception as error:  # Triton raises its own, for example for too much shared memory
+            return row | {"right": False, "error": f"{type(error).__name__}: {error}"}
         worst = [0.0, 0.0]
         for own, other, best in zip(found[: len(exact)], form, exact):
             own, other = own.cpu(), other.cpu()
@@ -346,8 +367,8 @@ def timed(jobs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
         try:
             once(job)
             counts[name] = rounds if once(job) < 5e5 else min(rounds, 3)
-        except (RuntimeError, ImportError) as error:  # too little memory, or a peer without a kernel for the shape
-            print(f"  {name}: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+        except Exception as error:  # too little memory, or a peer without a kernel for the shape
+            print(f"  {name}: {type(error).__name__}: {str(error)[:150]}", file=sys.stderr)
             torch.cuda.empty_cache()
     seen: dict[str, list[float]] = {name: [] for name in counts}
     for turn in range(rounds):
@@ -385,7 +406,7 @@ def peers(name: str, arguments: tuple[Any, ...], shape: Shape) -> dict[str, Call
 
 def measure(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Times at the real shape, and the share of what the GPU allows."""
-    operator, case_name, make = WORK[name]
+    operator, case_names, make = WORK[name]
     arguments = make(Draw(shape, torch.bfloat16, "cuda", torch.Generator("cuda").manual_seed(1)))
     jobs: dict[str, Callable[[], Any]] = {
         "kernel": lambda: TRITON_KERNELS[operator](*arguments),
@@ -393,20 +414,21 @@ def measure(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     }
     times = timed(jobs | peers(name, arguments, shape), rounds)
     row: dict[str, Any] = {"name": name, "us": times}
-    least = least_us(case_name, shape)
+    least = least_us(case_names, shape)
     if least is not None and "kernel" in times:
         row |= {"least_us": least, "share": least / times["kernel"]["median"]}
     return row
 
 
-def least_us(case_name: str, shape: Shape) -> float | None:
-    """The least time that the data sheet of this GPU allows; None for other GPUs and kernels of several launches."""
+def least_us(case_names: str, shape: Shape) -> float | None:
+    """The least time that the data sheet of this GPU allows, the sum over launches; None for other GPUs, and if the
+    cases are not those of a whole call."""
     device = next((d for n, d in DEVICES.items() if n in torch.cuda.get_device_name()), None)
-    for module in KERNELS if device else ():
-        for case in cases(module, shape, "sm_90"):
-            if case.name == case_name and device:
-                return 1e6 * max(case.flops / device.flops, case.bytes / device.bandwidth)
-    return None
+    found = [case for module in KERNELS for case in cases(module, shape, "sm_90") if case.name in case_names.split()]
+    if device is None or not found:
+        return None
+    times = (max(c.flops / (c.rate * device.flops), c.bytes / device.bandwidth) for c in found)
+    return 1e6 * sum(times)
 
 
 def main() -> None:
@@ -423,7 +445,8 @@ def main() -> None:
     shape, names = shape_of(told.preset), told.only or [*WORK]
     checked = [check(name, replace(shape, **SMALL), "cuda") for name in names]
     for row in checked:
-        print(f"{row['name']:<24}{'right' if row['right'] else 'WRONG':<7}{json.dumps(row['errors'])}", flush=True)
+        told_of = json.dumps(row["errors"]) + row.get("error", "")
+        print(f"{row['name']:<24}{'right' if row['right'] else 'WRONG':<7}{told_of}", flush=True)
     rows = []
     for row in checked:
         if row["right"]:

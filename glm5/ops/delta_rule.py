@@ -47,7 +47,7 @@ def delta_rule(
     """
     if q.shape[1] <= STEPWISE and not torch.is_grad_enabled():
         return delta_rule_stepwise(q, k, v, log_decay, beta, segments, state)
-    if v.is_cuda and v.dtype != torch.float64 and _fla_is_installed():
+    if v.is_cuda and v.dtype.itemsize == 2 and k.shape[3] <= 256 and _fla_is_installed():  # all that it takes
         return _by_fla(q, k, v, log_decay, beta, segments, state)
     return delta_rule_chunked(q, k, v, log_decay, beta, segments, state)
 

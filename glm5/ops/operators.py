@@ -37,9 +37,19 @@ def define(schema: str, fake: Function) -> Function:
     shapes."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=_TAGS)
-    torch.library.register_fake(f"glm5::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"glm5::{name}", _contiguous(fake), lib=LIBRARY)
     operator: Function = getattr(torch.ops.glm5, name).default
     return operator
+
+
+def _contiguous(function: Function) -> Function:
+    """With contiguous results, as those of the kernels are, whatever the layout of the arguments."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        found = function(*arguments, **options)
+        return found.contiguous() if isinstance(found, Tensor) else tuple(x.contiguous() for x in found)
+
+    return run
 
 
 def torch_form(name: str, triton: str = "") -> Callable[[Function], Function]:
@@ -48,11 +58,11 @@ def torch_form(name: str, triton: str = "") -> Callable[[Function], Function]:
     "module.function", or "module" if both have one name."""
 
     def decorate(function: Function) -> Function:
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, _contiguous(function), "CompositeExplicitAutograd")
         TORCH_FORMS[name] = function
         if triton:
             TRITON_KERNELS[name] = kernel = _triton_kernel(*triton.rpartition(".")[::2])
-            LIBRARY.impl(name, _on_gpu(kernel, function), "CUDA")
+            LIBRARY.impl(name, _on_gpu(kernel, _contiguous(function)), "CUDA")
         return function
 
     return decorate
@@ -78,8 +88,10 @@ def _on_gpu(kernel: Function, form: Function) -> Function:
 
     def run(*arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        suits = all(x.numel() and x.dtype != torch.float64 for x in tensors)
-        return (kernel if suits else form)(*arguments)
+        if not all(x.numel() and x.dtype != torch.float64 for x in tensors):
+            return form(*arguments)
+        with torch.cuda.device(tensors[0].device):  # Triton launches on the current GPU, whatever the tensors are on
+            return kernel(*arguments)
 
     return run
 

@@ -42,9 +42,9 @@ def sampling_logprobs(logits: Tensor, scale: Tensor, min_p: Tensor, top_k: Tenso
 def draw_tokens(logprobs: Tensor, uniforms: Tensor, greedy: Tensor) -> Tensor:
     """One token per row of log-probabilities [n, V]: the first whose cumulative probability exceeds the row's number in
     `uniforms` (fp32 [n], from 0 to 1) times the whole; the likeliest where `greedy` (bool [n]), or where rounding would
-    choose an impossible one."""
+    choose an impossible one. A row of NaN gets token 0."""
     cumulative = logprobs.exp().cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniforms.unsqueeze(1) * cumulative[:, -1:], right=True)
     drawn = drawn.clamp_max_(logprobs.shape[1] - 1)
-    instead = (logprobs.gather(-1, drawn).squeeze(1) == float("-inf")) | greedy
+    instead = ~(logprobs.gather(-1, drawn).squeeze(1) > float("-inf")) | greedy
     return torch.where(instead, logprobs.argmax(-1), drawn.squeeze(1))

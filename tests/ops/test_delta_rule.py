@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from glm5.ops import delta_rule as module
 from glm5.ops.delta_rule import STEPWISE, delta_rule, delta_rule_chunked, delta_rule_stepwise, short_convolution
@@ -164,6 +165,20 @@ def test_short_convolution(taps: int, carried: bool) -> None:
     for row, start, end in ((0, 0, 10), (0, 10, 16), (0, 16, 37), (1, 5, 33)):
         alone, _ = short_convolution(x[row : row + 1, start:end], weight)
         torch.testing.assert_close(packed[row : row + 1, start:end], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, taken",
+    [("bfloat16", 256, True), ("float16", 8, True), ("float32", 8, False), ("bfloat16", 257, False)],
+)
+def test_what_flash_linear_attention_takes(dtype: str, dim: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises an error for fp32, and for keys wider than 256."""
+    monkeypatch.setattr(module, "_fla_is_installed", lambda: True)
+    monkeypatch.setattr(module, "_by_fla", lambda *_: True)
+    monkeypatch.setattr(module, "delta_rule_chunked", lambda *_: False)
+    with FakeTensorMode():
+        k, beta = (torch.empty(n, dtype=getattr(torch, dtype), device="cuda") for n in ((1, 9, 2, dim), (1, 9, 2)))
+        assert module.delta_rule(k, k, k, beta, beta) is taken
 
 
 @pytest.mark.parametrize("segments", [None, torch.tensor(SEGMENTS)])

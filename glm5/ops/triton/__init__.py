@@ -50,7 +50,8 @@ def target_of(device: torch.device) -> str:
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model that kernels are compiled for, and the workload that bytes and FLOPs refer to: `queries` of
-    one prefill chunk over `context` cached tokens, or one query each of `sequences` in decoding."""
+    one prefill chunk over `context` cached tokens, or one query each of `sequences` in decoding. `bits` are those of
+    activations and weights."""
 
     heads: int
     latent: int
@@ -67,6 +68,7 @@ class Shape:
     experts_per_token: int
     expert_inner: int
     vocabulary: int
+    bits: int = 16
     queries: int = 4096
     context: int = 131_072
     sequences: int = 64
@@ -96,6 +98,14 @@ class Case:
     tensor_cores: bool = True
     aligned: tuple[str, ...] = ()
     rate: int = 1
+
+
+SMALL = {"num_warps": 4, "num_stages": 1}
+"""Launch options for fp32 with tiles of 16: operands take twice the room, and nothing runs on tensor cores."""
+
+
+def bits_of(x: torch.Tensor) -> int:
+    return 8 * x.element_size()
 
 
 def power_of_two(n: int, least: int = 16) -> int:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ def cases(name: str, shape: Shape, target: str) -> list[Case]:
     """The kernel of a module, and the small ones that its launcher also calls. Needs Triton."""
     require_triton()
     module = importlib.import_module(f"glm5.ops.triton.kernels.{name}")
-    return [module.case(shape, target), *(module.helpers(shape, target) if hasattr(module, "helpers") else ())]
+    found = [module.case(shape, target), *(module.helpers(shape, target) if hasattr(module, "helpers") else ())]
+    kind = f"*{'fp32' if shape.bits == 32 else 'bf16'}"
+    return [replace(c, types={n: kind if t == "*bf16" else t for n, t in c.types.items()}) for c in found]
 
 
 def build(case: Case, target: str) -> Compiled:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
+from glm5.launch.kernels import shape_of
+from glm5.ops import operators
 from glm5.ops.operators import TRITON_KERNELS
 from glm5.ops.triton import Shape
 from tests.ops.triton import interpreter  # noqa: F401 - prepares the interpreter
@@ -32,6 +42,73 @@ def test_every_kernel_is_measured() -> None:
     assert {operator for operator, *_ in GPU["WORK"].values()} == TRITON_KERNELS.keys() - {"draw_tokens"}
 
 
+@pytest.mark.parametrize("name", ["select", "select_8bit"])
+def test_selection_is_compared_with_exact_scores(name: str) -> None:
+    """With index keys of 128 numbers, the factor d^-1/2 rounds even in fp64: ties of whole numbers would break."""
+    row = GPU["check"](name, replace(TINY, index_dim=128, index_heads=4, topk=16, queries=12), "cpu")
+    assert row["right"], row
+
+
+def test_a_kernel_that_does_not_run_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("out of shared memory")
+
+    monkeypatch.setitem(TRITON_KERNELS, "swiglu", fails)
+    row = GPU["check"]("swiglu", TINY, "cpu")
+    assert not row["right"] and row["error"] == "ValueError: out of shared memory"
+
+
+def test_the_least_time_of_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    shape = shape_of("glm5")
+    least = {name: GPU["least_us"](names, shape) for name, (_, names, _) in GPU["WORK"].items()}
+    assert [name for name, time in least.items() if time is None] == ["indexer_kl"]
+    moved = 2 * (256 * 4096 * 6144 + 4096 * 8 * (6144 + 4096))
+    assert least["grouped_rows"] == pytest.approx(1e6 * moved / 3.35e12)
+    assert least["select_8bit"] == pytest.approx(least["select"] / 2, rel=0.01)
+
+
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, FILE, "kernels"], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.startswith("No GPU: nothing was run.")
+
+
+def meta(results: Any) -> list[tuple[Any, ...]]:
+    found = (results,) if isinstance(results, Tensor) else results
+    return [(x.shape, x.dtype, x.stride()) for x in found]
+
+
+@pytest.mark.parametrize("name", [n for n, (o, *_) in GPU["WORK"].items() if o not in ("attend", "select_8bit")])
+def test_results_have_the_layout_that_fake_tensors_have(name: str) -> None:
+    """For arguments whose columns lie in memory first, where rows need not be contiguous. (The saved sums of `attend`
+    exist on a GPU only.)"""
+    operator, _, make = GPU["WORK"][name]
+    arguments = make(GPU["Draw"](TINY, torch.float32, "cpu", torch.Generator().manual_seed(1)))
+    pools = arguments[8:10] if operator == "mla_latents" else ()
+    if operator not in ("attend_backward", "select", "selected", "selected_backward"):  # callers make them contiguous
+        arguments = tuple(
+            x
+            if any(x is p for p in pools)
+            else tree_map_only(Tensor, lambda t: t.mT.contiguous().mT if t.ndim > 1 else t, x)
+            for x in arguments
+        )
+    with FakeTensorMode() as mode:
+        expected = meta(getattr(torch.ops.glm5, operator).default(*tree_map_only(Tensor, mode.from_tensor, arguments)))
+    assert meta(TRITON_KERNELS[operator](*arguments)) == expected
+    assert meta(operators._contiguous(operators.TORCH_FORMS[operator])(*arguments)) == expected
+
+
+def test_a_kernel_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        on.append(which)
+        yield
+        on.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run = operators._on_gpu(lambda _: on[-1], lambda _: "torch form")
+    assert run(torch.ones(2)) == torch.device("cpu") and on[-1] is None
+    assert run(torch.ones(0)) == run(torch.ones(2, dtype=torch.float64)) == "torch form"

@@ -17,13 +17,16 @@ from glm5.ops.triton import TARGETS, compiled
 pytest.importorskip("triton")
 
 
-def run(*arguments: str) -> list[dict[str, Any]]:
-    """`glm5 kernels` in a process of its own, because this one interprets kernels."""
+def compiling(*arguments: str) -> Any:
+    """What Python prints as JSON in a process of its own, because this one interprets kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "glm5", "kernels", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
-    rows: list[dict[str, Any]] = json.loads(done.stdout)["kernels"]
+    return json.loads(done.stdout)
+
+
+def run(*arguments: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = compiling("-m", "glm5", "kernels", "--json", *arguments)["kernels"]
     return rows
 
 
@@ -53,6 +56,18 @@ def test_every_kernel_compiles_for_every_target(preset: str) -> None:
     assert {row["name"] for row in rows} >= {*compiled.KERNELS} - {"indexer_kl"} | {"kl_tiles", "attention_lse"}
     for row in rows:
         check(row)
+
+
+@pytest.mark.parametrize("which", ["all", pytest.param("each", marks=pytest.mark.slow)])
+def test_integers_may_be_1(which: str) -> None:
+    """A launch gives Triton 1 as a constant, which is no tensor. The interpreter does not."""
+    assert compiling("-m", "tests.ops.triton.trace_worker", which) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_in_fp32(target: str) -> None:
+    assert compiling("-m", "tests.ops.triton.trace_worker", target) == []
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from glm5.ops.experts import grouped_matmul
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from tests.ops.triton.interpreter import error, examples, generator, randn, spread
 
-from glm5.ops.triton.kernels import grouped_matmul as kernels  # isort: skip - after the interpreter was set up
+import triton  # isort: skip - after the interpreter was set up
+import triton.language as tl  # isort: skip
+from glm5.ops.triton.kernels import grouped_matmul as kernels  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TILES = dict(ROWS=16, COLUMNS=32, TILE=16)
@@ -101,5 +103,31 @@ def test_torch_multiplies_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch)
         assert kernels.grouped_weights(grad, x, bounds).shape == (3, 16, 24)
         for other in (weight.half(), empty(3, 12, 24), empty(3, 16, 20), empty(3, 16, 25).narrow(2, 1, 24)):
             assert not kernels._torch_takes(empty(40, other.shape[2], dtype=other.dtype), other, *other.shape[1:])
-        capability = (8, 0)
-        assert not kernels._torch_takes(x, weight, 24, 16)
+        for other_gpu in ((8, 0), (12, 0)):  # torch would wait for the bounds
+            capability = other_gpu
+            assert not kernels._torch_takes(x, weight, 24, 16)
+        capability = (10, 0)
+        assert kernels._torch_takes(x, weight, 24, 16)
+        launched = []
+        own = type("Own", (), {"__getitem__": lambda *_: lambda *args, **_: launched.append(args)})()
+        monkeypatch.setattr(kernels, "grouped_weights_kernel", own)
+        kernels.grouped_weights(grad, x, bounds)  # on Blackwell, torch leaves what experts without rows find in memory
+        assert len(launched) == 1
+
+
+def test_there_are_no_other_tiles() -> None:
+    """The grid has more programs than there are tiles; those too many have no rows."""
+    bounds = torch.tensor([0, 20, 20, 70], dtype=torch.int32)  # two tiles, none, four
+    found = torch.full((3, 9), -1, dtype=torch.int32)
+
+    @triton.jit
+    def tile_kernel(bounds, found):
+        expert, first, last = kernels.find_tile(bounds, tl.program_id(0), 3, 16, 16)
+        tl.store(found + tl.program_id(0), expert)
+        tl.store(found + 9 + tl.program_id(0), first)
+        tl.store(found + 18 + tl.program_id(0), last)
+
+    tile_kernel[(9,)](bounds, found)
+    assert found[0, :6].tolist() == [0, 0, 2, 2, 2, 2]
+    assert found[1:, :6].T.tolist() == [[0, 16], [16, 20], [20, 36], [36, 52], [52, 68], [68, 70]]
+    assert bool((found[1, 6:] >= found[2, 6:]).all())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from glm5.ops.pages import plain_view
 from tests.ops.triton.interpreter import OnKernels, error, examples, generator, needs_compiled, picks, randn, spread
 from tests.ops.triton.test_attention import paged
 
+from glm5.ops.triton.kernels import index_select as own_select  # isort: skip
 from glm5.ops.triton.kernels import selected_scores as own_scores  # isort: skip - after the interpreter was set up
 from glm5.ops.triton.kernels.index_select import index_select  # isort: skip
 
@@ -69,6 +72,23 @@ test_selection, test_selection_widely = examples(
     st.sampled_from(["whole", "split", "pages"]),
     st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]),
 )(check_selection)  # fmt: skip
+
+
+@pytest.mark.parametrize("programs, part_keys", [(256, 32), (5, 1 << 20), (5, 32)])
+def test_queries_of_several_sequences_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, programs: int, part_keys: int
+) -> None:
+    """The engine gives all tokens as one batch entry, whatever sequences they are of."""
+    monkeypatch.setattr(own_select, "PROGRAMS", programs)
+    q, k, w = (torch.randint(-2, 3, n, generator=generator(7)).float() for n in ((1, 11, 2, 4), (3, 90, 4), (1, 11, 2)))
+    owners = torch.tensor([0, 0, 1, 2, 1, 2, 2, 2, 2, 0, 1])
+    start, end = documents(1, 11, 90, 8)
+    expected = [expected_keys(q[:, i, None], k[own, None], w[:, i, None], start[:, i, None], end[:, i, None], 9)
+                for i, own in enumerate(owners)]  # fmt: skip
+    pool, pages = paged(k, 1, 64, 9)
+    view = replace(pages, rows=owners).kernel_view()
+    found = index_select(q, pool, *view, w.float(), start, end, 9, tile=16, part_keys=part_keys)
+    assert torch.equal(found, torch.cat(expected, 1))
 
 
 @needs_compiled

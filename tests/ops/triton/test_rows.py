@@ -12,9 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from glm5.launch.kernels import shape_of
 from glm5.ops import cross_entropy, elementwise, experts, rope, route, sampling  # noqa: F401 - they define the operators
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from tests.ops.triton.interpreter import OnKernels, error, examples, generator, randn, spread
+
+from glm5.ops.triton.kernels import sampling as kernels  # isort: skip - after the interpreter was set up
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -94,6 +97,14 @@ test_rope, test_rope_widely = examples(
 )(check_rope)  # fmt: skip
 
 
+def test_heads_that_are_far_apart() -> None:
+    """Of a gradient from attention over many tokens; the memory between the heads is never touched."""
+    apart = 2**30
+    x = torch.empty(2 * apart + 32, dtype=torch.bfloat16).as_strided((2, 3, 8), (8, apart, 1))
+    x.copy_(randn(2, 3, 8, seed=1))
+    check("rope", x, torch.rand(2, 2, generator=generator(2)), torch.rand(2, 2, generator=generator(3)), 2, -1.0)
+
+
 def check_route(drawn: tuple[int, ...], normalise: bool, given: bool) -> None:
     tokens, number, seed = drawn
     top_k = 1 + seed % min(number, 8)
@@ -158,6 +169,14 @@ test_logits, test_logits_widely = examples(
 )(check_logits)  # fmt: skip
 
 
+def test_a_target_that_is_no_token_reads_nothing() -> None:
+    logits, targets = randn(3, 5, seed=1), torch.tensor([-100, 2, 5])
+    chosen, *others = TRITON_KERNELS["logit_stats"](logits, targets, 1.0)
+    expected = TORCH_FORMS["logit_stats"](logits, torch.tensor([0, 2, 0]), 1.0)
+    assert chosen.isnan().tolist() == [True, False, True] and error(chosen[1], expected[0][1]) < 1e-5
+    assert all(error(own, other) < 1e-5 for own, other in zip(others, expected[1:]))
+
+
 def test_a_chunked_loss_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_ROWS", 4)
     hidden, weight, targets = randn(10, 6, seed=1), randn(30, 6, seed=2), torch.arange(10)
@@ -207,3 +226,22 @@ test_sampling, test_sampling_widely = examples(
     st.tuples(st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0, 1, 5]), st.sampled_from([float("inf"), 0.9, 0.0])),
     st.sampled_from(["plain", "ties", "impossible"]),
 )(check_sampling)  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("top_k, top_p", [(300, 2.0), (1, 2.0), (5, 0.5), (300, 0.5)])
+def test_a_row_that_has_no_distribution(odd: float, top_k: int, top_p: float) -> None:
+    """It is NaN as a whole, and its token is 0; the other rows do not notice."""
+    logits = randn(2, 300, seed=1)
+    logits[0, slice(None) if odd < 0 else 5] = odd
+    limits = (torch.zeros(2), torch.full((2,), top_k), torch.full((2,), top_p))
+    found, expected = (f["sampling_logprobs"](logits, torch.ones(2), *limits) for f in (TRITON_KERNELS, TORCH_FORMS))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    draws = [f["draw_tokens"](found, torch.rand(2), torch.tensor([False, True])) for f in (TRITON_KERNELS, TORCH_FORMS)]
+    assert torch.equal(*draws) and draws[0][0] == 0
+
+
+def test_a_sum_and_a_product_stay_two_operations() -> None:
+    """Fused ones made the largest log-probability of 2 rows in 5 smaller than the limit of min-p 1."""
+    assert kernels.case(shape_of("glm5"), "sm_90").options == kernels.OPTIONS
+    assert kernels.OPTIONS["enable_fp_fusion"] is False

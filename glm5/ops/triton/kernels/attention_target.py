@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_decode import paged_place
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E, constants, load_heads, load_rows
 
@@ -45,8 +45,10 @@ def attention_target_kernel(
     tl.store(out + at, tl.where(place >= 0, total, 0.0), mask=slot < slots)
 
 
-def blocks(target: str, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options; rows and queries of one tile share the shared memory."""
+    if bits == 32:
+        return {"HEADS": 16, "TILE": 16}, SMALL
     most, tile = {"sm_90": (64, 64), "sm_100": (64, 64), "gfx942": (16, 32)}[target]
     return {"HEADS": min(power_of_two(heads), most), "TILE": tile}, {"num_warps": 4, "num_stages": 1}
 
@@ -66,7 +68,7 @@ def attention_target(
     batch, queries, heads, width = q.shape
     out = q.new_empty(indices.shape, dtype=torch.float32)
     rows, table, per_row, shift, size = view or (indices, indices, 0, 0, 1)
-    sizes, options = blocks(target_of(q.device), heads)
+    sizes, options = blocks(target_of(q.device), heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     slots = indices.shape[2]
     attention_target_kernel[(batch * queries, triton.cdiv(slots, sizes["TILE"]))](
@@ -78,7 +80,7 @@ def attention_target(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.heads)
+    sizes, options = blocks(target, shape.heads, shape.bits)
     width = shape.latent + shape.rope
     pairs = shape.queries * shape.topk
     return Case(

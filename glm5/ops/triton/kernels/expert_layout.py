@@ -38,7 +38,8 @@ def place_experts_kernel(
     block = tl.program_id(0)
     inside, expert = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     slot = block * BLOCK + inside
-    total = tl.load(sums + (blocks - 1).to(tl.int64) * E + expert, mask=expert < E, other=0)
+    last = tl.zeros([], tl.int64) + blocks - 1  # Triton makes an argument of 1 a constant, which has no `to`
+    total = tl.load(sums + last * E + expert, mask=expert < E, other=0)
     begin = tl.cumsum(total, 0) - total
     if block == 0:
         tl.store(bounds + expert, begin, mask=expert < E)

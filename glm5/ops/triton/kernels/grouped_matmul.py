@@ -25,7 +25,8 @@ def find_tile(bounds, tile, E: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.con
     before = tl.cumsum(tiles, 0) <= tile
     expert = tl.minimum(tl.sum(before.to(tl.int32), 0), E - 1)
     row = tl.load(bounds + expert) + (tile - tl.sum(tl.where(before, tiles, 0), 0)) * ROWS
-    return expert, row, tl.minimum(row + ROWS, tl.load(bounds + expert + 1))
+    last = tl.minimum(row + ROWS, tl.load(bounds + expert + 1))
+    return expert, row, tl.where(tile < tl.sum(tiles, 0), last, row)
 
 
 @triton.jit
@@ -94,14 +95,17 @@ def _of_weights(sizes: dict[str, int]) -> dict[str, int]:
     return {"OUTER": sizes["ROWS"], "INNER": sizes["COLUMNS"], "TILE": sizes["TILE"]}
 
 
-def _torch_takes(x: Tensor, other: Tensor, *widths: int) -> bool:
+HOPPER, BLACKWELL = 9, 10
+
+
+def _torch_takes(x: Tensor, other: Tensor, *widths: int, on: tuple[int, ...] = (HOPPER, BLACKWELL)) -> bool:
     """Whether torch's grouped kernel takes the operands and has the result without gaps: it reads and writes 16 bytes
-    at a time, on sm_90 and up."""
+    at a time. On other GPUs it would wait for the bounds."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.version.hip:
         return False
     whole = all(t.is_contiguous() or t.mT.is_contiguous() for t in (x, other))
     aligned = all(n % 8 == 0 for n in (*widths, x.storage_offset(), other.storage_offset()))
-    return whole and aligned and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return whole and aligned and torch.cuda.get_device_capability(x.device)[0] in on
 
 
 def grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor, tiles: dict[str, int] | None = None) -> Tensor:
@@ -126,7 +130,8 @@ def grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor, tiles: dict[str, in
     """grad [M, O] and x [M, I] in segments as of `grouped_rows` -> grad^T @ x of every expert [E, O, I], summed in
     fp32; 0 for experts without rows."""
     (_, outer), inner, experts = grad.shape, x.shape[1], bounds.shape[0] - 1
-    if _torch_takes(x, grad, inner, outer):
+    # On Blackwell, torch leaves the gradients of experts without rows as they are in memory (pytorch issue 172439).
+    if _torch_takes(x, grad, inner, outer, on=(HOPPER,)):
         return torch._grouped_mm(grad.T, x, offs=bounds.narrow(0, 1, experts))
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     out = x.new_empty(experts, outer, inner)
@@ -146,8 +151,8 @@ def case(shape: Shape, target: str) -> Case:
 
 def helpers(shape: Shape, target: str) -> list[Case]:
     """The backward pass: with transposed weights, and the gradients of the weights."""
-    sizes, options = blocks(target, 16)
-    rows, matrix = shape.queries * shape.experts_per_token, shape.hidden * shape.expert_inner
+    sizes, options = blocks(target, shape.bits)
+    rows, matrix = shape.queries * shape.experts_per_token, 2 * shape.hidden * shape.expert_inner
     weights = Case(
         name="grouped_weights",
         function=grouped_weights_kernel,
@@ -159,14 +164,14 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         options=options,
         aligned=("outer", "inner", "g_m", "x_m"),
         flops=2 * rows * matrix,
-        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + shape.expert_inner),
+        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + 2 * shape.expert_inner),
     )
     return [_rows(shape, target, "grouped_matmul_back", backward=True), weights]
 
 
 def _rows(shape: Shape, target: str, name: str, backward: bool) -> Case:
-    sizes, options = blocks(target, 16)
-    rows, matrix = shape.queries * shape.experts_per_token, shape.hidden * shape.expert_inner
+    sizes, options = blocks(target, shape.bits)
+    rows, matrix = shape.queries * shape.experts_per_token, 2 * shape.hidden * shape.expert_inner
     unit, strides = ("w_o", ("w_e", "w_i")) if backward else ("w_i", ("w_e", "w_o"))
     return Case(
         name=name,
@@ -179,5 +184,5 @@ def _rows(shape: Shape, target: str, name: str, backward: bool) -> Case:
         options=options,
         aligned=("outer", "inner", "x_m", *strides),
         flops=2 * rows * matrix,
-        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + shape.expert_inner),
+        bytes=2 * shape.experts * matrix + 2 * rows * (shape.hidden + 2 * shape.expert_inner),
     )

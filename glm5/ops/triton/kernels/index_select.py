@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_decode import paged_place
 
 QUERIES_PER_LAUNCH = 4096
@@ -109,7 +109,7 @@ def index_select_kernel(
     J: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     TOPK: tl.constexpr, SLOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    # A program's queries are of one sequence: blocks of Q queries per sequence, the last one partly empty.
+    # Blocks of Q queries of one batch entry, the last one partly empty.
     block = offset + tl.program_id(0)
     part = tl.program_id(1)
     per_block = tl.cdiv(per_sequence, Q)
@@ -132,33 +132,43 @@ def index_select_kernel(
     first = (tl.program_id(0) * tl.num_programs(1) + part) * Q
     count = tl.zeros([Q], tl.int32)
     threshold = tl.zeros([Q], tl.uint32)
-    begin = tl.min(low, 0) + part * part_keys
-    stop = tl.minimum(tl.max(high, 0), begin + part_keys)
-    # Nothing needs a score if every query takes all its keys.
-    scored = tl.max(tl.where(exists, high - low, 0), 0) > TOPK
-    for at_key in range(begin, stop, TILE):
-        key = at_key + tl.arange(0, TILE)
-        valid = (key[:, None] >= low[None, :]) & (key[:, None] < tl.minimum(high, stop)[None, :])
-        values = tl.full([TILE, Q], 1, tl.uint32)
-        if scored:
-            if PAGED:
-                row = tl.load(rows + sequence * per_sequence).to(tl.int32)
-                place = paged_place(tl.where(key < stop, key, -1), row, table, per_row, SHIFT, SIZE)
-            else:
-                place = tl.where(key < stop, sequence * keys + key, -1)
-            source = k + place.to(tl.int64)[:, None] * D + lane[None, :]
-            tile = tl.load(source, mask=(place >= 0)[:, None] & (lane < D)[None, :], other=0.0)
-            dots = tl.dot(tile, queries, input_precision="ieee").to(tl.float32)
-            dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-            if HEADS > J:
-                dots = tl.where(real[None, :], dots, 0.0)  # 0 * infinity is NaN
-            total = tl.sum(tl.reshape(dots, [TILE, Q, HEADS]), 2)
-            if SCALED:
-                total *= tl.load(k_scale + place, mask=place >= 0, other=0.0)[:, None]
-            values = ordered(total)
-        count, threshold = add_candidates(
-            values, key, valid, value, position, count, threshold, first, Q, TILE, TOPK, CAPACITY
-        )
+    which = tl.arange(0, Q)
+    owner = tl.zeros([Q], tl.int32)
+    if PAGED:
+        owner = tl.load(rows + query, mask=exists, other=-1).to(tl.int32)
+    # Over pages, a block may have queries of several sequences: each sequence is one run over its own keys.
+    for run in range(Q if PAGED else 1):
+        row = tl.sum(tl.where(which == run, owner, 0), 0)
+        mine = exists & (owner == row)
+        own_low, own_high = tl.where(mine, low, 2147483647), tl.where(mine, high, 0)
+        begin = tl.min(own_low, 0) + part * part_keys
+        stop = tl.minimum(tl.max(own_high, 0), begin + part_keys)
+        # Its first query starts the run. (A query that does not exist has none.)
+        stop = tl.where(tl.min(tl.where(mine, which, Q), 0) == run, stop, begin)
+        # Nothing needs a score if every query takes all its keys.
+        scored = tl.max(tl.where(mine, high - low, 0), 0) > TOPK
+        for at_key in range(begin, stop, TILE):
+            key = at_key + tl.arange(0, TILE)
+            valid = (key[:, None] >= own_low[None, :]) & (key[:, None] < tl.minimum(own_high, stop)[None, :])
+            values = tl.full([TILE, Q], 1, tl.uint32)
+            if scored:
+                if PAGED:
+                    place = paged_place(tl.where(key < stop, key, -1), row, table, per_row, SHIFT, SIZE)
+                else:
+                    place = tl.where(key < stop, sequence * keys + key, -1)
+                source = k + place.to(tl.int64)[:, None] * D + lane[None, :]
+                tile = tl.load(source, mask=(place >= 0)[:, None] & (lane < D)[None, :], other=0.0)
+                dots = tl.dot(tile, queries, input_precision="ieee").to(tl.float32)
+                dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+                if HEADS > J:
+                    dots = tl.where(real[None, :], dots, 0.0)  # 0 * infinity is NaN
+                total = tl.sum(tl.reshape(dots, [TILE, Q, HEADS]), 2)
+                if SCALED:
+                    total *= tl.load(k_scale + place, mask=place >= 0, other=0.0)[:, None]
+                values = ordered(total)
+            count, threshold = add_candidates(
+                values, key, valid, value, position, count, threshold, first, Q, TILE, TOPK, CAPACITY
+            )
     count, threshold = keep_best(value, position, count, threshold, first, Q, TOPK, CAPACITY)
     if SPLIT:
         tl.store(counts + first + tl.arange(0, Q), count)
@@ -207,8 +217,11 @@ def merge_candidates_kernel(
     write_best(position, count, own, out, query + tl.zeros([1], tl.int32), exists, 1, TOPK, SLOTS, CAPACITY)
 
 
-def blocks(target: str, queries: int, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, queries: int, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. Several queries share a tile of keys, or its loads would be the limit."""
+    if bits == 32:
+        # A tile must not be smaller than a wave of gfx942.
+        return {"Q": 1, "HEADS": power_of_two(heads), "TILE": 64 if target == "gfx942" else 16}, SMALL
     most, tile, stages = {"sm_90": (4, 64, 3), "sm_100": (4, 64, 3), "gfx942": (4, 64, 1)}[target]
     block = power_of_two(heads)
     return {"Q": min(most, power_of_two(queries, 1)), "HEADS": block, "TILE": tile}, {
@@ -249,7 +262,9 @@ def index_select(
     out = torch.empty(batch, length, topk, dtype=torch.long, device=q.device)
     pages = (start, start, 0, 0, 1) if rows is None or table is None else (rows, table, per_row, shift, size)
     held = k.shape[1] if table is None else per_row * size
-    sizes, options = blocks(target_of(q.device), length, heads)
+    # A few queries over pages are most likely of as many sequences, in decoding: they share no keys.
+    alone = table is not None and batch * length <= PROGRAMS
+    sizes, options = blocks(target_of(q.device), 1 if alone else length, heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     limits = capacities(topk, sizes["TILE"])
     count = batch * triton.cdiv(length, sizes["Q"])
@@ -286,7 +301,7 @@ def select_8bit(q: Tensor, k: Tensor, k_scale: Tensor, *args: Any) -> Tensor:
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.queries, shape.index_heads)
+    sizes, options = blocks(target, shape.queries, shape.index_heads, shape.bits)
     pairs = shape.queries * shape.context
     return Case(
         name="index_select",
@@ -309,8 +324,9 @@ def case(shape: Shape, target: str) -> Case:
 
 
 def helpers(shape: Shape, target: str) -> list[Case]:
-    """The kernel with 8-bit scores, and the one that selects from the candidates of several programs, in decoding."""
-    sizes, _ = blocks(target, 1, shape.index_heads)
+    """The kernel with 8-bit scores, that over pages with many and with few queries, and the one that selects from the
+    candidates of several programs."""
+    sizes, _ = blocks(target, 1, shape.index_heads, shape.bits)
     parts = triton.cdiv(shape.context, KEYS_PER_PART)
     merge = Case(
         name="merge_candidates",
@@ -338,4 +354,10 @@ def helpers(shape: Shape, target: str) -> list[Case]:
         )
         for name, kind in (("fp8", fp8), ("int8", "*i8"))
     ]
-    return [*scaled, merge]
+    pages = {**plain.constants, "PAGED": True, "SHIFT": 6, "SIZE": 64}
+    flops = plain.flops * shape.sequences // shape.queries
+    moved = shape.sequences * (plain.bytes // shape.queries + 2 * shape.context * shape.index_dim)
+    paged = replace(plain, name="index_select_paged", constants=pages)
+    alone = {**pages, **sizes, "SPLIT": True}
+    decode = replace(plain, name="index_select_decode", constants=alone, flops=flops, bytes=moved)
+    return [*scaled, paged, decode, merge]

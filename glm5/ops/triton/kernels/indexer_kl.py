@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E
 
 BLOCK_QUERIES = 512
@@ -187,8 +187,10 @@ def kl_keys_kernel(
     tl.store(to, tl.load(to, mask=mask, other=0.0) + acc, mask=mask)
 
 
-def blocks(target: str) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options."""
+    if bits == 32:
+        return {"QUERIES": 16, "TILE": 16}, SMALL
     if target == "gfx942":
         return {"QUERIES": 32, "TILE": 32}, {"num_warps": 4, "num_stages": 1}
     return {"QUERIES": 64, "TILE": 64}, {"num_warps": 8, "num_stages": 2}
@@ -224,7 +226,7 @@ def indexer_kl(
     value, grad_q, grad_w = torch.empty_like(weight), torch.empty_like(index_q), torch.empty_like(index_w)
     grad_k = torch.zeros(index_k.shape, dtype=torch.float32, device=index_k.device)
     lse = weight.new_empty(batch, q.shape[1], length)
-    sizes, options = blocks(target_of(q.device))
+    sizes, options = blocks(target_of(q.device), bits_of(q))
     sizes = tiles or sizes
     strides = (*q.stride()[:3], *k.stride()[:3])
     attention = dict(N=q.shape[1], H=q.shape[3], WIDTH=power_of_two(q.shape[3]))
@@ -267,7 +269,7 @@ def indexer_kl(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target)
+    sizes, options = blocks(target, shape.bits)
     pairs = BLOCK_QUERIES * shape.context
     return Case(
         name="kl_tiles",
@@ -295,7 +297,7 @@ def _attention(shape: Shape) -> dict[str, int]:
 
 def helpers(shape: Shape, target: str) -> list[Case]:
     """The other kernels of a block of queries."""
-    sizes, options = blocks(target)
+    sizes, options = blocks(target, shape.bits)
     pairs, indexer = BLOCK_QUERIES * shape.context, shape.index_heads * shape.index_dim
     where = dict(first="i32", last="i32", length="i32", keys="i32")
     inputs = dict(index_q="*bf16", index_k="*bf16", index_w="*fp32", grad="*fp32", start="*i64", end="*i64")

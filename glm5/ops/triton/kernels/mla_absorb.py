@@ -83,7 +83,7 @@ def mla_absorb(q: Tensor, up: Tensor, index_q: Tensor | None, cos: Tensor, sin: 
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, torch.bfloat16)
+    sizes, options = blocks(target, torch.float32 if shape.bits == 32 else torch.bfloat16)
     product = shape.heads * shape.nope * shape.latent
     width = shape.heads * (shape.nope + 2 * shape.rope + shape.latent) + 2 * shape.index_heads * shape.index_dim
     return Case(

@@ -134,7 +134,7 @@ STRIDES = {f"{x}_{dim}": "i32" for x in "qkv" for dim in "bnt"}
 
 def case(shape: Shape, target: str) -> Case:
     """One causal row of `shape.queries` tokens."""
-    sizes, options = launch(TILES, target, max(shape.head_dim, shape.value), 16)
+    sizes, options = launch(TILES, target, max(shape.head_dim, shape.value), shape.bits)
     pairs = shape.queries * (shape.queries + 1) // 2
     return Case(
         name="range_attention",

@@ -195,7 +195,7 @@ STRIDES = {**STRIDES, "g_b": "i32", "g_n": "i32", "g_t": "i32"}
 
 def case(shape: Shape, target: str) -> Case:
     """The kernel that owns queries, for one causal row of `shape.queries` tokens."""
-    sizes, options = launch(TILES_Q, target, max(shape.head_dim, shape.value), 16)
+    sizes, options = launch(TILES_Q, target, max(shape.head_dim, shape.value), shape.bits)
     pairs = shape.queries * (shape.queries + 1) // 2
     return Case(
         name="range_attention_backward",
@@ -212,9 +212,9 @@ def case(shape: Shape, target: str) -> Case:
 def helpers(shape: Shape, target: str) -> list[Case]:
     """The kernel that owns keys, for gradients of keys and values or of either."""
     width, pairs = max(shape.head_dim, shape.value), shape.queries * (shape.queries + 1) // 2
-    covered = launch(TILES_Q, target, width, 16)[0]["QUERIES"]
+    covered = launch(TILES_Q, target, width, shape.bits)[0]["QUERIES"]
     found = []
-    for sizes, options in launches(target, width, 16):
+    for sizes, options in launches(target, width, shape.bits):
         products = sizes["KEYS"] * (shape.head_dim + shape.value) + sizes["VALUES"] * shape.value
         written = sizes["KEYS"] * shape.head_dim + sizes["VALUES"] * shape.value
         name = "range_backward_kv" if sizes["KEYS"] and sizes["VALUES"] else f"range_backward_{'vk'[sizes['KEYS']]}"

@@ -26,7 +26,8 @@ def rope_kernel(
     s = tl.load(sin + token * PAIRS + inside // 2, mask=turns, other=0.0) * sign
     s = tl.where(inside & 1 == 1, s, -s)
     mask = (head < H)[:, None] & (column < D)[None, :]
-    at = x + token * token_stride + head[:, None] * head_stride
+    # Gradients come with heads as far apart as all tokens.
+    at = x + token * token_stride + head.to(tl.int64)[:, None] * head_stride
     own = tl.load(at + column[None, :], mask=mask, other=0.0)
     other = tl.load(at + partner[None, :], mask=mask & turns[None, :], other=0.0).to(tl.float32)
     turned = own.to(tl.float32) * c[None, :] + other * s[None, :]
@@ -35,9 +36,9 @@ def rope_kernel(
 
 
 def blocks(heads: int, dim: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes and launch options: about 4096 numbers per program."""
+    """Sizes and launch options: about 2048 numbers per program."""
     width = power_of_two(dim)
-    block = min(power_of_two(heads, 1), max(1, 4096 // width))
+    block = min(power_of_two(heads, 1), max(1, 2048 // width))
     return {"H": heads, "D": dim, "HEADS": block, "WIDTH": width}, {"num_warps": 4}
 
 

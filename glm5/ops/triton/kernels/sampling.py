@@ -17,6 +17,9 @@ from glm5.ops.triton.kernels.route import ascending
 TILE = 8192
 """Tokens that a program reads at a time."""
 WARPS = 16
+OPTIONS = dict(num_warps=WARPS, enable_fp_fusion=False)
+"""A product and a difference fused into one operation round once: the largest log-probability would then not be the
+largest logit's minus the normaliser, and with min-p 1 no token at all might remain."""
 
 
 @triton.jit
@@ -118,7 +121,10 @@ def sampling_logprobs_kernel(logits, scales, min_p, top_k, top_p, out, V, stride
         same = (key == least) & (column < V)
         kept = (key > least) | (same & (found + tl.cumsum(same.to(tl.int32), 0) <= ties))
         found += tl.sum(same.to(tl.int32), 0)
-        tl.store(out + column, tl.where(kept, logp - norm, float("-inf")), mask=column < V)
+        value = tl.where(kept, logp - norm, float("-inf"))
+        # A row with NaN or infinity, or without a possible token, is NaN as a whole.
+        value = tl.where(tl.abs(level) < float("inf"), value, float("nan"))
+        tl.store(out + column, value, mask=column < V)
 
 
 @triton.jit
@@ -154,7 +160,7 @@ def sampling_logprobs(logits: Tensor, scale: Tensor, min_p: Tensor, top_k: Tenso
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     sampling_logprobs_kernel[(logits.shape[0],)](
-        logits, scale, min_p, top_k, top_p, out, logits.shape[1], logits.stride(0), TILE=TILE, num_warps=WARPS
+        logits, scale, min_p, top_k, top_p, out, logits.shape[1], logits.stride(0), TILE=TILE, **OPTIONS
     )
     return out
 
@@ -178,7 +184,7 @@ def case(shape: Shape, target: str) -> Case:
             **dict(V="i32", stride="i32"),
         },
         constants=dict(TILE=TILE),
-        options=dict(num_warps=WARPS),
+        options=OPTIONS,
         flops=4 * passes * shape.sequences * shape.vocabulary,
         bytes=8 * shape.sequences * shape.vocabulary,  # further passes find a row in the cache
         tensor_cores=False,

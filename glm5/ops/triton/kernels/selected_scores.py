@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_backward import BLOCK_BYTES, add_columns, add_in_order
 from glm5.ops.triton.kernels.sparse_forward import load_heads, load_rows
 
@@ -71,8 +71,10 @@ def selected_scores_backward_kernel(
     tl.store(grad_w + query.to(tl.int64) * J + head, acc_w, mask=head < J)
 
 
-def blocks(target: str, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options."""
+    if bits == 32:
+        return {"HEADS": power_of_two(heads), "TILE": 16}, SMALL
     tile, stages = (64, 2) if target != "gfx942" else (64, 1)
     return {"HEADS": power_of_two(heads), "TILE": tile}, {"num_warps": 4, "num_stages": stages}
 
@@ -82,7 +84,7 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, tile: int 
     0 in empty slots."""
     batch, queries, heads, dim = q.shape
     out = torch.empty(indices.shape, dtype=torch.float32, device=q.device)
-    sizes, options = blocks(target_of(q.device), heads)
+    sizes, options = blocks(target_of(q.device), heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     selected_scores_kernel[(batch * queries, triton.cdiv(indices.shape[2], sizes["TILE"]))](
         q, k, w, indices, out, indices.shape[2], queries, k.shape[1], dim**-0.5,
@@ -108,7 +110,7 @@ def selected_scores_backward(
     slots = indices.shape[2]
     grad_q, grad_w = torch.empty_like(q), torch.empty_like(w)
     grad_k = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
-    sizes, options = blocks(target_of(q.device), heads)
+    sizes, options = blocks(target_of(q.device), heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     step = max(1, block_bytes // (4 * slots * dim)) if ordered else batch * queries
     base = torch.arange(batch, device=q.device).view(-1, 1, 1) * k.shape[1]
@@ -126,7 +128,7 @@ def selected_scores_backward(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.index_heads)
+    sizes, options = blocks(target, shape.index_heads, shape.bits)
     pairs = shape.queries * shape.topk
     return Case(
         name="selected_scores",

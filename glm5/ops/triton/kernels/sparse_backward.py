@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_backward_q import sparse_backward_q
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E
 
@@ -121,8 +121,10 @@ def add_in_order(values: Tensor, places: Tensor, total: Tensor) -> None:
     )
 
 
-def blocks(target: str, heads: int, latent: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, heads: int, latent: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. Columns of the latents pass through shared memory in parts."""
+    if bits == 32:
+        return {"HEADS": 16, "COLUMNS": min(power_of_two(latent), 64), "TILE": 16}, SMALL
     columns = min(power_of_two(latent), {"sm_90": 128, "sm_100": 128, "gfx942": 64}[target])
     tile, stages = (64, 2) if target != "gfx942" else (32, 1)
     block = min(power_of_two(heads), 64)
@@ -150,7 +152,7 @@ def sparse_backward(
     delta = (out.float() * grad.float()).sum(-1)  # instead of another pass over the keys; `out` was rounded
     grad_q = torch.empty_like(q)
     grad_rows = torch.zeros(latents.shape, dtype=torch.float32, device=q.device)
-    sizes, options = blocks(target_of(q.device), heads, value_dim)
+    sizes, options = blocks(target_of(q.device), heads, value_dim, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     each = slots * (heads * q.element_size() + (4 * width if ordered else 0))
     step = max(1, block_bytes // each)
@@ -172,7 +174,7 @@ def sparse_backward(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.heads, shape.latent)
+    sizes, options = blocks(target, shape.heads, shape.latent, shape.bits)
     width = shape.latent + shape.rope
     pairs = shape.queries * shape.topk
     return Case(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, target_of
+from glm5.ops.triton import Case, Shape, bits_of, target_of
 from glm5.ops.triton.kernels.sparse_forward import blocks, constants, load_rows
 
 
@@ -48,7 +48,7 @@ def sparse_backward_q(
     """Write the gradients of queries first, first + 1, ... (in flat order) into grad_q [B, T, N, C + R]; grad_scores
     [count, N, K] of these, latents [B, S, C + R], indices int64 [B, T, K]."""
     count, heads, slots = grad_scores.shape
-    sizes, options = blocks(target_of(grad_q.device), heads)
+    sizes, options = blocks(target_of(grad_q.device), heads, bits_of(grad_q))
     sparse_backward_q_kernel[(count, triton.cdiv(heads, sizes["HEADS"]))](
         grad_scores, latents, indices, grad_q, first, slots, indices.shape[1], latents.shape[1],
         **constants(heads, value_dim, grad_q.shape[3] - value_dim), **sizes, **options,
@@ -56,7 +56,7 @@ def sparse_backward_q(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.heads)
+    sizes, options = blocks(target, shape.heads, shape.bits)
     width = shape.latent + shape.rope
     pairs = shape.queries * shape.topk
     return Case(

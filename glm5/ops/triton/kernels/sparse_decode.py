@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.ops.pages import WHOLE
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E, attend_tile, constants, load_heads, load_rows, store_heads
 
 KEYS_PER_PART = 256
@@ -85,9 +85,11 @@ def merge_parts_kernel(
     tl.store(lse + query * N + head, tl.where(none, float("-inf"), base + tl.log2(total)))
 
 
-def blocks(target: str, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. Few heads are padded to 16, what the matrix units take. Tiles of 64 would spill
     on sm_90 with 64 heads: finding a page takes registers."""
+    if bits == 32:
+        return {"HEADS": 16, "TILE": 16}, SMALL
     most, tile, stages = {"sm_90": (64, 32, 2), "sm_100": (64, 32, 2), "gfx942": (16, 32, 1)}[target]
     block = min(power_of_two(heads), most)
     return {"HEADS": block, "TILE": tile}, {"num_warps": 8 if block == 64 else 4, "num_stages": stages}
@@ -114,7 +116,7 @@ def sparse_decode(
     many = parts > 1
     part_out = q.new_empty(batch * queries, parts, heads, value_dim, dtype=torch.float32) if many else out
     part_lse = q.new_empty(batch * queries, parts, heads, dtype=torch.float32) if many else lse
-    sizes, options = blocks(target_of(q.device), heads)
+    sizes, options = blocks(target_of(q.device), heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     sparse_decode_kernel[(batch * queries, triton.cdiv(heads, sizes["HEADS"]), parts)](
         q, pool, indices, rows, table, per_row, part_out, part_lse, slots, scale * LOG2_E,
@@ -129,7 +131,7 @@ def sparse_decode(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.heads)
+    sizes, options = blocks(target, shape.heads, shape.bits)
     width = shape.latent + shape.rope
     pairs = shape.sequences * shape.topk
     parts = max(1, triton.cdiv(shape.topk, KEYS_PER_PART))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
 
 LOG2_E = 1.4426950408889634
 """Scores are multiplied by this, because exp2 is one instruction and exp is two."""
@@ -89,9 +89,11 @@ def sparse_forward_kernel(
     store_heads(out, lse, query.to(tl.int64), head, best, total, acc, N, C, LATENT)
 
 
-def blocks(target: str, heads: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks(target: str, heads: int, bits: int = 16) -> tuple[dict[str, int], dict[str, int]]:
     """Tile sizes and launch options. With 64 heads, the accumulator of [64, 512] fills half of the registers of 8
     warps (on sm_100, the tensor memory); wave64 with 64 KiB of LDS has room for 16 heads."""
+    if bits == 32:
+        return {"HEADS": 16, "TILE": 16}, SMALL
     most, tile, stages = {"sm_90": (64, 64, 2), "sm_100": (64, 32, 2), "gfx942": (16, 32, 1)}[target]
     block = min(power_of_two(heads), most)
     return {"HEADS": block, "TILE": tile}, {"num_warps": 8 if block == 64 else 4, "num_stages": stages}
@@ -110,7 +112,7 @@ def sparse_forward(
     batch, queries, heads, width = q.shape
     out = q.new_empty(batch, queries, heads, value_dim)
     lse = q.new_empty(batch, queries, heads, dtype=torch.float32)
-    sizes, options = blocks(target_of(q.device), heads)
+    sizes, options = blocks(target_of(q.device), heads, bits_of(q))
     sizes["TILE"] = tile or sizes["TILE"]
     sparse_forward_kernel[(batch * queries, triton.cdiv(heads, sizes["HEADS"]))](
         q, latents, indices, out, lse, indices.shape[2], queries, latents.shape[1], scale * LOG2_E,
@@ -120,7 +122,7 @@ def sparse_forward(
 
 
 def case(shape: Shape, target: str) -> Case:
-    sizes, options = blocks(target, shape.heads)
+    sizes, options = blocks(target, shape.heads, shape.bits)
     width = shape.latent + shape.rope
     pairs = shape.queries * shape.topk
     return Case(

@@ -41,7 +41,9 @@ def logit_stats_kernel(logits, targets, chosen, entropy, normaliser, vocabulary,
         best = highest
     level = tl.where(best == float("-inf"), 0.0, best) + tl.log(total)
     target = tl.load(targets + row)
-    own = tl.load(logits + row * stride + target).to(tl.float32) * scale
+    # A target that is no token reads nothing. The torch form stops with an error there, a kernel cannot.
+    exists = (target >= 0) & (target < vocabulary)
+    own = tl.load(logits + row * stride + target, mask=exists, other=float("nan")).to(tl.float32) * scale
     tl.store(chosen + row, own - level)
     tl.store(entropy + row, tl.log(total) - inner / total)
     tl.store(normaliser + row, level)
@@ -59,8 +61,8 @@ def logit_gradient_kernel(logits, targets, normaliser, grad, out, vocabulary, st
 
 
 def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [M, V], targets int64 [M] -> log softmax(scale * logits) at the targets, the entropy of that distribution
-    and log sum exp(scale * logits), [M] each in fp32."""
+    """logits [M, V], targets int64 [M] -> log softmax(scale * logits) at the targets (NaN for one that is no token),
+    the entropy of that distribution and log sum exp(scale * logits), [M] each in fp32."""
     logits, rows = logits if logits.stride(1) == 1 else logits.contiguous(), logits.shape[0]
     chosen, entropy, normaliser = torch.empty(3, rows, dtype=torch.float32, device=logits.device).unbind()
     logit_stats_kernel[(rows,)](
