@@ -29,7 +29,9 @@ TINY = Shape(
     heads=2, latent=16, rope=4, topk=6, index_heads=2, index_dim=8, nope=8, value=8, query_latent=12, hidden=24,
     inner=16, experts=4, experts_per_token=2, expert_inner=8, vocabulary=50, queries=5, context=128, sequences=2,
 )  # fmt: skip
+sys.path.insert(0, str(FILE.parent))
 GPU = runpy.run_path(str(FILE), run_name="gpu")
+sys.path.remove(str(FILE.parent))
 
 
 @pytest.mark.parametrize("name", GPU["WORK"])
