@@ -8,6 +8,7 @@ for its device: shapes may depend on shapes only, and no number is read back.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ DEVICE_ELEMENTS = 1 << 28
 DEVICE_QUERIES = 512
 """Most queries per block on an accelerator: a block [queries, keys] stays linear in the length."""
 
+log = logging.getLogger("glm5.kernels")
 LIBRARY = torch.library.Library("glm5", "DEF")
 TORCH_FORMS: dict[str, Callable[..., Any]] = {}
 """The torch form of every operator that has one, by name."""
@@ -84,14 +86,23 @@ def _triton_kernel(module: str, function: str) -> Function:
 
 
 def _on_gpu(kernel: Function, form: Function) -> Function:
-    """By the kernel, unless it is about nothing or in fp64."""
+    """By the kernel, unless the tensors are empty or in fp64, or the GPU is too small for it."""
+    too_large: set[torch.dtype] = set()
 
     def run(*arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if not all(x.numel() and x.dtype != torch.float64 for x in tensors):
+        dtype = tensors[0].dtype
+        if dtype in too_large or not all(x.numel() and x.dtype != torch.float64 for x in tensors):
             return form(*arguments)
-        with torch.cuda.device(tensors[0].device):  # Triton launches on the current GPU, whatever the tensors are on
-            return kernel(*arguments)
+        try:
+            with torch.cuda.device(tensors[0].device):  # Triton launches on the current GPU, wherever the tensors are
+                return kernel(*arguments)
+        except Exception as error:
+            if type(error).__name__ != "OutOfResources":  # of Triton, which is not imported here
+                raise
+            too_large.add(dtype)
+            log.warning("A kernel for %s does not fit this GPU; torch computes instead, more slowly: %s", dtype, error)
+            return form(*arguments)
 
     return run
 

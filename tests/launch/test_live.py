@@ -78,6 +78,7 @@ def test_an_interrupt_leaves_nothing_behind(live: Make) -> None:
     run.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_task_service_comes_leaves_and_comes_again(live: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent of a user's own program is trained on, over HTTP; its process is killed once."""
     monkeypatch.setenv("GLM5_ADMIN_KEY", "key-for-this-test-only")

@@ -23,6 +23,8 @@ from glm5.ops.operators import TRITON_KERNELS
 from glm5.ops.triton import Shape
 from tests.ops.triton import interpreter  # noqa: F401 - prepares the interpreter
 
+from triton.runtime.errors import OutOfResources  # isort: skip - after the interpreter was set up
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FILE = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 TINY = Shape(
@@ -114,3 +116,24 @@ def test_a_kernel_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch
     run = operators._on_gpu(lambda _: on[-1], lambda _: "torch form")
     assert run(torch.ones(2)) == torch.device("cpu") and on[-1] is None
     assert run(torch.ones(0)) == run(torch.ones(2, dtype=torch.float64)) == "torch form"
+
+
+def test_a_kernel_that_does_not_fit_a_gpu_leaves_the_work_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    tried: list[torch.dtype] = []
+
+    def kernel(x: Tensor) -> str:
+        tried.append(x.dtype)
+        if x.dtype == torch.float32:
+            raise OutOfResources(300_000, 100_000, "shared memory")
+        if x.dtype == torch.float16:
+            raise ValueError("something else")
+        return "kernel"
+
+    run = operators._on_gpu(kernel, lambda _: "torch form")
+    assert [run(torch.ones(2)) for _ in range(3)] == ["torch form"] * 3 and tried == [torch.float32]
+    assert run(torch.ones(2, dtype=torch.bfloat16)) == "kernel" and len(caplog.records) == 1
+    with pytest.raises(ValueError, match="something else"):
+        run(torch.ones(2, dtype=torch.float16))

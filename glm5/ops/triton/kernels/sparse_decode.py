@@ -62,20 +62,18 @@ def sparse_decode_kernel(
 
 
 @triton.jit
-def merge_parts_kernel(
-    parts, part_lse, out, lse, PARTS: tl.constexpr, N: tl.constexpr, C: tl.constexpr, LATENT: tl.constexpr
-):
+def merge_parts_kernel(parts, part_lse, out, lse, count, N: tl.constexpr, C: tl.constexpr, LATENT: tl.constexpr):
     """One head of one query: the parts' outputs, weighted by their softmax sums, in the order of the keys."""
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, LATENT)
     best = tl.full([], float("-inf"), tl.float32)
-    for part in range(PARTS):
-        best = tl.maximum(best, tl.load(part_lse + (query * PARTS + part) * N + head))
+    for part in range(count):
+        best = tl.maximum(best, tl.load(part_lse + (query * count + part) * N + head))
     base = tl.where(best == float("-inf"), 0.0, best)
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([LATENT], tl.float32)
-    for part in range(PARTS):
-        at = (query * PARTS + part) * N + head
+    for part in range(count):
+        at = (query * count + part) * N + head
         weight = tl.exp2(tl.load(part_lse + at) - base)
         total += weight
         acc += weight * tl.load(parts + at * C + column, mask=column < C, other=0.0)
@@ -125,7 +123,7 @@ def sparse_decode(
     )  # fmt: skip
     if many:
         merge_parts_kernel[(batch * queries, heads)](
-            part_out, part_lse, out, lse, PARTS=parts, N=heads, C=value_dim, LATENT=power_of_two(value_dim), num_warps=4
+            part_out, part_lse, out, lse, parts, N=heads, C=value_dim, LATENT=power_of_two(value_dim), num_warps=4
         )
     return out, lse
 
@@ -157,8 +155,8 @@ def helpers(shape: Shape, target: str) -> list[Case]:
     merge = Case(
         name="merge_parts",
         function=merge_parts_kernel,
-        types=dict(parts="*fp32", part_lse="*fp32", out="*bf16", lse="*fp32"),
-        constants=dict(PARTS=parts, N=shape.heads, C=shape.latent, LATENT=power_of_two(shape.latent)),
+        types=dict(parts="*fp32", part_lse="*fp32", out="*bf16", lse="*fp32", count="i32"),
+        constants=dict(N=shape.heads, C=shape.latent, LATENT=power_of_two(shape.latent)),
         options=dict(num_warps=4),
         flops=2 * rows * parts * shape.latent,
         bytes=rows * (4 * parts * (shape.latent + 1) + 2 * shape.latent + 4),
