@@ -3,6 +3,7 @@ GPUs round to nearest, so both are replaced here by torch's arithmetic."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm5.ops import native
 from glm5.ops.operators import TRITON_KERNELS
+from glm5.ops.triton.compiled import KERNELS
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -60,6 +62,8 @@ def _repair() -> None:
 
 
 _repair()
+for _name in KERNELS:  # kernels are interpreted or compiled as the environment says when they are imported
+    importlib.import_module(f"glm5.ops.triton.kernels.{_name}")
 
 
 def examples(*strategies: Any, fast: int = 10, slow: int = 100) -> Callable[[Any], tuple[Any, Any]]:
