@@ -60,11 +60,12 @@ def torch_form(name: str, triton: str = "") -> Callable[[Function], Function]:
     "module.function", or "module" if both have one name."""
 
     def decorate(function: Function) -> Function:
-        LIBRARY.impl(name, _contiguous(function), "CompositeExplicitAutograd")
+        form = _contiguous(function)
+        LIBRARY.impl(name, form, "CompositeExplicitAutograd")
         TORCH_FORMS[name] = function
         if triton:
             TRITON_KERNELS[name] = kernel = _triton_kernel(*triton.rpartition(".")[::2])
-            LIBRARY.impl(name, _on_gpu(kernel, _contiguous(function)), "CUDA")
+            LIBRARY.impl(name, _on_gpu(kernel, form), "CUDA")
         return function
 
     return decorate

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -111,3 +112,8 @@ def bits_of(x: torch.Tensor) -> int:
 def power_of_two(n: int, least: int = 16) -> int:
     """The smallest power of two that is at least `n` and `least` (matrix units need 16)."""
     return max(least, 1 << (n - 1).bit_length())
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """`x` with the elements of a row side by side; its rows may be apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import Case, Shape, power_of_two, target_of, unit_rows
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def grouped_rows(x: Tensor, weight: Tensor, bounds: Tensor, tiles: dict[str, int
     (rows, inner), (experts, outer) = x.shape, weight.shape[:2]
     if _torch_takes(x, weight, inner, outer):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=bounds.narrow(0, 1, experts))
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = unit_rows(x)
     out = x.new_empty(rows, outer)
     sizes, options = blocks(target_of(x.device), 8 * x.element_size())
     sizes = tiles or sizes
@@ -133,7 +133,7 @@ def grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor, tiles: dict[str, in
     # On Blackwell, torch leaves the gradients of experts without rows as they are in memory (pytorch issue 172439).
     if _torch_takes(x, grad, inner, outer, on=(HOPPER,)):
         return torch._grouped_mm(grad.T, x, offs=bounds.narrow(0, 1, experts))
-    grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
+    grad, x = map(unit_rows, (grad, x))
     out = x.new_empty(experts, outer, inner)
     sizes, options = blocks(target_of(x.device), 8 * x.element_size())
     sizes = _of_weights(tiles or sizes)

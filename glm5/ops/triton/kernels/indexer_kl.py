@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of
+from glm5.ops.triton import SMALL, Case, Shape, bits_of, power_of_two, target_of, unit_rows
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E
 
 BLOCK_QUERIES = 512
@@ -220,7 +220,7 @@ def indexer_kl(
     index_q, index_k, index_w, start, end, weight = (
         x.contiguous() for x in (index_q, index_k, index_w, start, end, weight)
     )
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = map(unit_rows, (q, k))
     batch, length, heads, dim = index_q.shape
     keys, width = k.shape[2], power_of_two(dim)
     value, grad_q, grad_w = torch.empty_like(weight), torch.empty_like(index_q), torch.empty_like(index_w)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import Case, Shape, power_of_two, target_of, unit_rows
 from glm5.ops.triton.kernels.mla_latents import turn_rows
 
 
@@ -69,7 +69,7 @@ def mla_absorb(q: Tensor, up: Tensor, index_q: Tensor | None, cos: Tensor, sin: 
     """The arguments and results of `glm5.ops.mlapo.mla_absorb`; no strided `up` is copied."""
     tokens, heads, width = q.shape
     _, nope, latent = up.shape
-    q, cos, sin, up = q.contiguous(), cos.contiguous(), sin.contiguous(), up if up.stride(2) == 1 else up.contiguous()
+    q, cos, sin, up = q.contiguous(), cos.contiguous(), sin.contiguous(), unit_rows(up)
     out = q.new_empty(tokens, heads, latent + width - nope)
     index = q.new_empty(0, 0, 1) if index_q is None else index_q.contiguous()
     turned = torch.empty_like(index)

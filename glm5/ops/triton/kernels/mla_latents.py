@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two
+from glm5.ops.triton import Case, Shape, power_of_two, unit_rows
 
 
 @triton.jit
@@ -95,11 +95,6 @@ def mla_latents_kernel(
         tl.store(out_w + own * J + head, weight * w_scale, mask=head < J)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`x` with elements side by side; its rows may be apart."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def constants(query: int, latent: int, rope: int, index_dim: int, index_heads: int) -> dict[str, int]:
     """Sizes of the model, and its widths padded to powers of two."""
     return {
@@ -125,10 +120,10 @@ def mla_latents(
 ) -> tuple[Tensor, Tensor]:
     """The arguments and results of `glm5.ops.mlapo.mla_latents`. `latents` and `index_keys` are contiguous."""
     tokens, rank, latent = q.shape[0], q.shape[1], kv_norm.shape[0]
-    q, kv, cos, sin = _rows(q), _rows(kv), cos.contiguous(), sin.contiguous()
+    q, kv, cos, sin = unit_rows(q), unit_rows(kv), cos.contiguous(), sin.contiguous()
     pool = latents.view(-1, latents.shape[-1])
     keys = pool if index_keys is None else index_keys.view(-1, index_keys.shape[-1])
-    index_k, index_w, norm, bias = (_rows(x) for x in index) if index else (kv, kv, kv_norm, kv_norm)
+    index_k, index_w, norm, bias = map(unit_rows, index) if index else (kv, kv, kv_norm, kv_norm)
     dim, heads = (index_k.shape[1], index_w.shape[1]) if index else (1, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     weights = torch.empty(index_w.shape if index else 0, dtype=torch.float32, device=q.device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two, target_of
+from glm5.ops.triton import Case, Shape, power_of_two, target_of, unit_rows
 from glm5.ops.triton.kernels.indexer_kl import load_2d
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E
 
@@ -96,11 +96,6 @@ def launch_for(tiles: Mapping[str, Sequence[tuple[int, ...]]], q: Tensor, v: Ten
     return launch(tiles, target_of(q.device), max(q.shape[3], v.shape[3]), 8 * q.element_size())
 
 
-def unit_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors whose last dimension has stride 1."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 def widths(width: int, value: int) -> dict[str, int]:
     """The widths of keys and values, and padded to what the matrix units take."""
     return dict(H=width, V=value, WIDTH=power_of_two(width), VALUE=power_of_two(value))
@@ -117,7 +112,7 @@ def range_attention(
 ) -> tuple[Tensor, Tensor]:
     """q [B, N, T, H], k [B, N, S, H], v [B, N, S, Hv], start and end int64 [B, T] -> outputs [B, N, T, Hv] and log sum
     exp(scores) [B, N, T] in fp32, +infinity for a query without keys; both contiguous."""
-    (q, k, v), (batch, heads, length, width) = unit_rows(q, k, v), q.shape
+    q, k, v, (batch, heads, length, width) = *map(unit_rows, (q, k, v)), q.shape
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     sizes, options = launch_for(TILES, q, v)

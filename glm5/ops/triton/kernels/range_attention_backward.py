@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, target_of
+from glm5.ops.triton import Case, Shape, target_of, unit_rows
 from glm5.ops.triton.kernels.indexer_kl import load_2d
 from glm5.ops.triton.kernels.range_attention import (
     STRIDES,
@@ -21,7 +21,6 @@ from glm5.ops.triton.kernels.range_attention import (
     cut_ranges,
     launch,
     launch_for,
-    unit_rows,
     widths,
 )
 from glm5.ops.triton.kernels.sparse_forward import LOG2_E
@@ -165,7 +164,7 @@ def range_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Arguments and results of `range_attention`, and the gradient of its output [B, N, T, Hv] -> gradients of q, k and
     v in their dtypes, contiguous."""
-    (q, k, v, grad), (batch, heads, length, width) = unit_rows(q, k, v, grad), q.shape
+    q, k, v, grad, (batch, heads, length, width) = *map(unit_rows, (q, k, v, grad)), q.shape
     start, end, out, lse = (x.contiguous() for x in (start, end, out, lse))
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     sizes, options = launch_for(TILES_Q, q, v)

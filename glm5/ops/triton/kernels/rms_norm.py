@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two
+from glm5.ops.triton import Case, Shape, power_of_two, unit_rows
 
 PROGRAMS = 512
 """Programs of the backward pass; each adds up the gradient of the weight over its own rows."""
@@ -57,8 +57,7 @@ def blocks(dim: int) -> tuple[dict[str, int], dict[str, int]]:
 
 def rows_of(x: Tensor) -> Tensor:
     """x [..., D] as rows [M, D], copied only if its rows are not equally spaced runs."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return unit_rows(x.reshape(-1, x.shape[-1]))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

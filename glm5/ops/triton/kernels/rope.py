@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape, power_of_two
+from glm5.ops.triton import Case, Shape, power_of_two, unit_rows
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, sign: float) -> Tenso
     """x [M, H, D], cos and sin [M, dim / 2] in fp32 -> [M, H, D], columns offset .. offset + dim - 1 turned by
     the angle times `sign` (1 or -1)."""
     tokens, heads, dim = x.shape
-    x = x if x.stride(2) == 1 else x.contiguous()
+    x = unit_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes, options = blocks(heads, dim)
     rope_kernel[(tokens, triton.cdiv(heads, sizes["HEADS"]))](

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape
+from glm5.ops.triton import Case, Shape, unit_rows
 from glm5.ops.triton.kernels.route import ascending
 
 TILE = 8192
@@ -29,17 +29,20 @@ def logprobs_at(logits, column, V, scale, level):
 
 
 @triton.jit
-def above(logits, V, scale, level, limit, TILE: tl.constexpr):
-    """How many tokens have a key above `limit`, and their probability."""
+def around(logits, V, scale, level, limit, TILE: tl.constexpr):
+    """How many tokens have a key above `limit`, their probability, and how many have this key."""
     count = tl.zeros([], tl.int32)
     mass = tl.zeros([], tl.float32)
+    alike = tl.zeros([], tl.int32)
     for first in range(0, V, TILE):
         column = first + tl.arange(0, TILE)
         logp = logprobs_at(logits, column, V, scale, level)
-        hit = (column < V) & (ascending(logp) > limit)
+        key = ascending(logp)
+        hit = (column < V) & (key > limit)
         count += tl.sum(hit.to(tl.int32), 0)
         mass += tl.sum(tl.where(hit, tl.exp(logp), 0.0), 0)
-    return count, mass
+        alike += tl.sum(((column < V) & (key == limit)).to(tl.int32), 0)
+    return count, mass, alike
 
 
 @triton.jit
@@ -73,7 +76,6 @@ def sampling_logprobs_kernel(logits, scales, min_p, top_k, top_p, out, V, stride
     # it. Each filter raises `least` by bisection.
     largest = ascending(best - level)
     least = ascending(tl.full([], float("-inf"), tl.float32))
-    ties = tl.full([], 0x7FFFFFFF, tl.int32)
     floor = tl.load(min_p + row) * probability(largest)
     if floor > 0.0:
         high = largest
@@ -83,36 +85,32 @@ def sampling_logprobs_kernel(logits, scales, min_p, top_k, top_p, out, V, stride
             high = tl.where(enough, at, high)
             least = tl.where(enough, least, at + 1)
     most = tl.load(top_k + row)
-    count, _mass = above(logits, V, scale, level, least - 1, TILE)
-    if most < count:
+    more, over, ties = around(logits, V, scale, level, least, TILE)
+    if most < more + ties:
         high = largest
         while least < high:
             at = middle(least, high)
-            more, over = above(logits, V, scale, level, at, TILE)
+            more, over, ties = around(logits, V, scale, level, at, TILE)
             high = tl.where(more < most, at, high)
             least = tl.where(more < most, least, at + 1)
-        more, over = above(logits, V, scale, level, least, TILE)
-        ties = (most - more).to(tl.int32)
+        more, over, ties = around(logits, V, scale, level, least, TILE)
+        ties = tl.minimum(ties, (most - more).to(tl.int32))
     share = tl.load(top_p + row)
     if share < 1.0:
-        more, over = above(logits, V, scale, level, least, TILE)
-        count, _mass = above(logits, V, scale, level, least - 1, TILE)
-        wanted = share * (over + tl.minimum(ties, count - more) * probability(least))
-        low, high = least, largest
+        wanted = share * (over + ties * probability(least))
+        low, high, alike = least, largest, ties
         while low < high:
             at = middle(low, high)
-            more, over = above(logits, V, scale, level, at, TILE)
+            more, over, alike = around(logits, V, scale, level, at, TILE)
             high = tl.where(over < wanted, at, high)
             low = tl.where(over < wanted, low, at + 1)
-        more, over = above(logits, V, scale, level, low, TILE)
+        more, over, alike = around(logits, V, scale, level, low, TILE)
         room = tl.ceil((wanted - over) / probability(low))
         room = tl.minimum(tl.maximum(room, 1.0), 1e9).to(tl.int32)  # the likeliest stays, whatever was rounded
-        ties = tl.where(low == least, tl.minimum(ties, room), room)
+        ties = tl.minimum(tl.where(low == least, ties, alike), room)
         least = low
 
-    more, over = above(logits, V, scale, level, least, TILE)
-    count, _mass = above(logits, V, scale, level, least - 1, TILE)
-    norm = tl.log(over + tl.minimum(ties, count - more) * probability(least))
+    norm = tl.log(over + ties * probability(least))
     found = tl.zeros([], tl.int32)
     for first in range(0, V, TILE):
         column = first + tl.arange(0, TILE)
@@ -157,7 +155,7 @@ def draw_tokens_kernel(logprobs, uniforms, greedy, out, V, TILE: tl.constexpr):
 
 def sampling_logprobs(logits: Tensor, scale: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Arguments and result as of the operator."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = unit_rows(logits)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     sampling_logprobs_kernel[(logits.shape[0],)](
         logits, scale, min_p, top_k, top_p, out, logits.shape[1], logits.stride(0), TILE=TILE, **OPTIONS

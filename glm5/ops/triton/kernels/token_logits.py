@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.triton import Case, Shape
+from glm5.ops.triton import Case, Shape, unit_rows
 
 TILE = 4096
 """Logits of a row that a program reads at a time."""
@@ -63,7 +63,7 @@ def logit_gradient_kernel(logits, targets, normaliser, grad, out, vocabulary, st
 def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """logits [M, V], targets int64 [M] -> log softmax(scale * logits) at the targets (NaN for one that is no token),
     the entropy of that distribution and log sum exp(scale * logits), [M] each in fp32."""
-    logits, rows = logits if logits.stride(1) == 1 else logits.contiguous(), logits.shape[0]
+    logits, rows = unit_rows(logits), logits.shape[0]
     chosen, entropy, normaliser = torch.empty(3, rows, dtype=torch.float32, device=logits.device).unbind()
     logit_stats_kernel[(rows,)](
         logits, targets.contiguous(), chosen, entropy, normaliser, logits.shape[1], logits.stride(0), scale, TILE=TILE,
@@ -77,7 +77,7 @@ def logit_gradient(
 ) -> Tensor:
     """Arguments and normalisers of `logit_stats` and the gradients [M] of the log-probabilities -> the gradient of the
     logits [M, V] in `dtype`."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = unit_rows(logits)
     out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     logit_gradient_kernel[(logits.shape[0], triton.cdiv(logits.shape[1], TILE))](
         logits, targets.contiguous(), normaliser.contiguous(), grad.contiguous(), out, logits.shape[1],
