@@ -45,6 +45,7 @@ LEVELS = {
     "chat": 3,
     "ops": 3,
     "config": 2,
+    "device": 2,
     "records": 2,
     "seeds": 2,
     "stats": 2,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from glm5.cli.options import ChatTemplate, Checkpoint, Dtype, Json, app, assignments, model_config, show
+from glm5.cli.options import ChatTemplate, Checkpoint, Device, Dtype, Json, app, assignments, model_config, show
 from glm5.errors import UsageError
 
 
@@ -79,6 +79,8 @@ def generate(
     exact: Annotated[
         bool, typer.Option("--exact/--fast", help="Bitwise equal to the learner, or fast; --json compares.")
     ] = True,
+    device: Device = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.float32,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt (plain text, no chat template)."""
@@ -87,7 +89,7 @@ def generate(
     from glm5.engine.engine import Engine
     from glm5.records import SamplingParams
 
-    engine = Engine.from_pretrained(model, exact=exact)
+    engine = Engine.from_pretrained(model, dtype=dtype.value, device=device, exact=exact)
     if tokenizer is not None:
         engine.tokenizer = Tokenizer.load(tokenizer)
     if ids:
@@ -120,11 +122,13 @@ def chat(
     no_thinking: Annotated[bool, typer.Option("--no-thinking", help="Answer without thinking.")] = False,
     tools: Annotated[Path | None, typer.Option(help="JSON file of tools; you type their results.")] = None,
     chat_template: ChatTemplate = None,
+    device: Device = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.float32,
 ) -> None:
     """Talk to a model in the terminal; /help there lists the commands."""
     from glm5.terminal.chat import run
 
-    run(model, max_tokens, temperature, seed, system, not no_thinking, tools, chat_template)
+    run(model, max_tokens, temperature, seed, system, not no_thinking, tools, chat_template, device, dtype.value)
 
 
 @app.command()
@@ -151,6 +155,7 @@ def serve(
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
     cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens in the cache.")] = None,
     host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
+    device: Device = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
     chat_template: ChatTemplate = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Limit: requests at once (429 beyond).")] = 512,
@@ -170,7 +175,7 @@ def serve(
     key = find_key("api", api_key, api_key_file)
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))
     options = EngineOptions(
-        exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value, chat_template
+        exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value, chat_template, device
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,
@@ -207,6 +212,7 @@ def gateway(
     engine_key_file: Annotated[Path | None, typer.Option(help="File with the engines' API key.")] = None,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
+    device: Device = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
     chat_template: ChatTemplate = None,
     request_seconds: Annotated[float, typer.Option(min=0.1, max=604_800, help="Limit: time for an answer.")] = 1800,
@@ -244,7 +250,9 @@ def gateway(
         admin_key_file=admin_key_file,
         engine_key=None if engine_key_file is None else find_key("api", None, engine_key_file),
         limits=replace(LIMITS, request_seconds=request_seconds),
-        options=EngineOptions(exact, max_batch=max_batch, dtype=dtype.value, chat_template=chat_template),
+        options=EngineOptions(
+            exact, max_batch=max_batch, dtype=dtype.value, chat_template=chat_template, device=device
+        ),
         as_json=as_json,
     )
 
@@ -262,12 +270,17 @@ def evaluate(
     episodes: Annotated[
         Path | None, typer.Option(help="JSON lines to write: text, reward, detail per episode.")
     ] = None,
+    device: Device = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.float32,
     as_json: Json = False,
 ) -> None:
     """Score a skill on held-out problems, with its 95 % interval."""
+    import torch
+
     from glm5.chat import Tokenizer
     from glm5.config.evaluation import EvalConfig
     from glm5.config.families import FamilyConfig
+    from glm5.device import choose_device
     from glm5.eval.harness import play_skill, score
     from glm5.files import atomic_write
     from glm5.model.glm5 import GLM5ForCausalLM
@@ -275,7 +288,8 @@ def evaluate(
     from glm5.tasks.trajectory_json import jsonable
 
     family = FamilyConfig(name=suite, options=assignments(options), render_tools=render_tools)
-    loaded, tokenizer = GLM5ForCausalLM.from_pretrained(model), Tokenizer.load(model)
+    loaded = GLM5ForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype.value), device=choose_device(device))
+    tokenizer = Tokenizer.load(model)
     limited = {"max_context": 1024, **assignments(limits)}
     if not limited.keys() <= {"max_tokens", "max_turns", "max_context"} or min(map(_natural, limited.values())) < 1:
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")

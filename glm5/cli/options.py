@@ -34,6 +34,9 @@ ChatTemplate = Annotated[
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 
 
+Device = Annotated[str, typer.Option(help='"auto" (an accelerator, else the CPU), "cpu", or one such as "cuda:1".')]
+
+
 class Dtype(enum.Enum):
     """Dtypes for running a model."""
 

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from glm5.cli.options import Json, Out, Overrides, Recipe, Sources, app, data_app, model_config, show, tokenizer_app
+from glm5.cli.options import (
+    Device,
+    Json,
+    Out,
+    Overrides,
+    Recipe,
+    Sources,
+    app,
+    data_app,
+    model_config,
+    show,
+    tokenizer_app,
+)
 from glm5.errors import UsageError
 from glm5.obs.logs import rank
 
@@ -87,6 +99,7 @@ def adapt(
     micro_rows: Annotated[int | None, typer.Option(min=1, help="Rows per forward pass.")] = None,
     optimizer: Annotated[str, typer.Option(help="Of the warm-up: adamw or muon.")] = "adamw",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of forward and backward.")] = "float32",
+    device: Device = "auto",
     recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, more time.")] = False,
     baseline: Annotated[bool, typer.Option(help="Also train a dense baseline on the same tokens.")] = True,
     twin: Annotated[bool | None, typer.Option(hidden=True)] = None,
@@ -110,6 +123,7 @@ def adapt(
         micro_rows=micro_rows,
         optimizer=optimizer,
         dtype=dtype,
+        device=device,
         recompute=recompute,
         baseline=baseline if twin is None else twin,
         seed=seed,

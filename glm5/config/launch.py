@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from glm5.config.parallel import DEVICES_PATTERN
 from glm5.config.schema import Frozen
 
 OWN_RESOURCES = {
@@ -59,6 +60,9 @@ class Launch(Frozen):
     engine_threads: int | None = Field(None, ge=1)
     """CPU threads of each engine process; None divides the cores of this machine among engines and learner. With "ray"
     they are also the CPUs that it reserves."""
+    engine_device: str = Field("auto", pattern=DEVICES_PATTERN)
+    """Device of the engines: "auto", "cuda" and so on, in turn over all of them, or names such as "cuda:2,cuda:3" that
+    they take in turn. The learner's is `parallel.device`."""
     learner_threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; None divides the cores among engines and learner."""
     transport: Literal["memory", "disk", "distributed"] = "memory"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from glm5.config.schema import Frozen
+
+DEVICE_PATTERN = r"^[a-z]+(:\d{1,4})?$"
+DEVICES_PATTERN = r"^[a-z]+(:\d{1,4})?(, ?[a-z]+(:\d{1,4})?)*$"
 
 
 class Layout(Frozen):
@@ -18,8 +19,10 @@ class Layout(Frozen):
 
     ep: int = Field(1, ge=1)
     """Processes that divide the experts of a layer; it must divide the number of experts."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of training. Several processes communicate by gloo on CPUs and by NCCL on GPUs."""
+    device: str = Field("auto", pattern=DEVICE_PATTERN)
+    """Device of training, rollouts and evaluation: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a
+    device's name in torch such as "cuda:1". Several processes communicate by the device's own library (NCCL for CUDA),
+    on CPUs by gloo."""
     timeout_seconds: float = Field(600.0, gt=0)
     """A process that waits longer than this for another within a step ends with an error, and so does the job."""
     patience_seconds: float = Field(86_400.0, gt=0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
+from glm5.device import AUTO, choose_device
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
 from glm5.engine.penalties import LOWEST_TEMPERATURE as LOWEST_TEMPERATURE
@@ -99,7 +100,7 @@ class Engine:
     def _build(self) -> None:
         """Pages, prefix cache, scheduler and runner, all empty."""
         model, states = self.model, self.max_batch + 1  # one for the runner's spare row
-        device = model.lm_head.weight.device
+        device = model.device
         self.pool = KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=device)
         self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
         self.scheduler = Scheduler(
@@ -131,12 +132,18 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: str = "float32", chat_template: str | None = None, **options: Any
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = AUTO,
+        chat_template: str | None = None,
+        **options: Any,
     ) -> Engine:
-        """Load the model and, if the directory has one, the tokenizer. `chat_template` goes to `Tokenizer.load`,
-        `options` to the constructor."""
+        """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
+        `chat_template` to `Tokenizer.load`, `options` to the constructor."""
         directory = Path(path)
-        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         return cls(model, tokenizer, **options)
 

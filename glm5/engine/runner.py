@@ -39,7 +39,7 @@ class Runner:
         self.model, self.pool, self.exact = model, pool, exact
         selecting = config.attention_type == "mla" and (config.selects_keys or exact)
         self.flat = selecting and not config.has_recurrent_layers
-        self.device = model.lm_head.weight.device
+        self.device = model.device
         self.spare_row = rows  # for a sequence outside the scheduler
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
 

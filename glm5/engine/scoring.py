@@ -39,7 +39,7 @@ def score_row(model: GLM5ForCausalLM, row: Sequence[int], temperature: float = 1
     """Log-probability of every token of a row after its first, by the learner's forward pass: packed, no cache."""
     if len(row) < 2:
         return []
-    ids = torch.tensor([list(row)], device=model.lm_head.weight.device)
+    ids = torch.tensor([list(row)], device=model.device)
     hidden = model.model(ids, packed_context(torch.zeros_like(ids)))
     return _logprobs(hidden[: len(row) - 1], model.lm_head.weight, row[1:], temperature)
 

@@ -56,7 +56,7 @@ def bits_per_byte(
     step = max(1, ROWS * 256 // window)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        batch = pack_batch(part, max(len(ids) for ids, _ in part))[0].to(model.lm_head.weight.device)
+        batch = pack_batch(part, max(len(ids) for ids, _ in part))[0].to(model.device)
         hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
         targets, wanted = batch.targets()
         nats -= float(target_logprobs(model, hidden, targets, wanted)[0].double().sum())

@@ -20,18 +20,21 @@ from pydantic import AliasChoices, Field
 
 from glm5.chat import Tokenizer
 from glm5.config.model import GLM5Config
+from glm5.config.parallel import DEVICE_PATTERN
 from glm5.config.recipe import DsaStage
 from glm5.config.schema import Frozen
 from glm5.config.stages import scale, table
 from glm5.data.loader import StreamLoader
 from glm5.data.packing import Batch
 from glm5.data.shards import Shard, open_shard
+from glm5.device import AUTO, choose_device
 from glm5.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
 from glm5.launch.adapt_record import BASELINE, SPARSE, WARMUP, Settings, mean, record_of
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import MetricsWriter, PipelineProgress
+from glm5.parallel.ranks import Ranks
 from glm5.report import build_report
 from glm5.seeds import derive_seed
 from glm5.train import dsa_adapt
@@ -54,6 +57,11 @@ class _Shared:
     held_out: HeldOut
     metrics: MetricsWriter
     progress: PipelineProgress
+    ranks: Ranks
+
+    def load(self, path: Path, **overrides: Any) -> GLM5ForCausalLM:
+        """A checkpoint on the run's device."""
+        return GLM5ForCausalLM.from_pretrained(path, device=self.ranks.device, **overrides)
 
 
 class Options(Frozen):
@@ -84,6 +92,7 @@ class Options(Frozen):
     """Tokens scored at the end of every stage and eight times within the sparse ones."""
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = Field(AUTO, pattern=DEVICE_PATTERN)
     recompute: bool = False
     baseline: bool = Field(True, validation_alias=AliasChoices("baseline", "twin"))
     """Also train a dense baseline on the rows of the sparse stage."""
@@ -98,6 +107,7 @@ def run(
     CheckpointError for anything that does not fit.
     """
     options = options or Options()
+    ranks = Ranks(choose_device(options.device))
     config, overrides = dense_config(model_dir)
     settings = _settings(str(model_dir), str(data_dir), options, config, echo)
     _check(settings, config)
@@ -115,12 +125,12 @@ def run(
         text = dsa_adapt.held_out_rows(held_out, settings.held_out_length, settings.held_out_tokens)
         names = [WARMUP, SPARSE, *([BASELINE] if settings.baseline else [])]
         with MetricsWriter(folder / "metrics.jsonl") as metrics, PipelineProgress(names) as progress:
-            shared = _Shared(settings, folder, tokenizer, loader, text, metrics, progress)
-            entries = _stages(shared, lambda: GLM5ForCausalLM.from_pretrained(model_dir, **overrides))
+            shared = _Shared(settings, folder, tokenizer, loader, text, metrics, progress, ranks)
+            entries = _stages(shared, lambda: shared.load(model_dir, **overrides))
         record = record_of(settings, text, entries, folder)
         atomic_write(folder / RECORD, json.dumps(record, indent=1) + "\n")
         atomic_write(folder / "results.json", json.dumps(_results(shared, entries), indent=1) + "\n")
-        _publish(GLM5ForCausalLM.from_pretrained(folder / f"01-{SPARSE}" / MODEL), tokenizer, out)
+        _publish(shared.load(folder / f"01-{SPARSE}" / MODEL), tokenizer, out)
         try:
             echo(f"Report: {build_report(folder)}")
         except MissingExtraError as error:
@@ -232,7 +242,7 @@ def _stages(run: _Shared, load: Callable[[], GLM5ForCausalLM]) -> dict[str, dict
         return dsa_adapt.run_baseline(model, s.sparse, after_warmup, io, scored)
 
     def warmed() -> GLM5ForCausalLM:
-        return GLM5ForCausalLM.from_pretrained(run.folder / f"00-{WARMUP}" / MODEL)
+        return run.load(run.folder / f"00-{WARMUP}" / MODEL)
 
     entries = {WARMUP: _one(run, 0, WARMUP, s.warmup.kind, s.warmup.optim.steps, fresh, warm, lambda: dense[0])}
     entries[SPARSE] = _one(run, 1, SPARSE, s.sparse.kind, s.sparse.optim.steps, warmed, sparse)
@@ -261,7 +271,10 @@ def _one(
     run.progress.start(name, steps)
     began = time.perf_counter()
     model = start()
-    numbers = train(model, StageIO(name, folder, run.metrics, lambda n, found: run.progress.advance(n, **_few(found))))
+    numbers = train(
+        model,
+        StageIO(name, folder, run.metrics, lambda n, found: run.progress.advance(n, **_few(found)), run.ranks),
+    )
     trained = time.perf_counter()
     _publish(model, run.tokenizer, folder / MODEL)
     entry: dict[str, Any] = {"name": name, "kind": kind, "numbers": numbers}

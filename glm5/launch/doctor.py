@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from glm5 import __version__
+from glm5.device import choose_device
 from glm5.launch import kernels
 from glm5.sandbox import sandbox_available
 
@@ -23,6 +24,7 @@ def check() -> dict[str, Any]:
         "torch": torch.__version__,
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
+        "device": str(choose_device()),
         "cuda": torch.cuda.is_available(),
         "gpu kernels": kernels.verdict(),
         "sandbox": sandbox_available() or "none: code-running tasks will refuse to run",

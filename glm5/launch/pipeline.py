@@ -53,7 +53,7 @@ def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
     run = Path(recipe.runs) / recipe.name
     busy = f"Another process is working on {run}; wait for it, stop it, or give this run another `name`."
     with ranks_from_environment(recipe.parallel) as ranks, ExitStack() as held:
-        state = _start(recipe)
+        state = _start(recipe, ranks)
         ranks.on_main(lambda: held.enter_context(exclusive(run, busy)))
         return _run(state, recipe, run, ranks, logging.INFO if verbose else logging.WARNING)
 
@@ -183,10 +183,12 @@ def _corpora(recipe: RunRecipe) -> dict[str, Path]:
     return folders
 
 
-def _start(recipe: RunRecipe) -> RunState:
-    state = RunState(recipe, data=_corpora(recipe))
+def _start(recipe: RunRecipe, ranks: Ranks) -> RunState:
+    # With several ranks, the model is on the CPU between stages.
+    device = ranks.device if ranks.world == 1 else torch.device("cpu")
+    state = RunState(recipe, data=_corpora(recipe), device=device)
     if recipe.start:
-        state.model = GLM5ForCausalLM.from_pretrained(recipe.start)
+        state.model = GLM5ForCausalLM.from_pretrained(recipe.start, device=device)
         state.checkpoints["start"] = Path(recipe.start)
     source = recipe.tokenizer or (
         recipe.start if recipe.start and (Path(recipe.start) / "tokenizer.json").exists() else None
@@ -242,7 +244,7 @@ def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
         state.data = {CORPUS: folder / "data"}
         verify_shards(state.data[CORPUS], remedy=f"Delete {folder} to build the data again.")
     else:
-        state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL)
+        state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL, device=state.device)
         state.checkpoints[name] = folder / MODEL
     if exact:
         state.agreement[name] = Agreement(**exact)

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from glm5.chat import Tokenizer, render_chat
 from glm5.config.evaluation import EvalConfig
 from glm5.config.model import GLM5Config
@@ -58,6 +60,7 @@ class RunState:
     data: dict[str, Path] = field(default_factory=dict)
     checkpoints: dict[str, Path] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -77,7 +80,7 @@ class RunState:
             config = GLM5Config.preset(recipe.preset, **values, **ends)
             if config.use_dsa:
                 config = config.replace(indexer_adapted=False)
-            self.model = GLM5ForCausalLM(config, seed=recipe.seed)
+            self.model = GLM5ForCausalLM(config, seed=recipe.seed).to(self.device)
         return self.model
 
     def shards(self, split: str) -> dict[str, Shard]:

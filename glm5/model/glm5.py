@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
 from glm5.model.gqa import GQA
-from glm5.model.layers import MLP, Embedding, Linear, RMSNorm
+from glm5.model.layers import MLP, Embedding, Linear, RMSNorm, replace_tensors
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
@@ -141,19 +141,32 @@ class GLM5ForCausalLM(nn.Module):
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def clone(self, config: GLM5Config | None = None, *, seed: int = 0) -> GLM5ForCausalLM:
-        """A second model with the same weights, also under another configuration if the shapes are equal.
+    def clone(
+        self, config: GLM5Config | None = None, *, seed: int = 0, dtype: torch.dtype | None = None
+    ) -> GLM5ForCausalLM:
+        """A second model with the same weights on the same device, also under another configuration if the shapes are
+        equal, or in another dtype (see `cast`).
 
         Tensors that only the new configuration has (indexers if DSA is switched on, gates of a layer that becomes Gated
         DeltaNet) are initialised from `seed`. Attention tensors that it does not use are dropped. `copy.deepcopy` does
         not work: it drops attributes of parameters, such as Muon Split's blocks.
         """
-        fresh = GLM5ForCausalLM(config or self.config, seed=seed).cast(self.dtype)
-        own = fresh.state_dict()
-        with torch.no_grad():
-            for name, tensor in self.state_dict().items():
-                if name in own or ".self_attn." not in name:
-                    own[name].copy_(tensor)
+        with torch.device("meta"):
+            fresh = GLM5ForCausalLM(config or self.config).cast(dtype or self.dtype)
+        own, wanted = self.state_dict(), {name: tensor.dtype for name, tensor in fresh.state_dict().items()}
+        for name in own:
+            if name not in wanted and ".self_attn." not in name:
+                raise KeyError(name)
+        if wanted.keys() - own.keys():  # initial values are drawn in fp32 on the CPU: the same for every device
+            replace_tensors(fresh, lambda name, t: t if name in own else torch.zeros(t.shape, device="cpu"))
+            fresh.initialise(seed)
+
+        @torch.no_grad()
+        def copy(name: str, tensor: Tensor) -> Tensor:
+            source = own[name] if name in own else tensor.detach()
+            return torch.empty(tensor.shape, dtype=wanted[name], device=self.device).copy_(source)
+
+        replace_tensors(fresh, copy)
         rules = {name: module.rule for name, module in self.named_modules() if isinstance(module, Indexer)}
         for name, module in fresh.named_modules():
             if isinstance(module, Indexer):
@@ -201,6 +214,19 @@ class GLM5ForCausalLM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Of `to`, `cpu` and others. On some devices torch makes new parameters; their attributes (Muon Split) stay."""
+        declared = {name: dict(parameter.__dict__) for name, parameter in self.named_parameters()}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            for key, value in declared[name].items():
+                parameter.__dict__.setdefault(key, value)
+        return self
 
     @classmethod
     def from_pretrained(

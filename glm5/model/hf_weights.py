@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
@@ -25,6 +25,7 @@ from glm5.files import MANIFEST, publish_dir, verify_manifest
 from glm5.model.disk_names import disk_name, disk_parts, disk_tensors, expert_stacks, ignorable
 from glm5.model.fp8 import FP8, SCALE, block_size, check_scale, dequantise, scale_shape
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.layers import replace_tensors
 from glm5.model.tensor_files import (
     INDEX,
     SINGLE,
@@ -355,21 +356,9 @@ def _materialise(model: GLM5ForCausalLM, generated: set[str], seed: int, device:
         return tensor.detach().to(device, types[name])
 
     if generated:
-        _replace(model, initial)
+        replace_tensors(model, initial)
         model.initialise(seed)
-    _replace(model, placed)
-
-
-def _replace(model: nn.Module, fresh: Callable[[str, Tensor], Tensor]) -> None:
-    for prefix, module in model.named_modules():
-        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            made = fresh(f"{prefix}.{key}" if prefix else key, tensor)
-            if made is tensor:
-                continue
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                made.__dict__.update(tensor.__dict__)
-            setattr(module, key, made)
+    replace_tensors(model, placed)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from glm5.config.parallel import Layout
+from glm5.device import choose_device
 from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.expert import divide_experts
@@ -33,25 +33,27 @@ class TorchRanks(Ranks):
 
     def __init__(self, layout: Layout) -> None:
         timeout = timedelta(seconds=layout.timeout_seconds)
-        if layout.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        super().__init__(choose_device(layout.device))
+        kind = self.device.type
+        if kind != "cpu":
+            torch.get_device_module(self.device).set_device(self.device)
         self._joined = not dist.is_initialized()
         if self._joined:
-            dist.init_process_group("nccl" if layout.device == "cuda" else "gloo", timeout=timeout)
+            dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)
         self.rank, self.world, self.layout = dist.get_rank(), dist.get_world_size(), layout
         check_layout(layout, self.world)
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
         numbers = torch.arange(self.world).view(-1, layout.ep)
-        self._everyone = DeviceMesh(layout.device, torch.arange(self.world), mesh_dim_names=("all",))
-        self._grid = DeviceMesh(layout.device, numbers, mesh_dim_names=("dp", "ep"))
+        self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
+        self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
 
     @property
     def _experts(self) -> dist.ProcessGroup | None:
         return self._grid.get_group("ep") if self.layout.ep > 1 else None
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        model.to(self.layout.device)
+        model.to(self.device)
         if self._experts is not None:
             divide_experts(model, self._experts)
         shard_model(model, self._everyone, self._grid["dp"] if self._experts is not None else None, dtype, trainable)
@@ -79,7 +81,7 @@ class TorchRanks(Ranks):
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=None if tensor.is_cuda else self._objects)
+        dist.all_reduce(tensor, group=self._objects if tensor.is_cpu else None)
         return tensor
 
     def wait(self) -> None:

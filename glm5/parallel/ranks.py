@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5.config.parallel import Layout
+from glm5.device import choose_device
 from glm5.errors import ConfigError, Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
 
@@ -36,10 +37,9 @@ class Ranks:
 
     rank = 0
     world = 1
-    device = "cpu"
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
 
     @property
     def main(self) -> bool:
@@ -55,8 +55,8 @@ class Ranks:
         return model.to(self.device)
 
     def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        """A plain model on the CPU with the weights of a sharded one, on every rank."""
-        return model.cpu()
+        """A plain model with the weights of a sharded one, on every rank. A single process gets the model itself."""
+        return model
 
     def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
         """The same on rank 0 only, to write the weights of a model that goes on training; all ranks must call. Other
@@ -145,7 +145,7 @@ def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     layout = layout or Layout()
     check_layout(layout, world_size())
     if world_size() == 1:
-        return Ranks(layout.device)
+        return Ranks(choose_device(layout.device))
     from glm5.parallel.mesh import TorchRanks  # torch.distributed takes seconds to load
 
     return TorchRanks(layout)

@@ -218,7 +218,9 @@ def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int, sender: 
         return SimulatedFleet(launch.simulate_engine)
     if launch.engine_urls:
         return RemoteFleet(launch.engine_urls, sender=sender)
-    options = EngineOptions(exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype)
+    options = EngineOptions(
+        exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype, device=launch.engine_device
+    )
     limits = Limits(samples=2 * most, requests=2 * most + 64, tokens=stage.max_context + 1, stop_seconds=0.0)
     if launch.backend == "ray":
         from glm5.rollout.ray_fleet import RayFleet  # the package may be missing

@@ -49,6 +49,7 @@ class EngineOptions:
         max_batch: maximum samples per step.
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
         chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
+        device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1".
     """
 
     exact: bool = False
@@ -58,3 +59,4 @@ class EngineOptions:
     max_batch: int = 64
     dtype: str = "float32"
     chat_template: str | None = None
+    device: str = "auto"

@@ -49,6 +49,8 @@ def run(
     thinking: bool = True,
     tools: str | Path | None = None,
     chat_template: str | None = None,
+    device: str = "auto",
+    dtype: str = "float32",
 ) -> None:
     """Chat with the model of a checkpoint directory until the input ends. Parameters not given come from its
     generation_config.json; without a seed every chat differs.
@@ -64,7 +66,12 @@ def run(
         params = replace(params, temperature=_temperature(temperature))
     conversation = Conversation(system, load_tools(Path(tools)) if tools else ())
     engine = Engine.from_pretrained(
-        directory, max_batch=1, seed=secrets.randbits(62) if seed is None else seed, chat_template=chat_template
+        directory,
+        max_batch=1,
+        seed=secrets.randbits(62) if seed is None else seed,
+        chat_template=chat_template,
+        device=device,
+        dtype=dtype,
     )
     tokenizer = engine.tokenizer
     if tokenizer is None:

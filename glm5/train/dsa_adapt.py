@@ -143,7 +143,7 @@ class HeldOut:
         size = max(1, FEW_TOKENS // self.ids.shape[1])
         for ids in self.ids.split(size):
             batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-            yield batch.to(model.lm_head.weight.device)
+            yield batch.to(model.device)
 
 
 def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:

@@ -19,7 +19,7 @@ class LowPrecisionCopy:
 
     def __init__(self, owner: GLM5ForCausalLM, dtype: torch.dtype) -> None:
         self.owner = owner
-        self.model = owner.clone().cast(dtype)
+        self.model = owner.clone(dtype=dtype)
         own = dict(owner.named_parameters())
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(own[name].requires_grad)

@@ -61,7 +61,7 @@ class Driver:
     def _make_engine(self, model: GLM5ForCausalLM) -> Engine:
         """An engine in this process, with a copy of the weights of `model`."""
         return Engine(
-            model.clone().cast(getattr(torch, self.stage.rollout_dtype)),
+            model.clone(dtype=getattr(torch, self.stage.rollout_dtype)),
             self.tokenizer,
             max_batch=self.controller.concurrency,
             max_length=self.stage.max_context + 1,

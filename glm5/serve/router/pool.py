@@ -307,7 +307,7 @@ class WorkerPool:
 
     async def _launch(self, rank: int) -> Worker:
         self._launched += 1
-        job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"))
+        job = replace(self._job, socket=str(self._folder / f"{rank}-{self._launched}.sock"), number=rank)
         return await self._start(rank, len(self.places), job, self.patience.start)
 
     async def _catch_up(self, worker: Worker) -> None:

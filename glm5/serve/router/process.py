@@ -28,7 +28,8 @@ KEEP_ALIVE_SECONDS = 3600
 @dataclass(frozen=True)
 class WorkerJob:
     """A worker's input: the model, whose weights have this `version`, and the Unix socket to answer on. With a `host`,
-    it is a free port of this address instead, and requests need the `key`."""
+    it is a free port of this address instead, and requests need the `key`. `number` is its place among the workers, by
+    which it takes a device."""
 
     directory: str
     socket: str
@@ -38,6 +39,7 @@ class WorkerJob:
     host: str = ""
     key: str = ""
     version: int = 0
+    number: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -70,13 +72,15 @@ def main() -> None:
 
 def _serve(job: WorkerJob, control: TextIO) -> None:
     # torch takes seconds to import. The router may end meanwhile, so the thread that watches it must run already.
+    from glm5.device import choose_device
     from glm5.serve.app import listen, load_app
 
     # The client of this process is the router, which reads only as fast as its own client. The router disconnects
     # slow clients itself, so the limit here is longer.
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
     access: dict[str, Any] = {"api_key": job.key} if job.host else {"trusted": True}
-    app = load_app(Path(job.directory), limits, job.options, model_name=job.model_name, **access)
+    options = replace(job.options, device=str(choose_device(job.options.device, job.number)))
+    app = load_app(Path(job.directory), limits, options, model_name=job.model_name, **access)
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
         if not job.host:
