@@ -1,15 +1,24 @@
-"""Which device tensors live on: the one place that decides it."""
+"""Which device tensors live on, the one place that decides it; and copies to and from one that wait as little as
+possible."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from glm5.errors import ConfigError
 
 AUTO = "auto"
+PINNING = ("cuda", "xpu")
+"""Devices whose copies from pageable memory wait for everything before them."""
+
+T = TypeVar("T")
 
 
 def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
@@ -70,3 +79,45 @@ def _back_end(device: torch.device) -> ModuleType | None:
 def _here() -> str:
     found = _first_accelerator()
     return f'choose "auto" or "cpu"{"" if found is None else f" or {found.type!r}"}.'.replace("'", '"')
+
+
+def put(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.tensor(values)`, or a tensor of the CPU, on a device. The host does not wait for the device."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type in PINNING and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def on_host(tree: T) -> T:
+    """The same dicts, lists and tuples with all tensors on the CPU (see `Fetch`)."""
+    return Fetch(tree)()
+
+
+class Fetch(Generic[T]):
+    """A copy of all tensors in nested dicts, lists and tuples to the CPU. It begins here, and the host waits for it,
+    once, when it calls. Tensors of an accelerator arrive as float64, in which integers up to 2^53 are exact; those that
+    are on the CPU stay as they are."""
+
+    def __init__(self, tree: T) -> None:
+        self._leaves, self._shape = tree_flatten(tree)
+        self._away = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and not leaf.is_cpu]
+        self._event: torch.Event | None = None
+        if not self._away:
+            return
+        self._flat = torch.cat([self._leaves[i].detach().double().reshape(-1) for i in self._away])
+        if self._flat.device.type in PINNING:
+            pinned = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
+            self._event, device = torch.Event(self._flat.device), self._flat.device
+            self._flat = pinned.copy_(self._flat, non_blocking=True)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def __call__(self) -> T:
+        leaves = list(self._leaves)
+        if self._away:
+            if self._event is not None:
+                self._event.synchronize()
+            sizes = [leaves[i].numel() for i in self._away]
+            for i, part in zip(self._away, self._flat.cpu().split(sizes), strict=True):
+                leaves[i] = part.view(leaves[i].shape)
+        return tree_unflatten(leaves, self._shape)

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 real_start = asyncio.create_subprocess_exec
@@ -150,5 +151,6 @@ def serve(asked: socket.socket) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # what is imported stays
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for scripts that import `tests`
     signal.signal(signal.SIGCHLD, reap)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.config.schedule import MOST_DEPTHS
+from glm5.device import put
 
 MAX_AHEAD = 1 + MOST_DEPTHS
 """Targets are counted up to this many tokens ahead: next token and MTP depths."""
@@ -35,7 +36,8 @@ class Batch:
     token i from the tokens before it in the same document. `sparse_targets` means that only a few tokens are
     targets (answers, assistant turns), too few to train multi-token prediction. `step` counts the optimizer step that
     the batch belongs to; None means that the batch is the whole step. `before` is the number of cells, padding
-    included, in all rows of the stage before this step.
+    included, in all rows of the stage before this step. `on_host` is the same batch on the CPU, if this one is on an
+    accelerator, which would have to be waited for.
     """
 
     ids: Tensor
@@ -44,6 +46,7 @@ class Batch:
     sparse_targets: bool = False
     step: StepCounts | None = None
     before: int = 0
+    on_host: Batch | None = None
 
     def targets(self, ahead: int = 1) -> tuple[Tensor, Tensor]:
         """Token `ahead` positions after each position, and whether it is a target of the same document: two [B, T]."""
@@ -64,8 +67,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device."""
-        moved = {name: getattr(self, name).to(device) for name in ("ids", "documents", "loss_mask")}
-        return replace(self, **moved)
+        ids, documents, mask = (put(t, torch.device(device)) for t in (self.ids, self.documents, self.loss_mask))
+        host = None if ids.is_cpu else self.on_host or self
+        return replace(self, ids=ids, documents=documents, loss_mask=mask, on_host=host)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.device import put
 from glm5.errors import EngineError
 from glm5.records import SamplingParams
 from glm5.seeds import derive_seed
@@ -167,8 +168,8 @@ def adjust(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Seq
             ids.append(token)
             values.append(value)
     if rows:
-        where = (torch.tensor(rows, device=logits.device), torch.tensor(ids, device=logits.device))
-        logits.index_put_(where, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=True)
+        where = (put(rows, logits.device), put(ids, logits.device))
+        logits.index_put_(where, put(values, logits.device, logits.dtype), accumulate=True)
     _mask(logits, states, drafted)
     _keep_allowed(logits, states)
     _without_bad_words(logits, states, drafted)
@@ -183,17 +184,20 @@ def _penalise(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[
     for i, row in enumerate(mine):
         for token in drafted[row]:
             counts[i, token] += 1
-    lines = logits[mine]
+    where = put(mine, logits.device)
+    lines = logits[where]
     factors = [states[row].params.repetition_penalty for row in mine]
     if any(factor != 1.0 for factor in factors):
         seen = torch.stack([counts[i] > 0 if (s := states[row].seen) is None else s for i, row in enumerate(mine)])
-        seen = (seen | (counts > 0)).to(logits.device)
-        factor = logits.new_tensor(factors).unsqueeze(1)
+        seen = put(seen | (counts > 0), logits.device)
+        factor = put(factors, logits.device, logits.dtype).unsqueeze(1)
         lines = torch.where(seen, torch.where(lines > 0, lines / factor, lines * factor), lines)
-    counts = counts.to(logits.device, logits.dtype)
-    frequency = logits.new_tensor([states[row].params.frequency_penalty for row in mine]).unsqueeze(1)
-    presence = logits.new_tensor([states[row].params.presence_penalty for row in mine]).unsqueeze(1)
-    logits[mine] = lines - frequency * counts - presence * (counts > 0)
+    counts = put(counts.to(logits.dtype), logits.device)
+    frequency, presence = (
+        put([getattr(states[row].params, name) for row in mine], logits.device, logits.dtype).unsqueeze(1)
+        for name in ("frequency_penalty", "presence_penalty")
+    )
+    logits[where] = lines - frequency * counts - presence * (counts > 0)
 
 
 def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
@@ -207,20 +211,22 @@ def _mask(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequ
         grammar = states[row].grammar
         assert grammar is not None
         grammar.fill(masks[i], drafted[row])
-    logits[mine] = logits[mine].masked_fill(_cleared(masks, logits), float("-inf"))
+    where = put(mine, logits.device)
+    logits[where] = logits[where].masked_fill(_cleared(masks, logits), float("-inf"))
 
 
 def _cleared(masks: Mask, logits: Tensor) -> Tensor:
     """bool [n, V], true for cleared bits of masks [n, words], on the device of `logits`."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    return torch.from_numpy(bits == 0).to(logits.device)
+    return put(torch.from_numpy(bits == 0), logits.device)
 
 
 def _keep_allowed(logits: Tensor, states: Sequence[SamplerState]) -> None:
     mine = [row for row, state in enumerate(states) if state.forbidden is not None]
     if mine:
         forbidden = torch.stack([f for row in mine if (f := states[row].forbidden) is not None])
-        logits[mine] = logits[mine].masked_fill(forbidden.to(logits.device), float("-inf"))
+        where = put(mine, logits.device)
+        logits[where] = logits[where].masked_fill(put(forbidden, logits.device), float("-inf"))
 
 
 def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> None:
@@ -236,9 +242,10 @@ def _without_bad_words(logits: Tensor, states: Sequence[SamplerState], drafted: 
             spelled = spelling.after(spelled, token)
         allowed = spelling.allowed(spelled)
         masks[i, : len(allowed)] = allowed
-    lines = logits[mine]
+    where = put(mine, logits.device)
+    lines = logits[where]
     without = lines.masked_fill(_cleared(masks, logits), float("-inf"))
-    logits[mine] = torch.where(without.amax(-1, keepdim=True) > float("-inf"), without, lines)
+    logits[where] = torch.where(without.amax(-1, keepdim=True) > float("-inf"), without, lines)
 
 
 def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]]) -> Tensor:
@@ -252,5 +259,6 @@ def _without_early_stops(logits: Tensor, states: Sequence[SamplerState], drafted
     ]
     if not early:
         return logits
-    without = logits.index_put(tuple(torch.tensor(early, device=logits.device).T), logits.new_tensor(float("-inf")))
+    impossible = torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device)
+    without = logits.index_put(tuple(put(early, logits.device).T), impossible)
     return torch.where(without.amax(-1, keepdim=True) > float("-inf"), without, logits)

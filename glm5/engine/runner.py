@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from glm5.device import put
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.request import Request
 from glm5.model.context import ForwardContext, paged_context
@@ -20,11 +21,13 @@ SHIFT = PAGE.bit_length() - 1
 
 @dataclass(frozen=True)
 class Feed:
-    """Consecutive input tokens of one request, the first at position `start`; `ids` are the tokens to embed."""
+    """Consecutive input tokens of one request, the first at position `start`; `ids` are the tokens to embed. The last
+    ones may be places for the tokens of `later`, which are not on the host yet."""
 
     request: Request
     start: int
     ids: Sequence[int]
+    later: Tensor | None = None
 
 
 class Runner:
@@ -63,7 +66,7 @@ class Runner:
         out: Tensor | None = None
         for count in sorted(set(counts)):
             mine = [i for i, own in enumerate(counts) if own == count]
-            at = torch.cat([torch.arange(ends[i] - count, ends[i]) for i in mine]).to(self.device)
+            at = put(torch.cat([torch.arange(ends[i] - count, ends[i]) for i in mine]), self.device)
             part = self._forward([feeds[i] for i in mine], None if hidden is None else hidden[at], first_key)
             out = part.new_empty(ends[-1], part.shape[1]) if out is None else out
             out[at] = part
@@ -87,18 +90,22 @@ class Runner:
             # Numbers that are known here cost less in one tensor than from operations on tensors.
             slots = [_slot(feed, first_key) for feed in feeds]
             columns = [[feed.ids[0] for feed in feeds], own, [feed.start for feed in feeds], slots]
-            ids, rows, positions, places = torch.tensor(columns, device=self.device).unbind()
+            ids, rows, positions, places = put(columns, self.device).unbind()
             pages = Pages(self.table, rows, PAGE, SHIFT)
         else:
-            ids = torch.tensor([token for feed in feeds for token in feed.ids], device=self.device)
+            ids = put([token for feed in feeds for token in feed.ids], self.device)
             ranges = [torch.arange(feed.start, feed.start + n) for feed, n in zip(feeds, counts, strict=True)]
-            rows = torch.tensor(own).repeat_interleave(torch.tensor(counts)).to(self.device)
-            positions = torch.cat(ranges).to(self.device)
+            rows = put(torch.tensor(own).repeat_interleave(torch.tensor(counts)), self.device)
+            positions = put(torch.cat(ranges), self.device)
             pages = Pages(self.table, rows, PAGE, SHIFT)
             if not first_key and any(feed.start < feed.request.stored for feed in feeds):
                 # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
                 stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
-                places = pages.place(rows, positions).masked_fill(positions < stored.to(self.device), 0)
+                places = pages.place(rows, positions).masked_fill(positions < put(stored, self.device), 0)
+        if later := [feed.later for feed in feeds if feed.later is not None]:
+            ends = zip(accumulate(counts), feeds, strict=True)
+            where = [at for end, feed in ends if feed.later is not None for at in range(end - len(feed.later), end)]
+            ids = ids.index_copy(0, put(where, self.device), torch.cat(later))
         shape = (1, -1) if self.flat else (len(feeds), -1)
         ctx = paged_context(
             self.pool.cache,
@@ -106,7 +113,7 @@ class Runner:
             positions.view(shape),
             longest=max(feed.start + n for feed, n in zip(feeds, counts, strict=True)),
             places=places,
-            state_rows=None if self.flat else torch.tensor(own, device=self.device),
+            state_rows=None if self.flat else put(own, self.device),
             first_key=first_key,
             exact=self.exact,
         )
@@ -121,7 +128,7 @@ class Runner:
             wider = self.table.new_zeros(self.table.shape[0], max(len(pages), 2 * self.table.shape[1]))
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
-        self.table[request.row, known : len(pages)] = torch.tensor(pages[known:], device=self.device)
+        self.table[request.row, known : len(pages)] = put(pages[known:], self.device)
         request.entered = len(pages)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from glm5.device import on_host, put
 from glm5.engine.penalties import SamplerState, adjust
 from glm5.ops import ROW_TILE, round_up
 from glm5.ops.cross_entropy import log_distribution, output_logits
@@ -70,8 +71,8 @@ def distributions(
     special = [i for i, state in enumerate(states) if state.adjusts(len(drafted[i]))]
     if not logits.is_cpu:
         if special:
-            logits = logits.float()
-            logits[special] = adjust(logits[special], [states[i] for i in special], [drafted[i] for i in special])
+            logits, where = logits.float(), put(special, logits.device)
+            logits[where] = adjust(logits[where], [states[i] for i in special], [drafted[i] for i in special])
         return _on_device(logits, [state.params for state in states])
     logprobs = _scaled(logits, [s.params.temperature for s in states])
     if special:
@@ -93,7 +94,7 @@ def _on_device(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """`_scaled` and `_filter` of logits [n, V] on an accelerator, without a wait."""
 
     def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)
+        return put(values, logits.device, dtype)
 
     width, nothing = logits.shape[1], SamplingParams()
     filters = [p if _filters(p) else nothing for p in params]
@@ -106,7 +107,7 @@ def _on_device(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     )
 
 
-def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | None = None) -> Tensor:
+def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[float] | Tensor | None = None) -> Tensor:
     """One token id per row of log-probabilities [n, V], int64 [n]: by inverse-CDF sampling with the row's own random
     number (or the given one); for greedy rows, the argmax. A row without any possible token gets id 0."""
     greedy = [state.greedy for state in states]
@@ -115,7 +116,7 @@ def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[fl
     at = [state.uniform() for state in states] if uniforms is None else uniforms
     if not logprobs.is_cpu:
         device = logprobs.device
-        return draw_tokens(logprobs, torch.tensor(at, device=device), torch.tensor(greedy, device=device))
+        return draw_tokens(logprobs, at if isinstance(at, Tensor) else put(at, device), put(greedy, device))
     cumulative = logprobs.exp().cumsum(-1)
     where = torch.tensor([[u] for u in at], dtype=cumulative.dtype, device=logprobs.device) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, where, right=True).clamp_max_(logprobs.shape[-1] - 1)
@@ -130,9 +131,23 @@ def draw(logprobs: Tensor, states: Sequence[SamplerState], uniforms: Sequence[fl
 
 def report(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
     """The drawn tokens with log-probabilities from `logprobs` [n, V], and as many top tokens as each state sets."""
-    chosen = logprobs.gather(-1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    tops = best_of(logprobs, [state.params.top_logprobs for state in states])
-    return [Sampled(*one) for one in zip(tokens.tolist(), chosen, tops, strict=True)]
+    return records(*on_host(chosen(logprobs, tokens, states)))
+
+
+Chosen = tuple[Tensor, Tensor, list[tuple[list[int], Tensor, Tensor]]]
+"""Drawn tokens [n], their log-probabilities [n], and for some rows: their numbers, top tokens and log-probabilities."""
+
+
+def chosen(logprobs: Tensor, tokens: Tensor, states: Sequence[SamplerState]) -> Chosen:
+    """What `records` needs, as tensors on the device of `logprobs` [n, V]."""
+    best = best_of(logprobs, [state.params.top_logprobs for state in states])
+    return tokens, logprobs.gather(-1, tokens.unsqueeze(1)).squeeze(1), best
+
+
+def records(tokens: Tensor, logprobs: Tensor, best: list[tuple[list[int], Tensor, Tensor]]) -> list[Sampled]:
+    """One record per row, from `chosen` on the CPU."""
+    ids, tops = map(int, tokens.tolist()), top_tokens(len(tokens), best)
+    return [Sampled(*one) for one in zip(ids, logprobs.tolist(), tops, strict=True)]
 
 
 def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -147,14 +162,23 @@ def _scaled(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return logprobs
 
 
-def best_of(logprobs: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
-    """The likeliest tokens of each row of log-probabilities [n, V], at most `counts[i]`, in descending order."""
-    found: list[dict[int, float]] = [{} for _ in counts]
+def best_of(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[list[int], Tensor, Tensor]]:
+    """The likeliest tokens of rows of log-probabilities [n, V], at most `counts[i]`: numbers of rows with equal counts,
+    their tokens and log-probabilities, in descending order."""
+    found = []
     for count in {count for count in counts if count > 0}:
         mine = [i for i, own in enumerate(counts) if own == count]
-        best = logprobs[mine].topk(min(count, logprobs.shape[1]))
-        for i, ids, values in zip(mine, best.indices.tolist(), best.values.tolist(), strict=True):
-            found[i] = dict(zip(ids, values, strict=True))
+        best = logprobs[put(mine, logprobs.device)].topk(min(count, logprobs.shape[1]))
+        found.append((mine, best.indices, best.values))
+    return found
+
+
+def top_tokens(rows: int, best: list[tuple[list[int], Tensor, Tensor]]) -> list[dict[int, float]]:
+    """Log-probabilities by token of each of `rows` rows, from `best_of` on the CPU."""
+    found: list[dict[int, float]] = [{} for _ in range(rows)]
+    for mine, indices, values in best:
+        for i, ids, logprobs in zip(mine, indices.tolist(), values.tolist(), strict=True):
+            found[i] = dict(zip(map(int, ids), logprobs, strict=True))
     return found
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm5.engine.sampler import Sampled, best_of
+from glm5.device import on_host, put
+from glm5.engine.sampler import Sampled, best_of, top_tokens
 from glm5.engine.scheduler import Span
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -30,7 +31,7 @@ def score_span(hidden: Tensor, weight: Tensor, span: Span) -> list[Sampled]:
     for start in range(0, len(ids) if params.top_logprobs else 0, LINES):
         part = rows[start : start + LINES]
         lines = distribution(_padded(part), weight, 1.0 / temperature)[: len(part)]
-        tops += best_of(lines, [params.top_logprobs] * len(part))
+        tops += top_tokens(len(part), on_host(best_of(lines, [params.top_logprobs] * len(part))))
     return [Sampled(*one) for one in zip(ids, logprobs, tops or [{} for _ in ids], strict=True)]
 
 
@@ -39,7 +40,7 @@ def score_row(model: GLM5ForCausalLM, row: Sequence[int], temperature: float = 1
     """Log-probability of every token of a row after its first, by the learner's forward pass: packed, no cache."""
     if len(row) < 2:
         return []
-    ids = torch.tensor([list(row)], device=model.device)
+    ids = put([list(row)], model.device)
     hidden = model.model(ids, packed_context(torch.zeros_like(ids)))
     return _logprobs(hidden[: len(row) - 1], model.lm_head.weight, row[1:], temperature)
 
@@ -50,7 +51,7 @@ def _logprobs(rows: Tensor, weight: Tensor, ids: Sequence[int], temperature: flo
         return []
     padded = _padded(rows)
     targets = torch.zeros(len(padded), dtype=torch.long, device=rows.device)
-    targets[: len(ids)] = torch.tensor(list(ids), device=rows.device)
+    targets[: len(ids)] = put(list(ids), rows.device)
     found: list[float] = token_logprobs(padded, weight, targets, temperature)[0][: len(ids)].tolist()
     return found
 

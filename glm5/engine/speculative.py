@@ -15,29 +15,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5.device import put
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
-from glm5.engine.sampler import distributions, draw
+from glm5.engine.sampler import Chosen, chosen, distributions, draw
 
 
 @dataclass
 class Drafts:
     """Drafted tokens of B requests: `tokens` int64 [B, k], and `logprobs` [B, k, V], the distributions that they were
-    drawn from (None: all requests are greedy)."""
+    drawn from (None: all requests are greedy). `ids` are the tokens if the host knows them: on an accelerator only if a
+    request's penalties or masks depend on them."""
 
     tokens: Tensor
     logprobs: Tensor | None
+    ids: list[list[int]] | None
 
-
-@dataclass
-class Verification:
-    """`accepted` [B]: number of accepted drafts; `last` [B]: the token after them; `logprobs` [B, k + 1, V]: the
-    trunk's log-probabilities at each position of the window."""
-
-    accepted: Tensor
-    last: Tensor
-    logprobs: Tensor
+    def rows(self) -> list[tuple[list[int], Tensor | None]]:
+        """Per request, its drafts for `Feed`: known ids, or places and a tensor."""
+        if self.ids is not None:
+            return [(ids, None) for ids in self.ids]
+        return [([0] * self.tokens.shape[1], row) for row in self.tokens.unbind()]
 
 
 def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
@@ -50,12 +49,16 @@ def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]
     greedy = all(state.greedy for state in states)
+    known = weight.is_cpu or any(state.adjusts(k) for state in states for k in range(count + 1))
     hidden = torch.stack([r.carried for r in requests if r.carried is not None])
     sampled: list[list[int]] = [[] for _ in requests]
-    tokens, logprobs = [], []
+    tokens: list[Tensor] = []
+    logprobs = []
     for k in range(count):
         if k:
-            feeds = [Feed(r, r.length + k - 1, ids[-1:]) for r, ids in zip(requests, sampled, strict=True)]
+            later = [None] * len(requests) if known else tokens[-1].split(1)
+            rows = zip(requests, sampled, later, strict=True)
+            feeds = [Feed(r, r.length + k - 1, ids[-1:], drawn) for r, ids, drawn in rows]
             hidden = runner.mtp(feeds, hidden)
         step_logprobs = distributions(hidden, weight, states, sampled, exact=runner.exact)
         if greedy:
@@ -64,27 +67,32 @@ def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
             drawn = draw(step_logprobs, states, [state.uniform("draft", k) for state in states])
             logprobs.append(step_logprobs)
         tokens.append(drawn)
-        for ids, token in zip(sampled, drawn.tolist(), strict=True):
+        for ids, token in zip(sampled, drawn.tolist() if known else [0] * len(requests), strict=True):
             ids.append(token)
-    return Drafts(torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1) if logprobs else None)
+    drafts = torch.stack(tokens, dim=1)
+    return Drafts(drafts, torch.stack(logprobs, dim=1) if logprobs else None, sampled if known else None)
 
 
 def verify(
     hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], drafts: Drafts, *, exact: bool = True
-) -> Verification:
-    """Accept or reject drafts, given the trunk's hidden states [B, k + 1, D] at the last known token and each draft."""
+) -> tuple[Tensor, Chosen]:
+    """Accept or reject drafts, given the trunk's hidden states [B, k + 1, D] at the last known token and each draft.
+
+    Returns the number of accepted drafts [B], and what `records` needs of every position of the windows [B * (k + 1)]:
+    the accepted drafts, then one token more. Positions after it are meaningless.
+    """
     batch, count = drafts.tokens.shape
     along = [state for state in states for _ in range(count + 1)]
-    guesses = drafts.tokens.tolist()
+    guesses = [ids for ids, _ in drafts.rows()]
     sampled = [ids[:k] for ids in guesses for k in range(count + 1)]
-    logprobs = distributions(hidden.flatten(0, 1), weight, along, sampled, exact=exact).view(batch, count + 1, -1)
-    device = logprobs.device
-    greedy = torch.tensor([state.greedy for state in states], device=device)
+    flat = distributions(hidden.flatten(0, 1), weight, along, sampled, exact=exact)
+    logprobs, device = flat.view(batch, count + 1, -1), flat.device
+    greedy = put([state.greedy for state in states], device)
     agreed = logprobs[:, :-1].argmax(-1) == drafts.tokens
     if drafts.logprobs is not None:
-        chosen = drafts.tokens.unsqueeze(-1)
-        log_ratio = (logprobs[:, :-1].gather(-1, chosen) - drafts.logprobs.gather(-1, chosen)).squeeze(-1)
-        uniforms = torch.tensor([[s.uniform("accept", k) for k in range(count)] for s in states], device=device)
+        chances = drafts.tokens.unsqueeze(-1)
+        log_ratio = (logprobs[:, :-1].gather(-1, chances) - drafts.logprobs.gather(-1, chances)).squeeze(-1)
+        uniforms = put([[s.uniform("accept", k) for k in range(count)] for s in states], device)
         agreed = torch.where(greedy.unsqueeze(1), agreed, uniforms < log_ratio.exp())
     accepted = agreed.long().cumprod(1).sum(1)
     rows = torch.arange(batch, device=device)
@@ -92,8 +100,17 @@ def verify(
     if drafts.logprobs is not None:
         rest = _residual(final, drafts.logprobs, accepted)
         final = torch.where((greedy | (accepted == count)).unsqueeze(1), final, rest)
-    last = draw(final, states, [s.uniform("token", k) for s, k in zip(states, accepted.tolist(), strict=True)])
-    return Verification(accepted, last, logprobs)
+    last = draw(final, states, _uniforms(states, accepted, count))
+    tokens = torch.cat((drafts.tokens, last.unsqueeze(1)), dim=1).scatter(1, accepted.unsqueeze(1), last.unsqueeze(1))
+    return accepted, chosen(flat, tokens.flatten(), along)
+
+
+def _uniforms(states: Sequence[SamplerState], accepted: Tensor, count: int) -> Sequence[float] | Tensor:
+    """The random number of every request for the token after its `accepted` drafts, of at most `count`."""
+    if accepted.is_cpu:
+        return [s.uniform("token", k) for s, k in zip(states, accepted.tolist(), strict=True)]
+    every = put([[s.uniform("token", k) for k in range(count + 1)] for s in states], accepted.device)
+    return every.gather(1, accepted.unsqueeze(1)).squeeze(1)
 
 
 def _residual(logprobs: Tensor, drafted: Tensor, accepted: Tensor) -> Tensor:

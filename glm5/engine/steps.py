@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from glm5.engine.decode import draw_tokens, feeds_of
+from glm5.engine.decode import Drawn, begin_draw, draw_tokens, feeds_of
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
@@ -74,8 +74,11 @@ class Steps:
     ) -> None:
         self.scheduler, self.runner, self.counts = scheduler, runner, counts
         self.drafts, self.max_length = drafts, max_length
-        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="glm5-draw") if overlap and not drafts else None
+        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead. An accelerator draws
+        # while the host plans; a CPU needs a thread for it.
+        on_cpu = runner.device.type == "cpu"
+        self._plans_ahead = (overlap or not on_cpu) and not drafts
+        self._worker = ThreadPoolExecutor(1, "glm5-draw") if self._plans_ahead and on_cpu else None
         self._ahead: list[Span] = []  # spans of the next step, planned during the last draw
         self._failed: list[Request] = []
 
@@ -127,8 +130,8 @@ class Steps:
         for span in spans:
             if not span.drafts:
                 span.request.saw(span.start + span.count)
-        if whole and self._worker is not None:
-            fresh, kept = self._draw_and_plan(self._worker, spans, hidden)
+        if whole and self._plans_ahead:
+            fresh, kept = self._draw_and_plan(spans, hidden)
         else:
             fresh, kept = draw_tokens(self.runner, spans, hidden, drafts)
         self.counts.rounds += len(kept)
@@ -137,11 +140,12 @@ class Steps:
         self.counts.seconds["sampling"] += time.perf_counter() - ran
         return Computed(spans, hidden, fresh)
 
-    def _draw_and_plan(
-        self, worker: ThreadPoolExecutor, spans: list[Span], hidden: Tensor
-    ) -> tuple[list[list[Sampled]], list[int]]:
+    def _draw_and_plan(self, spans: list[Span], hidden: Tensor) -> Drawn:
         """Draw, and plan the next step meanwhile. The plan depends on the number of new tokens, not on their ids."""
-        coming = worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None)
+        if self._worker is None:
+            coming = begin_draw(self.runner, spans, hidden, None)
+        else:
+            coming = self._worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None).result
         for span in spans:
             span.request.coming = int(span.draws)
         try:
@@ -149,8 +153,8 @@ class Steps:
         finally:
             for span in spans:
                 span.request.coming = 0
-            wait((coming,))  # also after an error: two threads must not use one request
-        return coming.result()
+            drawn = coming()  # also after an error: two threads must not use one request
+        return drawn
 
     # Results.
 

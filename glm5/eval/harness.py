@@ -182,7 +182,9 @@ def continuation_logprobs(
         mask[i, : len(row)] = torch.tensor(wanted)
     batch = Batch(ids, documents, mask)
     targets, wanted_targets = batch.targets()
-    logprobs, _ = target_logprobs(model, model.model(ids, packed_context(documents)), targets, wanted_targets)
+    batch = batch.to(model.device)
+    hidden = model.model(batch.ids, packed_context(batch.documents))
+    logprobs, _ = target_logprobs(model, hidden, targets, wanted_targets)
     return [float(part.sum()) for part in logprobs.split([len(c) for c in continuations])]
 
 

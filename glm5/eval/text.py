@@ -56,9 +56,10 @@ def bits_per_byte(
     step = max(1, ROWS * 256 // window)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        batch = pack_batch(part, max(len(ids) for ids, _ in part))[0].to(model.device)
-        hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
+        batch = pack_batch(part, max(len(ids) for ids, _ in part))[0]
         targets, wanted = batch.targets()
+        batch = batch.to(model.device)
+        hidden = model.model(batch.ids, packed_context(batch.documents, exact=False))
         nats -= float(target_logprobs(model, hidden, targets, wanted)[0].double().sum())
     return TextScore(nats / math.log(2) / max(1, total_bytes), total_bytes)
 

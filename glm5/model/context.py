@@ -249,7 +249,9 @@ class ForwardContext:
         """The slots of `key_range` as indices [B, T, K], ascending, then -1, like an indexer's; computed once."""
         if window not in self._all_keys:
             start, end = self.key_range(window)
-            slots = start.unsqueeze(-1) + torch.arange(int((end - start).max()), device=start.device)
+            # An accelerator is not asked for the longest range.
+            most = int((end - start).max()) if start.is_cpu else self.key_length or self.length
+            slots = start.unsqueeze(-1) + torch.arange(most, device=start.device)
             self._all_keys[window] = slots.where(slots < end.unsqueeze(-1), -1)
         return self._all_keys[window]
 

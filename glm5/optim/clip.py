@@ -34,13 +34,17 @@ def global_norm(parameters: nn.Module | Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: nn.Module | Iterable[Tensor], limit: float) -> Tensor:
-    """Scale all gradients to a `global_norm` of at most `limit`; returns the norm before.
+    """Scale all gradients to a `global_norm` of at most `limit`; returns the norm before, a scalar on their device. An
+    accelerator is not waited for.
 
     If the norm is not finite, the gradients are unchanged, and the caller can name the culprit.
     """
     params = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     norm = global_norm(params)
     gradients = [local(p.grad) for p in params if p.grad is not None]
-    if gradients and limit < float(norm) < float("inf"):
+    if gradients and not norm.is_cpu:
+        over = (norm > limit) & norm.isfinite()
+        torch._foreach_mul_(gradients, torch.where(over, limit / (norm + 1e-6), 1.0))
+    elif gradients and limit < float(norm) < float("inf"):
         torch._foreach_mul_(gradients, float(limit / (norm + 1e-6)))
     return norm

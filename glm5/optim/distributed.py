@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5.device import put
 from glm5.errors import ConfigError
 from glm5.optim.blocks import Shape, block_heights, newton_schulz_cost
 from glm5.optim.newton_schulz import chunk_length, chunks, iterate
@@ -52,7 +53,7 @@ def sum_over_ranks(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     own = torch.stack([number / copies(t) if is_dtensor(t) else number for t, number in parts])
     if not any(is_dtensor(t) for t, _ in parts):
         return own
-    sharded = torch.tensor([is_dtensor(t) for t, _ in parts], device=own.device)
+    sharded = put([is_dtensor(t) for t, _ in parts], own.device)
     total = own.clone()
     dist.all_reduce(total)
     return torch.where(sharded, total, own)

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from glm5.config.optim import OptimConfig
 from glm5.data.packing import Batch, pack_batch
+from glm5.device import on_host, put
 from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
@@ -51,17 +52,20 @@ class Agreement:
     mismatches: int = 0
     max_abs_diff: float = 0.0
 
-    def add(self, learner: Tensor, engine: Tensor) -> None:
-        self.tokens += learner.numel()
-        if learner.numel():
-            self.mismatches += int((learner != engine).sum())
-            self.max_abs_diff = max(self.max_abs_diff, float((learner - engine).abs().max()))
-
     def merge(self, other: Agreement) -> None:
-        """Add the tokens of another rank."""
+        """Add other tokens."""
         self.tokens += other.tokens
         self.mismatches += other.mismatches
         self.max_abs_diff = max(self.max_abs_diff, other.max_abs_diff)
+
+
+def compare(learner: Tensor, engine: Tensor, fresh: Tensor) -> Tensor:
+    """Number of `fresh` tokens, of those that differ, and their largest difference: float64 [3] on their device, for
+    tensors [N, L]."""
+    difference = torch.where(fresh, learner - engine, 0.0).double().abs()
+    differ = (learner != engine) & fresh
+    most = difference.amax() if difference.numel() else difference.sum()
+    return torch.stack((fresh.sum().double(), differ.sum().double(), most))
 
 
 class Learner:
@@ -145,6 +149,7 @@ class Learner:
         what this rank computed to `total` and `agreement`."""
         whole = Counts.of(sample.loss_mask for share in shares for sample in share)
         at = 0
+        differences: list[Tensor] = []
         for part, counted in self._parts(shares):
             known = None if old is None or not counted else old[at : at + len(part)]
             batch = self.forward(part, whole, known, counted)
@@ -153,8 +158,12 @@ class Learner:
             loss.backward()
             total.merge([statistics])
             assert batch.fresh is not None
-            agreement.add(batch.old[batch.fresh], batch.rollout_logprobs[batch.fresh])
-        norm = float(clip_gradients(self.model, self.config.clip))
+            differences.append(compare(batch.old, batch.rollout_logprobs, batch.fresh))
+        # The host waits for the device here, once in an optimizer step.
+        norms, found, total.values = on_host((clip_gradients(self.model, self.config.clip), differences, total.values))
+        for tokens, mismatches, difference in (one.tolist() for one in found):
+            agreement.merge(Agreement(int(tokens), int(mismatches), difference))
+        norm = float(norms)
         if not math.isfinite(norm):
             raise DataError(f"The policy gradient of update {self.version + 1} is not finite; lower optim.lr.")
         self.optimizer.step()
@@ -167,7 +176,7 @@ class Learner:
         for part, counted in self._parts(shares):
             batch = self.forward(part)
             if counted:
-                found += [line[mask] for line, mask in zip(batch.logprobs, batch.mask, strict=True)]
+                found += [line[: sum(s.loss_mask)] for line, s in zip(batch.logprobs, part, strict=True)]
         return found
 
     def _parts(self, shares: Sequence[Sequence[TrainSample]]) -> list[tuple[list[TrainSample], bool]]:
@@ -219,8 +228,7 @@ class Learner:
         not `counted`, the mask is empty. With several ranks all must call."""
         row_length = max(self.row_length, max(len(s.ids) for s in samples))
         batch, places = pack_batch([(s.ids, s.loss_mask) for s in samples], row_length)
-        device = next(self.model.parameters()).device
-        batch = batch.to(device)
+        device = self.model.device
         logprobs, entropy = self._logprobs(self.model, batch)
         reference = None
         if self.reference is not None:
@@ -236,14 +244,15 @@ class Learner:
             position[i, : counts[i]] = torch.arange(at, at + counts[i])
             mask[i, : counts[i]] = counted
             at += counts[i]
-        position, mask = position.to(device), mask.to(device)
+        own = Counts.of_mask(mask)
+        position, mask = put(position, device), put(mask, device)
 
         def lines(values: Callable[[TrainSample], Sequence[float]]) -> Tensor:
             out = torch.zeros(len(samples), width)
             for i, sample in enumerate(samples):
                 picked = [v for v, m in zip(values(sample), sample.loss_mask, strict=True) if m]
                 out[i, : counts[i]] = torch.tensor(picked)
-            return out.to(device)
+            return put(out, device)
 
         versions = lines(lambda s: [float(v) for v in s.weight_versions]).long()
         return PolicyBatch(
@@ -255,6 +264,7 @@ class Learner:
             ref_logprobs=None if reference is None else reference[position],
             entropy=entropy[position],
             fresh=mask & (versions == self.version),
+            own=own,
             whole=whole,
             versions=versions,
             teacher_logprobs=lines(lambda s: s.teacher_logprobs) if samples[0].teacher_logprobs else None,
@@ -303,7 +313,9 @@ def divide(samples: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]
 def packed_logprobs(
     model: GLM5ForCausalLM, batch: Batch, temperature: float = 1.0, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of all loss tokens of a packed batch, in row-major order."""
-    hidden = model.model(batch.ids, packed_context(batch.documents, exact=exact))
+    """Log-probabilities and entropies of all loss tokens of a packed batch, which is best on the CPU, in row-major
+    order."""
     targets, wanted = batch.targets()
+    batch = batch.to(model.device)
+    hidden = model.model(batch.ids, packed_context(batch.documents, exact=exact))
     return target_logprobs(model, hidden, targets, wanted, temperature)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch, StepCounts
+from glm5.device import on_host
 from glm5.errors import DataError
 from glm5.files import atomic_write
 from glm5.model.context import ForwardContext, packed_context
@@ -195,11 +196,13 @@ class Trainer:
         monitored = bool(config.monitor_every) and step % config.monitor_every == 0
         counts = batch.counts()
         parts = self._parts(batch, counts)
-        losses, metrics, loads = self._accumulate(parts, monitored)
-        norms = self._clip()
+        found, metrics, loads = self._accumulate(parts, monitored)
+        # The host waits for the device here, once in a step.
+        found, norm, shares, metrics.values = on_host((found, self._clip(), loads, metrics.values))
+        losses, norms = [float(loss) for loss in found], {name: float(value) for name, value in norm.items()}
         computed = time.perf_counter()
         numbers = StepMetrics().merge(self.ranks.gather(metrics.plain())).numbers()
-        numbers |= _load_numbers(loads, monitored) | {"lr": rate} | norms
+        numbers |= _load_numbers(shares, monitored) | {"lr": rate} | norms
         self.tokens_seen += counts.tokens
         bad = not all(map(math.isfinite, losses)), not all(map(math.isfinite, norms.values()))
         bad_losses, bad_norms = zip(*self.ranks.gather(bad))
@@ -226,7 +229,7 @@ class Trainer:
         self.last = self.last | dict(scores)
         return scores
 
-    def _clip(self) -> dict[str, float]:
+    def _clip(self) -> dict[str, Tensor]:
         """Clip the gradients of backbone and indexers separately: in one common norm, the indexers' loss would scale
         the backbone's update (§2.1.1 isolates the two)."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -234,7 +237,7 @@ class Trainer:
             "grad_norm": [p for name, p in named if INDEXER not in name],
             "indexer_grad_norm": [p for name, p in named if INDEXER in name],
         }
-        return {name: float(clip_gradients(part, self.config.clip)) for name, part in parts.items() if part}
+        return {name: clip_gradients(part, self.config.clip) for name, part in parts.items() if part}
 
     def _elapsed(self) -> float:
         """Seconds spent on this stage so far, over all processes that resumed it."""
@@ -242,7 +245,7 @@ class Trainer:
 
     def _accumulate(
         self, parts: Sequence[Batch], monitored: bool
-    ) -> tuple[list[float], StepMetrics, dict[int, Tensor]]:
+    ) -> tuple[list[Tensor], StepMetrics, dict[int, Tensor]]:
         """Forward and backward over this rank's micro-batches: losses, metrics and expert loads (of all ranks)."""
         losses, metrics = [], StepMetrics()
         loads: dict[int, Tensor] = {}
@@ -251,11 +254,10 @@ class Trainer:
         for part in parts:
             loss, numbers, ctx = self._forward(part, monitored)
             loss.backward()
-            losses.append(float(loss.detach()))
+            losses.append(loss.detach())
             metrics.merge([numbers])
             for layer, maxima in (ctx.max_logits or {}).items():
-                for head, value in enumerate(maxima.tolist()):
-                    metrics.peak(f"max_logit/L{layer}/H{head}", value)
+                metrics.peak(f"max_logit/L{layer}/H", maxima)
                 metrics.peak("max_logit", maxima.max())
             experts = self.model.config.n_routed_experts
             for layer, load in expert_loads(ctx.router_stats or [], part.documents, experts).items():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glm5.config.recipe import CorpusStage
 from glm5.data.packing import Batch
+from glm5.device import put
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import ROW_TILE, round_up
@@ -25,14 +26,16 @@ def target_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the wanted targets only, in row-major order: two tensors [number wanted].
 
-    hidden [M, D] flat, targets and wanted [B, T]. Rows are padded to `ROW_TILE`: each value is bit-identical to what
-    the engine reports for the same token.
+    hidden [M, D] flat, targets and wanted [B, T], best on the CPU: an accelerator would have to be asked for the number
+    of wanted ones. Rows are padded to `ROW_TILE`: each value is bit-identical to what the engine reports for the same
+    token.
     """
     index = wanted.flatten().nonzero().squeeze(1)
     count = index.numel()
     padded = torch.nn.functional.pad(index, (0, round_up(count, ROW_TILE) - count))
+    chosen = put(targets.flatten()[padded], hidden.device)
     logprobs, entropy = token_logprobs(
-        hidden.index_select(0, padded), model.lm_head.weight, targets.flatten()[padded], temperature
+        hidden.index_select(0, put(padded, hidden.device)), model.lm_head.weight, chosen, temperature
     )
     return logprobs[:count], entropy[:count]
 
@@ -41,7 +44,7 @@ def summed_logprobs(
     model: GLM5ForCausalLM, hidden: Tensor, targets: Tensor, wanted: Tensor, sparse: bool = False
 ) -> Tensor:
     """Sum of `target_logprobs`. An accelerator computes all targets and masks the others, because it would have to be
-    asked for the number of wanted ones; not if they are `sparse`."""
+    asked for the number of wanted ones; not if they are `sparse`, and best on the CPU."""
     if hidden.is_cpu or sparse:
         return target_logprobs(model, hidden, targets, wanted)[0].sum()
     logprobs, _ = token_logprobs(hidden[: targets.numel()], model.lm_head.weight, targets.flatten())
@@ -60,7 +63,8 @@ def language_loss(
     counts = batch.counts().targets
     metrics = StepMetrics()
     targets, wanted = batch.targets()
-    loss = -summed_logprobs(model, hidden, targets, wanted, batch.sparse_targets) / max(1, counts[0])
+    known = (batch.on_host or batch).targets() if batch.sparse_targets else (targets, wanted)
+    loss = -summed_logprobs(model, hidden, *known, batch.sparse_targets) / max(1, counts[0])
     metrics.add("loss", loss)
     metrics.add("tokens", wanted.sum())
     _count_hits(metrics, "accuracy", model, hidden, targets, wanted, ctx)

@@ -62,14 +62,13 @@ def check_window(params: SamplingParams, count: int, draws: int, block: int = 10
             lines.append(line)
             for ids, token in zip(behind, at.tolist(), strict=True):
                 ids.append(token)
-        drafts = Drafts(torch.stack(tokens, 1), torch.stack(lines, 1))
+        drafts = Drafts(torch.stack(tokens, 1), torch.stack(lines, 1), behind)
         windows = torch.cat((torch.full((len(states), 1), known), drafts.tokens), dim=1)
-        verdict = verify(trunk[windows], weight, states, drafts)
-        out = torch.cat((drafts.tokens, torch.zeros_like(drafts.tokens[:, :1])), dim=1)
-        out[torch.arange(len(states)), verdict.accepted] = verdict.last
-        kept += torch.bincount(verdict.accepted, minlength=count + 1)
+        accepted, (out, *_) = verify(trunk[windows], weight, states, drafts)
+        out = out.view(windows.shape)
+        kept += torch.bincount(accepted, minlength=count + 1)
         # Windows that ended after one token go on by plain decoding.
-        short = (verdict.accepted == 0).nonzero().flatten().tolist()
+        short = (accepted == 0).nonzero().flatten().tolist()
         for i in short:
             states[i].advance(int(out[i, 0]))
         mine = [states[i] for i in short]

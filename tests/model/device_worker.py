@@ -8,16 +8,15 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from glm5.config.model import GLM5Config
 from glm5.data.packing import Batch, StepCounts
@@ -30,8 +29,8 @@ from glm5.ops.pages import Pages
 from glm5.optim import Muon, muon_groups
 from glm5.train.losses import IndexerLoss, language_loss, summed_logprobs
 from glm5.train.router_balance import balance_loss, expert_loads, update_router_bias
+from tests.pretended import DEVICE, Pretender, Pretending
 
-DEVICE = "npu"
 LAYERS = dict(num_hidden_layers=2, first_k_dense_replace=1)
 LONG = 202_752
 FAKE = FakeTensorMode()
@@ -39,17 +38,6 @@ FAKE = FakeTensorMode()
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 NO_LAUNCHES = ALLOCATIONS | {aten._unsafe_view, aten.promote_types, torch.ops.prim.device}
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.bincount, aten.masked_select, aten._unique2, aten.equal}
-
-
-class _Backend(_DummyBackendModule):
-    """With the two functions that `torch.utils.checkpoint` asks for."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return []
-
-    def is_autocast_enabled(self) -> bool:
-        return False
 
 
 def is_launch(func: Any) -> bool:
@@ -98,57 +86,6 @@ def move(model: nn.Module, tensor_like: Callable[[Tensor], Tensor]) -> nn.Module
             if buffer is not None:
                 module._buffers[name] = tensor_like(buffer)
     return model
-
-
-class Pretender(Tensor):
-    """A tensor that says it is on `DEVICE` and computes on the CPU, our operators in their torch forms. What would wait
-    for a device raises RuntimeError. Use it inside `Pretending`."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Pretender:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            device=f"{DEVICE}:0",
-        )  # fmt: skip
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
-
-
-class Pretending(TorchDispatchMode):
-    """Inside, tensors made on `DEVICE` are `Pretender`s too."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if any(isinstance(x, Pretender) for x in tree_leaves((args, kwargs))):
-            return _run(func, args, kwargs)
-        if device is not None and torch.device(device).type == DEVICE:
-            return Pretender(func(*args, **kwargs | {"device": "cpu"}))
-        return func(*args, **kwargs)
-
-
-def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    plain, options = tree_map_only(Pretender, lambda x: x.inner, (args, dict(kwargs)))
-    masks = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
-        x is not None and x.dtype == torch.bool for x in plain[1]
-    )
-    if func.overloadpacket in WAITS or masks:
-        raise RuntimeError(f"{func} waits for the device")
-    others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, Pretender)]
-    if any(x.ndim for x in others):
-        raise RuntimeError(f"{func} mixes tensors of the CPU with tensors of the device")
-    if options.get("device") is not None:
-        options["device"] = "cpu"
-    form = TORCH_FORMS[func._schema.name.split("::")[1]] if func.namespace == "glm5" else func
-    out = tree_map_only(Tensor, Pretender, form(*plain, **options))
-    return return_and_correct_aliasing(func, args, dict(kwargs), out)
 
 
 # -------------------------------------------------------------------------------------------------- fake tensors
@@ -363,7 +300,6 @@ def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tens
 
 
 if __name__ == "__main__":
-    _setup_privateuseone_for_python_backend(DEVICE, backend_module=_Backend())
     job, argument = sys.argv[1:]
     if job == "launches":
         found = {name: layer(4096, 1, None, False, watch) for name, watch in (("plain", ""), ("sparse", "sparse"))}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from glm5.config.recipe import DistillStage
 from glm5.data.packing import Batch, pack_batch
+from glm5.device import put
 from glm5.engine.engine import Engine
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -42,12 +43,19 @@ class Teacher(Protocol):
 
 class ModelTeacher:
     """Scores packed rows with a forward pass, as the learner does. `source` is a model or a checkpoint folder. A folder
-    is loaded at the first call and kept; with `keep=False` it is loaded again for every call."""
+    is loaded onto `device` at the first call and kept; with `keep=False` it is loaded again for every call."""
 
     def __init__(
-        self, source: GLM5ForCausalLM | Path | str, row_length: int, *, exact: bool = True, keep: bool = True
+        self,
+        source: GLM5ForCausalLM | Path | str,
+        row_length: int,
+        *,
+        exact: bool = True,
+        keep: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._source, self._row_length, self._exact, self._keep = source, row_length, exact, keep
+        self._device = device
 
     @torch.no_grad()
     def score(self, rows: Sequence[TrainSample], temperature: float) -> list[list[float]]:
@@ -68,7 +76,7 @@ class ModelTeacher:
     def _model(self) -> GLM5ForCausalLM:
         if isinstance(self._source, GLM5ForCausalLM):
             return self._source
-        model = GLM5ForCausalLM.from_pretrained(self._source).eval()
+        model = GLM5ForCausalLM.from_pretrained(self._source, device=self._device).eval()
         if self._keep:
             self._source = model
         return model
@@ -110,7 +118,10 @@ class Distillation(Algorithm):
         names = {name: None for family in stage.families if (name := stage.teacher_of(family)) is not None}
         exact, keep = stage.rollouts == "exact", stage.keep_teachers
         folders = {name: start.checkpoint(name) for name in names}
-        self.teachers = {name: ModelTeacher(f, stage.row_length, exact=exact, keep=keep) for name, f in folders.items()}
+        self.teachers = {
+            name: ModelTeacher(folder, stage.row_length, exact=exact, keep=keep, device=self.ranks.device)
+            for name, folder in folders.items()
+        }
         return {}
 
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:
@@ -145,6 +156,6 @@ class Distillation(Algorithm):
         loss, statistics = policy_loss(self.objective, batch, "sequence", observe=observe)
         statistics.tokens_mean("reverse_kl", -advantages, batch.mask)
         for name in dict.fromkeys(sample.teacher for sample in batch.samples):
-            own = torch.tensor([sample.teacher == name for sample in batch.samples], device=batch.mask.device)
+            own = put([sample.teacher == name for sample in batch.samples], batch.mask.device)
             statistics.tokens_mean(f"reverse_kl/{name}", -advantages, batch.mask & own[:, None])
         return loss, statistics

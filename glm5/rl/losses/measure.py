@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from glm5.device import put
 from glm5.rl.losses.kl import k3
 from glm5.rl.losses.tokens import MAX_LOG_RATIO, Terms, Tokens
 from glm5.train.step_metrics import StepMetrics
@@ -26,8 +27,8 @@ class Statistics(StepMetrics):
 
     def tokens_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Record the mean of `values` [B, T] over the tokens of `mask`."""
-        picked = values.detach()[mask].double()
-        self.mean(name, float(picked.sum()), float(picked.numel()))
+        picked = _kept(values.detach(), mask).double()
+        self.mean(name, picked.sum(), picked.numel() if mask.is_cpu else mask.sum())
 
     def numbers(self) -> dict[str, float]:
         """Metrics by name. A mean over no tokens is 0. `ess_share` is the effective sample size of the weights divided
@@ -52,24 +53,31 @@ def measure(tokens: Tokens, terms: Terms) -> Statistics:
     entropy                      mean entropy of the learner's distributions, if `tokens` has it
     """
     mask, statistics = tokens.mask, Statistics()
-    statistics.add("tokens", float(mask.sum()))
+    statistics.add("tokens", mask.sum())
     statistics.tokens_mean("masked_share", terms.masked, mask)
     statistics.tokens_mean("clipped_share", terms.clipped, mask)
     statistics.tokens_mean("ratio_mean", terms.ratio, mask)
-    weight = terms.weight[mask].double()
-    statistics.add(_WEIGHTS, float(weight.sum()))
-    statistics.add(_SQUARES, float(weight.square().sum()))
-    log_ratio = (tokens.logprobs - tokens.rollout_logprobs)[mask].double()
-    edges = torch.tensor([math.log(edge) for edge in RATIO_EDGES], dtype=torch.float64, device=log_ratio.device)
-    counts = torch.bincount(torch.bucketize(log_ratio, edges), minlength=len(BINS)).tolist()
-    for name, count in zip(BINS, counts, strict=True):
-        statistics.add(name, float(count))
+    weight = _kept(terms.weight, mask).double()
+    statistics.add(_WEIGHTS, weight.sum())
+    statistics.add(_SQUARES, weight.square().sum())
+    log_ratio = (tokens.logprobs - tokens.rollout_logprobs).double()
+    edges = put([math.log(edge) for edge in RATIO_EDGES], log_ratio.device, torch.float64)
+    found, weights = torch.bucketize(log_ratio, edges).flatten(), mask.double().flatten()
+    counts = torch.zeros(len(BINS), dtype=torch.float64, device=mask.device).scatter_add_(0, found, weights)
+    for name, count in zip(BINS, counts.unbind(), strict=True):
+        statistics.add(name, count)
     fresh = mask if tokens.fresh is None else mask & tokens.fresh
     log_rho = tokens.old - tokens.rollout_logprobs
     statistics.tokens_mean("mismatch_mean", log_rho.abs(), fresh)
     statistics.tokens_mean("mismatch_kl", k3(log_rho.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)), fresh)
-    picked = log_rho.abs()[fresh]
-    statistics.peak("mismatch_max", float(picked.max()) if picked.numel() else 0.0)
+    picked = _kept(log_rho.abs(), fresh)
+    statistics.peak("mismatch_max", picked.amax() if picked.numel() else 0.0)
     if tokens.entropy is not None:
         statistics.tokens_mean("entropy", tokens.entropy, mask)
     return statistics
+
+
+def _kept(values: Tensor, mask: Tensor) -> Tensor:
+    """The values of the mask's tokens. An accelerator, which would have to be asked for their number, gives 0 for the
+    others instead."""
+    return values[mask] if mask.is_cpu else values.where(mask, 0)

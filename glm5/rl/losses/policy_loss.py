@@ -38,5 +38,5 @@ def policy_loss(
         loss = loss + penalty.weight * average_over(estimates, tokens.mask, average)
         statistics.tokens_mean("kl", estimates, tokens.mask)
     share = tokens.share(average)
-    statistics.add("loss", share * float(loss.detach()))
+    statistics.add("loss", share * loss.detach().double())
     return loss * share, statistics

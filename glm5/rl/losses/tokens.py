@@ -29,8 +29,8 @@ class Tokens:
     ref_logprobs      of a reference model
     entropy           of the learner's distributions, in nats
     fresh             True for tokens sampled with exactly the learner's weights; None: all are
-    whole             numbers of sequences and sampled tokens in the optimizer step; None: this micro-batch is the
-                      complete step
+    own, whole        numbers of sequences and sampled tokens of this micro-batch and of its optimizer step; None: from
+                      the mask, and this micro-batch is the complete step
     """
 
     logprobs: Tensor
@@ -41,6 +41,7 @@ class Tokens:
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     fresh: Tensor | None = None
+    own: Counts | None = None
     whole: Counts | None = None
 
     @property
@@ -59,7 +60,7 @@ class Tokens:
 
     def share(self, average: Average) -> float:
         """Weight of this micro-batch's mean in the mean of the whole step."""
-        own = Counts.of_mask(self.mask)
+        own = self.own or Counts.of_mask(self.mask)
         return own.share_of(own if self.whole is None else self.whole, average)
 
 

@@ -13,6 +13,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.config.optim import OptimConfig
 from glm5.config.reward_model import RewardModelConfig
 from glm5.data.packing import pack_batch
+from glm5.device import put
 from glm5.errors import ConfigError, DataError
 from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
@@ -34,7 +35,7 @@ class PreferenceModel(nn.Module):
         super().__init__()
         self.trunk = policy.clone()
         self.trunk.mtp = None
-        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False)
+        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(self.head.weight)
         self.head.weight.muon_split = (1,)  # type: ignore[attr-defined]
         self.tokenizer = tokenizer
@@ -55,10 +56,10 @@ class PreferenceModel(nn.Module):
         """Scores [N] of N token rows."""
         width = max(256, max(map(len, rows)))
         batch, places = pack_batch([(row, [True] * len(row)) for row in rows], width)
-        ctx = packed_context(batch.documents)
-        hidden = ctx.rows(self.trunk.model(batch.ids, ctx))
-        last = [place.start + len(row) - 1 for row, place in zip(rows, places, strict=True)]
-        return self.head(hidden[torch.tensor([p.row for p in places]), torch.tensor(last)]).squeeze(-1)
+        batch = batch.to(self.trunk.device)
+        hidden = self.trunk.model(batch.ids, packed_context(batch.documents))
+        last = [p.row * width + p.start + len(row) - 1 for row, p in zip(rows, places, strict=True)]
+        return self.head(hidden[put(last, hidden.device)]).squeeze(-1)
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
