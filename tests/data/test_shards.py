@@ -139,6 +139,13 @@ def test_ids_are_stored_in_the_narrowest_type(folder: Path) -> None:
     assert open_shard(folder, "train").tokens.dtype == np.uint16
 
 
+def test_an_open_shard_is_mapped_not_read(folder: Path) -> None:
+    shard = open_shard(folder, "train")
+    assert all(isinstance(array, np.memmap) for array in (shard.tokens, shard.borders, shard.num_bytes))
+    assert shard.lengths().tolist() == [len(shard.document(i)) for i in range(len(shard))]
+    assert shard.lengths(np.array([5, 2], np.uint32)).tolist() == [len(shard.document(5)), len(shard.document(2))]
+
+
 def test_names_are_whatever_a_file_can_be_called(tmp_path: Path) -> None:
     names = ["a/b.py", "line\nend", 'quote"', "\u2028 é 日本", "", " ", "\\x"]
     build_shards([Document(name, "x") for name in names], TOKENIZER, tmp_path / "data", [])
@@ -181,10 +188,13 @@ def test_files_of_shards_are_files(folder: Path, name: str, kind: str) -> None:
                 open_shard(folder, "train", TOKENIZER, verify=verify)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_borders_must_rise(folder: Path, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 1, 63, 64, 65])
+def test_borders_must_rise(folder: Path, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.data.shards._BORDERS", 64)  # they are read in blocks
+    open_shard(folder, "train", verify=False)
     borders = np.fromfile(folder / "train.borders", dtype=np.int64)
     borders[place] = -1 if place == 0 else borders[-1] + 1
+    (folder / "train.borders").unlink()  # another file: what is mapped may stay mapped
     borders.tofile(folder / "train.borders")
     with pytest.raises(DataError, match="damaged"):
         open_shard(folder, "train", verify=False)
