@@ -21,7 +21,7 @@ from torch import Tensor
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
-from glm5.data.packing import Batch
+from glm5.data.packing import Batch, StepBatches
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
@@ -42,6 +42,16 @@ def batch_at(step: int) -> Batch:
     ids = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
     documents = torch.tensor([[0] * 14 + [1] * 10] * 3 + [[0] * 20 + [-1] * 4] * 2)
     return Batch(ids, documents, documents >= 0)
+
+
+class OwnRows(StepBatches):
+    """The same batches, built ahead of time, by every rank only its rows."""
+
+    def num_rows(self, step: int) -> int:
+        return ROWS
+
+    def build(self, step: int, rows: range) -> Batch:
+        return batch_at(step).rows(rows.start, rows.stop)
 
 
 @dataclass
@@ -147,7 +157,7 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     io = StageIO("stage", folder, NullMetrics(), advance, ranks)
     config = stage(save_every=2, **task.get("options", {}))
     try:
-        train(model, config, io, batch_at, Watch(), bias_rate=0.01)
+        train(model, config, io, OwnRows(), Watch(), bias_rate=0.01)
     except KeyboardInterrupt:
         ranks.wait()
         return {"losses": losses}
