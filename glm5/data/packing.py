@@ -67,16 +67,16 @@ class Batch:
 
     def pin(self, device: torch.device | str) -> Batch:
         """The same batch in page-locked memory if `device` is a GPU of this machine, otherwise the batch itself."""
-        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        if torch.device(device).type != "cuda" or self.ids.is_cuda or not torch.cuda.is_available():
             return self
         return replace(self, **{name: getattr(self, name).pin_memory() for name in _TENSORS})
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device. To a GPU it is copied from page-locked memory, and the copy is not waited for:
-        what is launched next on the GPU comes after it."""
-        batch = self if self.ids.is_cuda else self.pin(device)
-        copied = batch is not self or self.ids.is_pinned()
-        return replace(self, **{name: getattr(batch, name).to(device, non_blocking=copied) for name in _TENSORS})
+        """The same batch on a device. A copy to a GPU comes from page-locked memory and is not waited for: what is
+        launched there next comes after it."""
+        pinned = self.pin(device)
+        ahead = pinned.ids.is_pinned()
+        return replace(self, **{name: getattr(pinned, name).to(device, non_blocking=ahead) for name in _TENSORS})
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""

@@ -219,7 +219,7 @@ def _tokenized(stage: SftStage, tokenizer: Tokenizer, folder: Path, seed: int) -
     if not files:
         raise ConfigError(f"{stage.name} has nothing to train on: list `families`, or set `data` to a JSONL file.")
     cache, key = folder / TOKENIZED, _cache_key(stage, tokenizer, files)
-    if (found := _reusable(cache, key)) is not None:
+    if (found := _reusable(cache, key, tokenizer)) is not None:
         for text in found.warnings:
             _log.warning("%s", text)
         return found
@@ -252,10 +252,11 @@ def _cache_key(stage: SftStage, tokenizer: Tokenizer, files: Sequence[tuple[str,
     }
 
 
-def _reusable(cache: Path, key: Mapping[str, Any]) -> CacheInfo | None:
+def _reusable(cache: Path, key: Mapping[str, Any], tokenizer: Tokenizer) -> CacheInfo | None:
     """The info of the rows in `cache` if they are intact and made of the same data; otherwise None, with a warning."""
     try:
-        info = read_cache(cache)
+        if (info := read_cache(cache)) is not None and info.key == key:
+            open_rows(cache, info, tokenizer)  # they fit each other
     except DataError as error:
         _log.warning("The tokenised rows are made again: %s", error)
         return None

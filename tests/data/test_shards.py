@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,13 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5 import files as files_module
 from glm5.chat import tokenizer as tokenizer_module
 from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.shards import build_shards, encode_documents, open_shard
+from glm5.data.shards import build_shards, encode_documents, open_shard, verify_shards
 from glm5.data.sources import Document
-from glm5.errors import DataError
+from glm5.errors import DataError, Glm5Error
 from glm5.files import MANIFEST
+from glm5.launch.pipeline import _verify
+from tests.thread_ranks import on_ranks
 
 TOKENIZER = Tokenizer.byte_level()
 DOCUMENTS = [Document(f"file{i}.py", f"text {i} – ünïcode <|user|>\n" * (i % 4 + 1)) for i in range(160)]
@@ -112,6 +116,31 @@ def test_damage_is_found_by_its_hash(folder: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name} is missing or damaged .* Build the shards again") as caught:
         open_shard(folder, "train", TOKENIZER)
     assert "checkpoint" not in str(caught.value)
+
+
+def test_processes_divide_the_files_by_size_and_all_learn_of_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for number, folder in enumerate(folders, 1):
+        build_shards(DOCUMENTS[: 50 * number], TOKENIZER, folder, [])
+    files = {path for folder in folders for path in folder.iterdir() if path.name != MANIFEST}
+    real, read = files_module.sha256_file, list[Path]()
+    monkeypatch.setattr(files_module, "sha256_file", lambda path, stop=None: (read.append(path), real(path))[1])
+    for parts in (1, 2, 3, 40):
+        hashed = []
+        for part in range(parts):
+            read.clear()
+            verify_shards(*folders, part=part, parts=parts)
+            hashed.append(set(read))
+        assert set.union(*hashed) == files and sum(map(len, hashed)) == len(files)
+        sizes = [sum(path.stat().st_size for path in share) for share in hashed]
+        assert max(sizes) <= sum(sizes) / parts + max(path.stat().st_size for path in files)
+    raw = bytearray((folders[1] / "train.bytes").read_bytes())
+    (folders[1] / "train.bytes").write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    found = on_ranks(3, lambda ranks: _verify(ranks, *folders, remedy="Build it."))
+    assert Counter(map(type, found)) == {DataError: 1, Glm5Error: 2}
+    assert all(re.search(r"b/train.bytes is missing or damaged .*\. Build it\.$", str(error)) for error in found)
 
 
 @pytest.mark.parametrize("content", ["{", '{"files": {"../secret": {"bytes": 1, "sha256": "00"}}}'])

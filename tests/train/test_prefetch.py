@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import PretrainStage, SftStage
@@ -24,46 +23,11 @@ from glm5.train import pretrain, sft
 from glm5.train.loop import train
 from glm5.train.losses import backbone_loss
 from glm5.train.prefetch import AHEAD, Prefetch
+from tests.thread_ranks import on_ranks
 
 STEPS = 6
 OPTIM = OptimConfig(steps=STEPS, lr=1e-2, save_every=0, warmup=1)
 TENSORS = ("ids", "documents", "loss_mask")
-
-
-class ThreadRanks(Ranks):
-    """Ranks that are threads of this process."""
-
-    def __init__(self, rank: int, world: int, values: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.rank, self.world, self._values, self._barrier = rank, world, values, barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait(60)
-        found = list(self._values)
-        self._barrier.wait(60)
-        return found
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(torch.stack(self.gather(tensor.clone())).sum(0))
-
-
-def on_ranks(world: int, act: Callable[[Ranks], Any]) -> list[Any]:
-    """What `act` returns on each rank, or the error that it raises there."""
-    values, barrier, found = [None] * world, threading.Barrier(world), [None] * world
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = act(ThreadRanks(rank, world, values, barrier))
-        except Exception as error:
-            found[rank] = error  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return found
 
 
 def stage_batches(name: str, tokenizer: Any, shard: Any, folder: Path) -> StepBatches:
