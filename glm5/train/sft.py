@@ -239,9 +239,15 @@ def _tokenized(stage: SftStage, tokenizer: Tokenizer, folder: Path, seed: int) -
 
 
 def _cache_key(stage: SftStage, tokenizer: Tokenizer, files: Sequence[tuple[str, Path | str]]) -> dict[str, Any]:
-    """Everything that decides the rows: equal keys mean equal rows in the same order."""
+    """Everything that decides the rows: equal keys mean equal rows in the same order. Raises DataError for data that
+    cannot be read twice."""
     inputs = [(name, path) for name, source in files for path in conversation_files(source)]
-    hashes = sha256_files([path for _, path in inputs])
+    if pipes := [path for _, path in inputs if not path.is_file()]:
+        raise DataError(f"{pipes[0]} is not a file; write the conversations to one, because a resumed stage reads it.")
+    try:
+        hashes = sha256_files([path for _, path in inputs])
+    except OSError as error:
+        raise DataError(f"Cannot read {error.filename}: {error.strerror}.") from None
     return {
         "tokenizer": tokenizer.hash(),
         "template": tokenizer.template_version,
