@@ -169,6 +169,28 @@ def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
     return {name: [float(t.double().sum()), float(t.double().square().sum())] for name, t in model.state_dict().items()}
 
 
+def sft_rows(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What every rank gets of three steps of SFT: rows, and the counts of the whole step. Rank 0 alone tokenises."""
+    from glm5.chat.tokenizer import Tokenizer
+    from glm5.config.recipe import SftStage
+    from glm5.train import sft
+    from glm5.train.prefetch import Prefetch
+
+    if not ranks.main:
+        sft.read_rows = None  # type: ignore[assignment]
+    optim = OptimConfig(steps=3, lr=1e-3)
+    config = SftStage(kind="sft", name="sft", optim=optim, rows=ROWS, row_length=60, data=task["data"])
+    batches, info = sft.prepare(config, Tokenizer.byte_level(), Path(task["out"]), 0, None, ranks)
+    with Prefetch(batches, range(3), ranks) as own:
+        found = [own.take(step) for step in range(3)]
+    rows = [[part.tolist() for part in (b.ids, b.documents, b.loss_mask)] for b in found]
+    return {
+        "rows": ranks.gather(rows),
+        "counts": ranks.gather([vars(b.counts()) for b in found]),
+        "sha256": info.sha256,
+    }
+
+
 def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The last rank raises, or never comes back, in the middle of a step."""
 
@@ -356,7 +378,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live,
+    "live": live, "sft_rows": sft_rows,
 }  # fmt: skip
 
 
