@@ -84,9 +84,14 @@ def _here() -> str:
 def put(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """`torch.tensor(values)`, or a tensor of the CPU, on a device. The host does not wait for the device."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if device.type in PINNING and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return pinned(tensor, device).to(device, non_blocking=device.type != "cpu")
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU in page-locked memory if copies to `device` need it, otherwise the tensor itself."""
+    if device.type not in PINNING or not tensor.is_cpu or _back_end(device) is None or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
 
 
 def on_host(tree: T) -> T:

@@ -10,15 +10,19 @@ import os
 import re
 import shutil
 import stat
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import CheckpointError, Glm5Error
 
 MANIFEST = "manifest.json"
+_HASHED_AT_ONCE = 8
 _MOST_MANIFEST = 64 << 20  # bytes
 
 
@@ -34,13 +38,36 @@ def read_small(path: Path, limit: int) -> bytes:
     return raw
 
 
-def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+def sha256_file(path: Path, stop: threading.Event | None = None) -> str:
+    """Hex SHA-256 of a file's bytes; of its beginning if `stop` is set before the end."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while not (stop is not None and stop.is_set()) and (block := file.read(1 << 20)):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sha256_files(paths: Sequence[Path], unreadable: str | None = None) -> list[str]:
+    """Hex SHA-256 of every file, several at a time: hashing does not hold the interpreter's lock. An interrupt ends it.
+
+    Raises OSError for a file that cannot be read, or returns `unreadable` for it if that is given.
+    """
+    stop = threading.Event()
+
+    def hashed(path: Path) -> str:
+        try:
+            return sha256_file(path, stop)
+        except OSError:
+            if unreadable is None:
+                raise
+            return unreadable
+
+    pool = ThreadPoolExecutor(max(1, min(_HASHED_AT_ONCE, len(paths), os.cpu_count() or 1)))
+    try:
+        return list(pool.map(hashed, paths))
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -176,6 +203,58 @@ def write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": listing}, indent=1) + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class ListedFile:
+    """A file as its folder's manifest describes it; `bytes` is its size."""
+
+    folder: Path
+    name: str
+    bytes: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+    def damage(self, remedy: str) -> str:
+        """What to say if it is not as described."""
+        return f"{self.path} is missing or damaged (size or SHA-256 differs from {MANIFEST}). {remedy}"
+
+
+def listed_files(folder: Path, error: type[Glm5Error], kind: str, remedy: str) -> list[ListedFile] | None:
+    """The files of a folder's manifest; None without a manifest. Raises `error` for a manifest that is damaged or names
+    a file outside the folder."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        files = json.loads(read_small(path, _MOST_MANIFEST))["files"]
+        found = [ListedFile(folder, str(n), int(entry["bytes"]), str(entry["sha256"])) for n, entry in files.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise error(f"{path} is damaged; the {kind} cannot be trusted. {remedy}") from None
+    root = folder.resolve()
+    for file in found:
+        if "\0" in file.name or not file.path.resolve().is_relative_to(root):
+            raise error(f'{path} names "{file.name}", which lies outside the {kind}. {remedy}')
+    return found
+
+
+def damaged(files: Sequence[ListedFile]) -> list[ListedFile]:
+    """Those that are missing, or whose size or hash differs."""
+    sized, bad = [], set()
+    for file in files:
+        try:
+            intact = file.path.is_file() and file.path.stat().st_size == file.bytes
+        except OSError:
+            intact = False
+        sized += [file] * intact
+        if not intact:
+            bad.add(file)
+    hashes = sha256_files([file.path for file in sized], unreadable="")
+    bad |= {file for file, sha256 in zip(sized, hashes, strict=True) if sha256 != file.sha256}
+    return [file for file in files if file in bad]
+
+
 def verify_manifest(
     folder: Path,
     error: type[Glm5Error] = CheckpointError,
@@ -186,27 +265,14 @@ def verify_manifest(
     """Check every listed file. Returns False for a folder without a manifest (it is not ours). Raises `error` for a
     damaged file; the message calls the folder a `kind` and ends with `remedy`. Files with a name for which `settings`
     is true may be edited: one warning lists the edited ones."""
-    path = folder / MANIFEST
-    if not path.exists():
+    files = listed_files(folder, error, kind, remedy)
+    if files is None:
         return False
-    try:
-        files = json.loads(read_small(path, _MOST_MANIFEST))["files"]
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise error(f"{path} is damaged; the {kind} cannot be trusted. {remedy}") from None
     edited = []
-    for name, (size, digest) in expected.items():
-        file = folder / name
-        if "\0" in name or not file.resolve().is_relative_to(folder.resolve()):
-            raise error(f'{path} names "{name}", which lies outside the {kind}. {remedy}')
-        try:
-            intact = file.is_file() and file.stat().st_size == size and sha256_file(file) == digest
-        except OSError:
-            intact = False
-        if not intact and settings(name) and file.is_file():
-            edited.append(name)
-        elif not intact:
-            raise error(f"{file} is missing or damaged (size or SHA-256 differs from {MANIFEST}). {remedy}")
+    for file in damaged(files):
+        if not (settings(file.name) and file.path.is_file()):
+            raise error(file.damage(remedy))
+        edited.append(file.name)
     if edited:
         warnings.warn(f"{folder}: edited since it was saved, and used as it is: {', '.join(edited)}.", stacklevel=2)
     return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from glm5.files import (
     publish_dir,
     recover_dir,
     sha256_file,
+    sha256_files,
     verify_manifest,
     write_manifest,
 )
@@ -294,6 +297,34 @@ def test_sha256_of_a_file_longer_than_one_block(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a" * 1_000_000)
     # The published test vector of SHA-256: one million times "a".
     assert sha256_file(tmp_path / "x") == "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"
+
+
+def test_files_are_hashed_together_and_an_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / str(i) for i in range(20)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * (i << 14))
+    assert sha256_files(paths) == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    assert sha256_files([]) == []
+    paths[3].unlink()
+    with pytest.raises(FileNotFoundError):
+        sha256_files(paths)
+    found = sha256_files(paths, unreadable="?")
+    assert found[3] == "?" and found.count("?") == 1
+    stop = threading.Event()
+    stop.set()
+    assert sha256_file(paths[19], stop) == hashlib.sha256().hexdigest()
+    ended = []
+
+    def endless(path: Path, stop: threading.Event) -> str:
+        if path == paths[0]:
+            raise KeyboardInterrupt
+        ended.append(stop.wait(60))
+        return ""
+
+    monkeypatch.setattr("glm5.files.sha256_file", endless)
+    with pytest.raises(KeyboardInterrupt):
+        sha256_files(paths)
+    assert all(ended)
 
 
 # --- single files -----------------------------------------------------------------------------------------------------

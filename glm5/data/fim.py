@@ -5,19 +5,22 @@ It works on tokens, because shards are tokenised. A cut falls inside a word only
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.loader import EPOCHS_KEPT, Documents
+from glm5.data.loader import BLOCK, EPOCHS_KEPT, Documents
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError
 from glm5.seeds import derive_seed
 
 ADDED = 3
 """Tokens by which a document grows."""
+DRAWS = 4
+"""Random numbers per document."""
 SHORTEST = 10
 """Documents with fewer tokens before their end-of-text token stay as they are."""
 
@@ -63,57 +66,66 @@ def restore(ids: np.ndarray, tokens: FimTokens) -> np.ndarray:
     return np.concatenate((*parts, ids[-1:]))
 
 
-class _Plan(NamedTuple):
-    """An epoch's decisions, one entry per document."""
-
-    chosen: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    suffix_first: np.ndarray
-
-
 class FimDocuments(Documents):
     """A shard in which a share `rate` of the documents is rearranged, different ones in every epoch.
 
     Exactly round(rate * n) of the n eligible documents are rearranged, so all epochs have one length. Cuts are uniform
     and leave no part empty. A document longer than `longest` tokens is not eligible: its parts would not share a row.
-    Document i's decisions are draw i of the generator of (seed, "fim", epoch).
+    Document i's decisions are draw i of the generator of (seed, "fim", epoch): which one is rearranged is kept, in a
+    byte per document, and its cuts are drawn again when it is read.
     """
 
     def __init__(
         self, shard: Shard, tokens: FimTokens, *, rate: float, spm_share: float, seed: int, longest: int | None = None
     ) -> None:
         super().__init__(shard)
-        self.tokens, self.spm_share, self.seed = tokens, spm_share, seed
-        self.eligible = self.slots > SHORTEST
-        if longest is not None:
-            self.eligible &= self.slots <= longest
-        self.count = round(rate * int(self.eligible.sum()))
+        self.tokens, self.spm_share, self.seed, self.longest = tokens, spm_share, seed, longest
+        eligible = sum(int(self._eligible(self.shard.lengths(span)).sum()) for span in self._blocks())
+        self.count = round(rate * eligible)
         self.total_tokens += ADDED * self.count
-        self._plain = self.slots
-        if self.count:
-            self.slots = self.slots + ADDED * self.eligible
-        self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._plan)
+        self._epoch = lru_cache(maxsize=EPOCHS_KEPT)(self._choose)
 
-    def lengths(self, epoch: int) -> np.ndarray:
+    def slots(self, documents: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """See `Documents.slots`."""
+        lengths = self.shard.lengths(documents)
+        return lengths + ADDED * self._eligible(lengths) if self.count else lengths
+
+    def lengths(self, epoch: int, documents: np.ndarray | slice = slice(None)) -> np.ndarray:
         """See `Documents.lengths`."""
-        return self._plain + ADDED * self._epoch(epoch).chosen
+        return self.shard.lengths(documents) + ADDED * self._epoch(epoch)[documents]
 
     def document(self, epoch: int, index: int) -> np.ndarray:
         """See `Documents.document`."""
-        ids, plan = self.shard.document(index), self._epoch(epoch)
-        if not plan.chosen[index]:
+        ids = self.shard.document(index)
+        if not self._epoch(epoch)[index]:
             return ids
-        start, end = int(plan.start[index]), int(plan.end[index])
-        return rearrange(ids, start, end, self.tokens, suffix_first=bool(plan.suffix_first[index]))
-
-    def _plan(self, epoch: int) -> _Plan:
-        draws = np.random.default_rng(derive_seed(self.seed, "fim", epoch)).random((len(self), 4))
-        chosen = np.zeros(len(self), dtype=np.bool_)
-        chosen[np.argsort(np.where(self.eligible, draws[:, 0], 2.0), kind="stable")[: self.count]] = True
+        bits = np.random.PCG64(derive_seed(self.seed, "fim", epoch)).advance(DRAWS * index)
+        _, first, second, order = np.random.Generator(bits).random(DRAWS)
         # Two different borders among the n - 1 between n tokens: the second draw skips the first border.
-        borders = np.maximum(self._plain - 2, 2)
-        first = (draws[:, 1] * borders).astype(np.int64) + 1
-        second = (draws[:, 2] * (borders - 1)).astype(np.int64) + 1
-        second += second >= first
-        return _Plan(chosen, np.minimum(first, second), np.maximum(first, second), draws[:, 3] < self.spm_share)
+        borders = len(ids) - 2
+        one, other = int(first * borders) + 1, int(second * (borders - 1)) + 1
+        other += other >= one
+        return rearrange(ids, min(one, other), max(one, other), self.tokens, suffix_first=bool(order < self.spm_share))
+
+    def _eligible(self, lengths: np.ndarray) -> np.ndarray:
+        found: np.ndarray = lengths > SHORTEST
+        return found if self.longest is None else found & (lengths <= self.longest)
+
+    def _blocks(self) -> Iterator[slice]:
+        return (slice(first, min(first + BLOCK, len(self))) for first in range(0, len(self), BLOCK))
+
+    def _choose(self, epoch: int) -> np.ndarray:
+        """Which documents an epoch rearranges: of the eligible ones, those with the smallest first draws."""
+        chosen = np.zeros(len(self), dtype=np.bool_)
+        if not self.count:
+            return chosen
+        generator = np.random.default_rng(derive_seed(self.seed, "fim", epoch))
+        draws = np.empty(len(self))
+        for span in self._blocks():
+            firsts = generator.random((span.stop - span.start, DRAWS))[:, 0]
+            draws[span] = np.where(self._eligible(self.shard.lengths(span)), firsts, 2.0)
+        largest = np.partition(draws, self.count - 1)[self.count - 1]
+        np.less(draws, largest, out=chosen)
+        ties = np.flatnonzero(draws == largest)
+        chosen[ties[: self.count - int(chosen.sum())]] = True
+        return chosen

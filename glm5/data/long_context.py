@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.loader import EPOCHS_KEPT, Row, RowLoader, row_order
+from glm5.data.loader import EPOCHS_KEPT, Row, RowLoader, row_order, shuffled
 from glm5.data.recall import NEEDLES, VARIANTS, Pieces, recall_text, turns_bytes, turns_text
 from glm5.data.shards import Shard
 from glm5.errors import DataError
@@ -99,17 +99,23 @@ def similar_order(vectors: np.ndarray, lengths: np.ndarray, row_length: int, roo
 
 
 class _Windows:
-    """A shard's documents, shuffled once and cut into windows of bounded size: `borders` are places in `order`."""
+    """A shard's documents, shuffled once and cut into windows of bounded size: `borders` are places in `order`, and
+    `starts` the numbers of tokens before them."""
 
     def __init__(self, shard: Shard, documents: int, row_length: int, seed: int) -> None:
-        self.order = np.random.default_rng(derive_seed(seed, "similarity windows")).permutation(len(shard))
-        self.lengths = np.diff(shard.borders)[self.order]
-        ends = self.lengths.cumsum()
-        self.borders, start = [0], 0
+        self.order = shuffled(np.random.default_rng(derive_seed(seed, "similarity windows")), len(shard))
+        ends = shard.lengths(self.order).cumsum()
+        borders, start = [0], 0
         while start < len(self.order):
             tokens = (int(ends[start - 1]) if start else 0) + WINDOW_ROWS * row_length
             start = max(start + documents, int(np.searchsorted(ends, tokens)) + 1)
-            self.borders.append(min(start, len(self.order)))
+            borders.append(min(start, len(self.order)))
+        self.borders = np.array(borders)
+        self.starts = np.concatenate(([0], ends[self.borders[1:] - 1]))
+
+    def documents(self, window: int) -> np.ndarray:
+        """The documents of one window, in shuffled order."""
+        return self.order[self.borders[window] : self.borders[window + 1]]
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -131,7 +137,6 @@ class InterleaveLoader(RowLoader):
         if not self.rows_per_epoch:
             raise DataError(f"The shard has {len(shard.tokens)} tokens, fewer than one row of {row_length}.")
         self._windows = _Windows(shard, INTERLEAVED_DOCUMENTS, row_length, seed)
-        self._window_starts = np.concatenate(([0], self._windows.lengths.cumsum()))[self._windows.borders]
         self._ordered: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._order = lru_cache(maxsize=EPOCHS_KEPT)(lambda epoch: row_order(seed, epoch, self.rows_per_epoch))
 
@@ -145,7 +150,7 @@ class InterleaveLoader(RowLoader):
         at, end = place * self.row_length, (place + 1) * self.row_length
         found = []
         while at < end:
-            window = int(np.searchsorted(self._window_starts, at, side="right")) - 1
+            window = int(np.searchsorted(self._windows.starts, at, side="right")) - 1
             documents, starts = self._window(window)
             number = int(np.searchsorted(starts, at, side="right")) - 1
             offset = at - int(starts[number])
@@ -156,9 +161,8 @@ class InterleaveLoader(RowLoader):
     def _window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """A window's documents in their order, and the start of each in the stream."""
         if window not in self._ordered:
-            span = slice(self._windows.borders[window], self._windows.borders[window + 1])
-            documents, lengths = self._windows.order[span], self._windows.lengths[span]
-            first = int(self._window_starts[window])
+            documents, first = self._windows.documents(window), int(self._windows.starts[window])
+            lengths = self.shard.lengths(documents)
             vectors = Similarity([self.shard.document(int(i)) for i in documents]).vectors
             order = similar_order(vectors, lengths, self.row_length, self.row_length - first % self.row_length)
             starts = first + np.concatenate(([0], lengths[order].cumsum()[:-1]))
@@ -179,12 +183,7 @@ class NegativesLoader(RowLoader):
         super().__init__(rows, row_length)
         self.shard, self.seed = shard, seed
         self._windows = _Windows(shard, STRETCHED_DOCUMENTS, row_length, seed)
-        long_enough = self._windows.lengths >= 2 * CHUNK_TOKENS[0]
-        self._anchors = [
-            np.flatnonzero(long_enough[start:end]) + start
-            for start, end in zip(self._windows.borders, self._windows.borders[1:], strict=False)
-        ]
-        self.rows_per_epoch = int(long_enough.sum())
+        self.rows_per_epoch = int((shard.lengths() >= 2 * CHUNK_TOKENS[0]).sum())
         if not self.rows_per_epoch or len(shard) < 2 or row_length < 4 * CHUNK_TOKENS[0]:
             raise DataError(
                 f"negatives_share needs rows of at least {4 * CHUNK_TOKENS[0]} tokens and two documents, one of them "
@@ -214,13 +213,17 @@ class NegativesLoader(RowLoader):
     def _shuffle(self, epoch: int) -> np.ndarray:
         """The documents to stretch, as places in the windows' order; window by window, so each pool is made once."""
         generator = np.random.default_rng(derive_seed(self.seed, "stretched", epoch))
-        return np.concatenate(
-            [generator.permutation(self._anchors[i]) for i in generator.permutation(len(self._windows))]
-        )
+        windows = generator.permutation(len(self._windows))
+        return np.concatenate([generator.permutation(self._anchors(int(window))) for window in windows])
+
+    def _anchors(self, window: int) -> np.ndarray:
+        """Places in the windows' order of the documents of one window that are long enough."""
+        lengths = self.shard.lengths(self._windows.documents(window))
+        return (np.flatnonzero(lengths >= 2 * CHUNK_TOKENS[0]) + self._windows.borders[window]).astype(np.uint32)
 
     def _make_pool(self, window: int) -> tuple[np.ndarray, list[np.ndarray], Similarity]:
         """All chunks of a window: the document of each, its tokens, and the vectors."""
-        documents = self._windows.order[self._windows.borders[window] : self._windows.borders[window + 1]]
+        documents = self._windows.documents(window)
         cut = [chunks(self.shard.document(int(i)), chunk_length(self.row_length)) for i in documents]
         pool = [chunk for parts in cut for chunk in parts]
         return np.repeat(documents, [len(parts) for parts in cut]), pool, Similarity(pool)

@@ -6,11 +6,14 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from glm5.config.schedule import MOST_DEPTHS
-from glm5.device import put
+from glm5.device import pinned, put
+
+_TENSORS = ("ids", "documents", "loss_mask")
 
 MAX_AHEAD = 1 + MOST_DEPTHS
 """Targets are counted up to this many tokens ahead: next token and MTP depths."""
@@ -65,20 +68,44 @@ class Batch:
         targets = tuple(int(self.targets(n)[1].sum()) if n < length else 0 for n in range(1, MAX_AHEAD + 1))
         return StepCounts(self.ids.shape[0], int((self.documents >= 0).sum()), targets)
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device."""
-        ids, documents, mask = (put(t, torch.device(device)) for t in (self.ids, self.documents, self.loss_mask))
+    def pin(self, device: torch.device) -> Batch:
+        """The same batch in page-locked memory if copies to `device` need it, otherwise the batch itself."""
+        ids, documents, mask = (pinned(getattr(self, name), device) for name in _TENSORS)
+        return replace(self, ids=ids, documents=documents, loss_mask=mask)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device. A copy to an accelerator is not waited for."""
+        ids, documents, mask = (put(getattr(self, name), device) for name in _TENSORS)
         host = None if ids.is_cpu else self.on_host or self
         return replace(self, ids=ids, documents=documents, loss_mask=mask, on_host=host)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Rows start .. stop - 1; rows past the end are padding, so every rank gets a batch of one shape."""
         missing = stop - max(start, min(stop, self.ids.shape[0]))
-        parts = [t[start:stop] for t in (self.ids, self.documents, self.loss_mask)]
+        parts = [getattr(self, name)[start:stop] for name in _TENSORS]
         if missing:
             fills = (0, -1, False)
             parts = [torch.cat((t, t.new_full((missing, t.shape[1]), f))) for t, f in zip(parts, fills, strict=True)]
         return replace(self, ids=parts[0], documents=parts[1], loss_mask=parts[2])
+
+
+class StepBatches:
+    """Base class of a stage's batches: a subclass says how many rows each optimizer step has, and builds any of them.
+
+    A row is a function of the step and its number, so ranks build different rows of one step, ahead of time.
+    """
+
+    def num_rows(self, step: int) -> int:
+        """Rows in the batch of optimizer step `step`."""
+        raise NotImplementedError
+
+    def build(self, step: int, rows: range) -> Batch:
+        """These rows of the step, possibly none: equal to that part of the whole batch. `Batch.step` is not set."""
+        raise NotImplementedError
+
+    def __call__(self, step: int) -> Batch:
+        """The whole batch of a step."""
+        return self.build(step, range(self.num_rows(step)))
 
 
 @dataclass(frozen=True)
@@ -108,35 +135,43 @@ def pack(lengths: Sequence[int], row_length: int) -> tuple[list[Placement], int]
     return [placements[i] for i in range(len(lengths))], len(used)
 
 
-def best_fit(lengths: Sequence[int], row_length: int) -> tuple[list[int], int]:
+def best_fit(lengths: Sequence[int] | np.ndarray, row_length: int) -> tuple[list[int], int]:
     """Best-fit-decreasing packing without splitting: each sequence, longest first, goes to the fullest row that still
     has room. Returns the row of every sequence and the number of rows. Costs at most O(n log n + n row_length).
 
     Raises ValueError for a sequence longer than a row.
     """
-    rows = [0] * len(lengths)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    if len(sizes) and sizes[order[0]] > row_length:
+        raise ValueError(f"sequence {order[0]} has {sizes[order[0]]} tokens, a row only {row_length}")
+    rows: list[int] = []
     opened = 0
     spaces: list[int] = []  # the distinct amounts of free room, ascending
     with_space: dict[int, list[int]] = {}
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[i] > row_length:
-            raise ValueError(f"sequence {i} has {lengths[i]} tokens, a row only {row_length}")
-        at = bisect_left(spaces, lengths[i])
-        if at == len(spaces):
-            space, row = row_length, opened
-            opened += 1
-        else:
-            space = spaces[at]
-            row = with_space[space].pop()
-            if not with_space[space]:
-                del spaces[at], with_space[space]
-        rows[i] = row
-        if left := space - lengths[i]:
-            if left not in with_space:
-                insort(spaces, left)
-                with_space[left] = []
-            with_space[left].append(row)
-    return rows, opened
+    for length, count in zip(*(part[::-1].tolist() for part in np.unique(sizes, return_counts=True)), strict=True):
+        while count:
+            at = bisect_left(spaces, length)
+            if at == len(spaces):
+                space, row = row_length, opened
+                opened += 1
+            else:
+                space = spaces[at]
+                row = with_space[space].pop()
+                if not with_space[space]:
+                    del spaces[at], with_space[space]
+            # As long as one more of this length fits into this row, no other row with room for it is fuller.
+            taken = min(count, space // length) if length else count
+            rows += [row] * taken
+            count -= taken
+            if left := space - taken * length:
+                if left not in with_space:
+                    insort(spaces, left)
+                    with_space[left] = []
+                with_space[left].append(row)
+    found = np.empty(len(sizes), dtype=np.int64)
+    found[order] = rows
+    return found.tolist(), opened
 
 
 def pack_batch(

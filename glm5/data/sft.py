@@ -58,17 +58,24 @@ class Conversation:
 
 
 class BadLines:
-    """Policy for lines that cannot be used: "error" stops the reading, "skip" counts and logs the line."""
+    """Policy for lines that cannot be used: "error" stops the reading, "skip" counts and logs the line. `warnings` are
+    the texts logged so far."""
 
     def __init__(self, policy: Literal["error", "skip"] = "error") -> None:
         self.policy, self.count = policy, 0
+        self.warnings: list[str] = []
 
     def __call__(self, where: str, reason: object) -> None:
         """Report one line. Raises DataError under the policy "error"."""
         if self.policy == "error":
             raise DataError(f"{where}: not a conversation: {reason}")
         self.count += 1
-        _log.warning("%s is skipped, not a conversation: %s", where, reason)
+        self.warn(f"{where} is skipped, not a conversation: {reason}")
+
+    def warn(self, text: str) -> None:
+        """Log a warning about the data and keep it."""
+        self.warnings.append(text)
+        _log.warning("%s", text)
 
 
 def conversation_files(source: str | Path) -> list[Path]:

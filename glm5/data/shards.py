@@ -14,12 +14,13 @@ import numpy as np
 from glm5.chat.tokenizer import Tokenizer
 from glm5.data.documents import Document
 from glm5.errors import DataError
-from glm5.files import publish_dir, read_small, verify_manifest
+from glm5.files import ListedFile, damaged, listed_files, publish_dir, read_small
 
 SPLITS = ("train", "held_out")
 _TYPES = ("uint16", "uint32")
 _ENCODED_DOCUMENTS = 1024
 _MOST_INFO = 16 << 20  # bytes of shards.json
+_BORDERS = 1 << 20  # checked at a time
 
 
 class Paths(Sequence[str]):
@@ -60,8 +61,8 @@ class Paths(Sequence[str]):
 
 @dataclass(frozen=True)
 class Shard:
-    """One split. `tokens` is a memory-mapped id array; document i is tokens[borders[i]:borders[i + 1]], including its
-    end-of-text token; `num_bytes[i]` is its length in UTF-8 and `paths[i]` its name."""
+    """One split, its arrays memory-mapped. Document i is tokens[borders[i]:borders[i + 1]], including its end-of-text
+    token; `num_bytes[i]` is its length in UTF-8 and `paths[i]` its name."""
 
     tokens: np.ndarray
     borders: np.ndarray
@@ -71,6 +72,11 @@ class Shard:
     def document(self, index: int) -> np.ndarray:
         """Token ids of one document."""
         return self.tokens[self.borders[index] : self.borders[index + 1]]
+
+    def lengths(self, documents: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Tokens of these documents, int64."""
+        lengths: np.ndarray = self.borders[1:][documents] - self.borders[:-1][documents]
+        return lengths
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -154,9 +160,17 @@ def build_shards(
     return {name: count for writer in writers.values() for name, count in writer.counts().items()}
 
 
-def verify_shards(folder: Path, remedy: str = "Build the shards again with `glm5 data build`.") -> None:
-    """Check the hashes of a shard folder that has them. Raises DataError, ending with `remedy`, for a wrong hash."""
-    verify_manifest(folder, DataError, "shard folder", remedy)
+def verify_shards(
+    *folders: Path, remedy: str = "Build the shards again with `glm5 data build`.", part: int = 0, parts: int = 1
+) -> None:
+    """Check the hashes of shard folders that have them. Of `parts` processes, each checks its part of the files, about
+    as many bytes as the others. Raises DataError, ending with `remedy`, for a wrong hash."""
+    listed = [file for folder in folders for file in listed_files(folder, DataError, "shard folder", remedy) or ()]
+    shares: list[list[ListedFile]] = [[] for _ in range(parts)]
+    for file in sorted(listed, key=lambda file: (-file.bytes, str(file.path))):
+        min(shares, key=lambda share: sum(held.bytes for held in share)).append(file)
+    for file in damaged(shares[part]):
+        raise DataError(file.damage(remedy))
 
 
 def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, verify: bool = True) -> Shard:
@@ -176,26 +190,32 @@ def open_shard(folder: Path, split: str, tokenizer: Tokenizer | None = None, *, 
 
 def open_split(folder: Path, split: str, dtype: np.dtype) -> Shard:
     """Memory-map the files of a `SplitWriter`. Raises DataError for a file that is missing or does not fit."""
-    path, paths = folder / f"{split}.tokens", folder / f"{split}.paths"
     try:
-        if not all((folder / f"{split}.{part}").is_file() for part in ("tokens", "borders", "bytes")):
-            raise OSError
-        borders = np.fromfile(folder / f"{split}.borders", dtype=np.int64)
-        shard = Shard(
-            tokens=np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype),
-            borders=borders,
-            num_bytes=np.fromfile(folder / f"{split}.bytes", dtype=np.int64),
-            paths=Paths(paths, len(borders) - 1),
+        tokens, borders, num_bytes = (
+            map_array(folder / f"{split}.{part}", kind)
+            for part, kind in (("tokens", dtype), ("borders", np.dtype(np.int64)), ("bytes", np.dtype(np.int64)))
         )
-        whole = (
-            int(borders[0]) == 0
-            and bool((np.diff(borders) >= 0).all())
-            and int(borders[-1]) == len(shard.tokens)
-            and len(shard.num_bytes) == len(shard)
-            and paths.is_file()
-        )
-    except (OSError, ValueError, IndexError):
+        paths = folder / f"{split}.paths"
+        whole = rising(borders, len(tokens)) and len(num_bytes) == len(borders) - 1 and paths.is_file()
+    except (OSError, ValueError):
         whole = False
     if not whole:
         raise DataError(f'The split "{split}" of {folder} is missing or damaged; build the shards again.')
-    return shard
+    return Shard(tokens, borders, num_bytes, Paths(paths, len(borders) - 1))
+
+
+def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file as a memory-mapped array, [number of items]. Raises OSError or ValueError if it is no regular file, or has
+    no whole number of items."""
+    if not path.is_file():  # a pipe would never answer
+        raise OSError(f"{path} is not a file")
+    # As a plain array: slices of the class `memmap` take twice as long.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+
+
+def rising(borders: np.ndarray, last: int) -> bool:
+    """Whether borders begin with 0, never fall and end with `last`. Reads them in blocks."""
+    if not len(borders) or borders[0] != 0 or borders[-1] != last:
+        return False
+    starts = range(0, len(borders) - 1, _BORDERS)
+    return all(bool((np.diff(borders[start : start + _BORDERS + 1]) >= 0).all()) for start in starts)

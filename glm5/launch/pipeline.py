@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
         for stage in recipe.stages:
             folder = folders[stage.name]
             if ranks.on_main(lambda folder=folder: _prepare(folder)):  # type: ignore[misc]
-                entries.append(_reload(state, stage.name, folder))
+                entries.append(_reload(state, stage.name, folder, ranks))
                 progress.skip(stage.name)
                 continue
             progress.start(stage.name, units(stage))
@@ -174,19 +175,24 @@ def _work(text: str) -> dict[str, Any] | None:
     return recipe
 
 
-def _corpora(recipe: RunRecipe) -> dict[str, Path]:
+def _corpora(recipe: RunRecipe, ranks: Ranks) -> dict[str, Path]:
     """The recipe's shard folders, with their hashes checked once per run."""
     named = recipe.data if isinstance(recipe.data, dict) else {CORPUS: recipe.data} if recipe.data else {}
     folders = {name: Path(folder) for name, folder in named.items()}
-    for folder in folders.values():
-        verify_shards(folder)
+    _verify(ranks, *folders.values())
     return folders
+
+
+def _verify(ranks: Ranks, *folders: Path, **options: str) -> None:
+    """Check the hashes of shard folders, every rank its part of the files. All ranks must call, and all raise."""
+    check = partial(verify_shards, *folders, part=ranks.rank, parts=ranks.world, **options)
+    ranks.together(check, patient=True)
 
 
 def _start(recipe: RunRecipe, ranks: Ranks) -> RunState:
     # With several ranks, the model is on the CPU between stages.
     device = ranks.device if ranks.world == 1 else torch.device("cpu")
-    state = RunState(recipe, data=_corpora(recipe), device=device)
+    state = RunState(recipe, data=_corpora(recipe, ranks), device=device)
     if recipe.start:
         state.model = GLM5ForCausalLM.from_pretrained(recipe.start, device=device)
         state.checkpoints["start"] = Path(recipe.start)
@@ -232,7 +238,7 @@ def _save_checkpoint(model: GLM5ForCausalLM, tokenizer: Tokenizer, path: Path) -
         tokenizer.save(folder)
 
 
-def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
+def _reload(state: RunState, name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Load a finished stage's results and checkpoint instead of running it."""
     try:
         entry: dict[str, Any] = json.loads((folder / DONE).read_text(encoding="utf-8"))
@@ -242,7 +248,7 @@ def _reload(state: RunState, name: str, folder: Path) -> dict[str, Any]:
     if kind == "tokenizer":
         state.tokenizer = Tokenizer.load(folder / "tokenizer")
         state.data = {CORPUS: folder / "data"}
-        verify_shards(state.data[CORPUS], remedy=f"Delete {folder} to build the data again.")
+        _verify(ranks, state.data[CORPUS], remedy=f"Delete {folder} to build the data again.")
     else:
         state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL, device=state.device)
         state.checkpoints[name] = folder / MODEL

@@ -252,7 +252,6 @@ def _dsa(state: RunState, stage: DsaStage, io: StageIO) -> dict[str, float]:
 
 def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
     seed = state.recipe.seed
-    io.ranks.on_main(lambda: bool(sft.write_demonstrations(stage, io.folder, seed)))  # only one rank writes
     shards = state.shards("train") if stage.text_share else None
     return sft.run(state.need_model(), stage, state.need_tokenizer(), io, seed, shards)
 

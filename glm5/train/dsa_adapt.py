@@ -149,7 +149,7 @@ class HeldOut:
 def held_out_rows(shard: Shard, length: int, tokens: int) -> HeldOut:
     """Up to `tokens` tokens in rows of `length`, round robin over the documents that are long enough: first the first
     window of each, then the second. Raises DataError for documents that together do not fill one row."""
-    lengths = [len(shard.document(i)) for i in range(len(shard))]
+    lengths = shard.lengths().tolist()
     if max(lengths, default=0) >= length:
         windows = sorted((at, i) for i, n in enumerate(lengths) for at in range(0, n - length + 1, length))
         chosen = windows[: max(1, tokens // length)]

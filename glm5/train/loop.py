@@ -32,6 +32,7 @@ from glm5.parallel.ranks import Ranks
 from glm5.train.checkpoint import load_state, save_state
 from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.precision import LowPrecisionCopy
+from glm5.train.prefetch import Prefetch
 from glm5.train.router_balance import expert_loads, update_router_bias
 from glm5.train.step_metrics import StepMetrics
 from glm5.train.stop import StopSignals
@@ -91,11 +92,12 @@ def train(
 ) -> dict[str, float]:
     """Run the stage's optimizer steps over `batch_at(step)`; resume from the stage's own state if there is one.
 
-    `batch_at` returns the whole batch of a step; every rank takes its rows. After every update the router biases move
-    by `bias_rate` (a number, or pairs of tokens and number) against the measured load (loss-free balance). A step with
-    a non-finite loss or gradient is skipped and counted. Raises DataError after too many of them, and for a weight that
-    is not finite. Parameters that are not `trainable` are frozen in this stage. `evaluate` scores held-out text every
-    `optim.evaluate_every` steps. Returns the metrics of the last step that was not skipped.
+    Of a `StepBatches` every rank builds its own rows of a step, ahead of time (see `Prefetch`). Any other `batch_at` is
+    called at its step and returns the whole batch, of which every rank takes its rows. After every update the router
+    biases move by `bias_rate` (a number, or pairs of tokens and number) against the measured load (loss-free balance).
+    A step with a non-finite loss or gradient is skipped and counted. Raises DataError after too many of them, and for a
+    weight that is not finite. Parameters that are not `trainable` are frozen in this stage. `evaluate` scores held-out
+    text every `optim.evaluate_every` steps. Returns the metrics of the last step that was not skipped.
 
     If any rank gets SIGTERM or Ctrl-C, all ranks save their state after the step and raise KeyboardInterrupt. A step,
     an evaluation or a save that takes longer than `optim.stall_seconds` ends the process (see `Watchdog`).
@@ -106,10 +108,15 @@ def train(
     io.metrics.rewind(io.name, done)
     io.advance(done, {})
     stall = io.folder / (f"stall-rank{ranks.rank}.txt" if ranks.world > 1 else "stall.txt")
-    with StopSignals(io.name, ranks.main) as signals, Watchdog(stall, config.stall_seconds, io.name) as watchdog:
-        for step in range(done, config.steps):
+    device, steps = next(trainer.model.parameters()).device, range(done, config.steps)
+    with (
+        StopSignals(io.name, ranks.main) as signals,
+        Watchdog(stall, config.stall_seconds, io.name) as watchdog,
+        Prefetch(batch_at, steps, ranks, device) as batches,
+    ):
+        for step in steps:
             watchdog.begin(f"step {step + 1}")
-            numbers = trainer.step(step, batch_at(step))
+            numbers = trainer.step(step, batches.take(step))
             if evaluate is not None and config.evaluate_every and (step + 1) % config.evaluate_every == 0:
                 watchdog.begin(f"the evaluation after step {step + 1}")
                 numbers |= trainer.evaluate(evaluate, step + 1)
@@ -278,8 +285,9 @@ class Trainer:
         return self.model if self.low_precision is None else self.low_precision.model
 
     def _parts(self, batch: Batch, counts: StepCounts) -> list[Batch]:
-        """This rank's micro-batches, each with the counts of the whole step."""
-        start, stop = self.ranks.share(batch.ids.shape[0])
+        """This rank's micro-batches, with the counts of the whole step. A batch with `step` set has its rows only."""
+        rows = batch.ids.shape[0]
+        start, stop = (0, rows) if batch.step is not None else self.ranks.share(rows)
         size = self.stage.micro_rows or stop - start
         device = next(self.model.parameters()).device
         parts = [batch.rows(first, min(first + size, stop)) for first in range(start, stop, size)]

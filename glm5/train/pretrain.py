@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.config.recipe import CorpusStage, PretrainStage
 from glm5.data.loader import RowLoader
 from glm5.data.mixture import make_loader
-from glm5.data.packing import Batch
+from glm5.data.packing import Batch, StepBatches
 from glm5.data.shards import Shard
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -22,26 +22,32 @@ from glm5.train.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
-class StageRows:
-    """Step -> whole batch of a stage: the loader's next rows, in the number given by the stage's ramp."""
+class StageRows(StepBatches):
+    """The batches of a stage: the loader's next rows, in the number given by the stage's ramp."""
 
     loader: RowLoader
     stage: CorpusStage
 
-    def __call__(self, step: int) -> Batch:
+    def num_rows(self, step: int) -> int:
+        """See `StepBatches`."""
+        return rows_at(step, **self._ramp)
+
+    def build(self, step: int, rows: range) -> Batch:
+        """See `StepBatches`."""
+        before = rows_before(step, **self._ramp)
+        batch = self.loader.build(range(before + rows.start, before + rows.stop))
+        return replace(batch, before=before * self.stage.row_length)
+
+    @property
+    def _ramp(self) -> dict[str, int]:
         stage = self.stage
-        ramp = dict(first=stage.rows, last=stage.rows, ramp=0)
-        if stage.ramp is not None:
-            ramp |= dict(first=stage.ramp.rows, ramp=round(stage.ramp.tokens / stage.row_length))
-        start = rows_before(step, **ramp)
-        batch = self.loader.build(range(start, start + rows_at(step, **ramp)))
-        return replace(batch, before=start * stage.row_length)
+        if stage.ramp is None:
+            return dict(first=stage.rows, last=stage.rows, ramp=0)
+        return dict(first=stage.ramp.rows, last=stage.rows, ramp=round(stage.ramp.tokens / stage.row_length))
 
 
-def batches(
-    shards: Shard | Mapping[str, Shard], tokenizer: Tokenizer, stage: CorpusStage, seed: int
-) -> Callable[[int], Batch]:
-    """Step -> whole batch of a stage; depends only on the seed, the stage's name and the step."""
+def batches(shards: Shard | Mapping[str, Shard], tokenizer: Tokenizer, stage: CorpusStage, seed: int) -> StageRows:
+    """The batches of a stage; they depend only on the seed, the stage's name and the step."""
     named = {"corpus": shards} if isinstance(shards, Shard) else shards
     loader = make_loader(
         stage.corpus, named, tokenizer, rows=stage.rows, row_length=stage.row_length, seed=seed, name=stage.name

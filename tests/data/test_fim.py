@@ -14,6 +14,7 @@ from glm5.data.fim import ADDED, SHORTEST, FimDocuments, FimTokens, fim_tokens, 
 from glm5.data.loader import BestFitLoader, StreamLoader
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError
+from glm5.seeds import derive_seed
 
 TOKENS = FimTokens(prefix=9001, suffix=9002, middle=9003)
 END = 9000
@@ -64,7 +65,7 @@ def test_an_epoch_changes_its_share_of_the_documents_and_nothing_else(
     for i, length in enumerate(lengths):
         found, plain = documents.document(epoch, i), shard.document(i)
         assert restore(found, TOKENS).tolist() == plain.tolist()
-        assert len(found) == documents.lengths(epoch)[i] <= documents.slots[i] <= length + ADDED
+        assert len(found) == documents.lengths(epoch)[i] <= documents.slots()[i] <= length + ADDED
         if len(found) != length:
             changed += 1
             assert length > SHORTEST and (longest is None or length <= longest)
@@ -106,6 +107,28 @@ def test_epochs_and_seeds_decide_differently_and_purely() -> None:
     for epoch in (5, 2, 7):
         state(one, epoch)
     assert state(one, 0) == first == state(fim(shard), 0)
+
+
+@pytest.mark.parametrize(("rate", "longest"), [(0.3, None), (0.7, 40), (1.0, None)])
+def test_decisions_are_those_of_one_table_of_draws(
+    rate: float, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, as a definition; documents are read in blocks and decide one by one."""
+    monkeypatch.setattr("glm5.data.fim.BLOCK", 64)
+    lengths = np.random.default_rng(3).integers(1, 60, 300)
+    documents, epoch = fim(make_shard(lengths.tolist()), rate, 0.3, seed=4, longest=longest), 5
+    eligible = (lengths > SHORTEST) & (lengths <= (longest or 99))
+    draws = np.random.default_rng(derive_seed(4, "fim", epoch)).random((300, 4))
+    order = np.argsort(np.where(eligible, draws[:, 0], 2.0), kind="stable")
+    chosen = set(order[: round(rate * eligible.sum())].tolist())
+    for i, length in enumerate(lengths.tolist()):
+        expected = documents.shard.document(i)
+        if i in chosen:
+            first = int(draws[i, 1] * (length - 2)) + 1
+            second = int(draws[i, 2] * (length - 3)) + 1
+            cuts = sorted((first, second + (second >= first)))
+            expected = rearrange(expected, *cuts, TOKENS, suffix_first=bool(draws[i, 3] < 0.3))
+        assert documents.document(epoch, i).tolist() == expected.tolist()
 
 
 def test_decisions_of_a_document_do_not_depend_on_those_behind_it() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5.data.loader import BestFitLoader, RowLoader, StreamLoader
+from glm5.data.loader import BestFitLoader, RowLoader, StreamLoader, shuffled
 from glm5.data.packing import Batch, pack
 from glm5.data.shards import Shard
 from glm5.errors import DataError
+from glm5.seeds import derive_seed
 
 LOADERS = (StreamLoader, BestFitLoader)
 
@@ -48,6 +50,47 @@ def test_an_epoch_holds_every_row_of_the_shuffled_stream_once(
         tokens = Counter(token for row in epoch for token in row)
         assert max(tokens.values()) == 1
         assert len(tokens) == per_epoch * row_length  # only the end of the stream, less than a row, is left over
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60).filter(lambda n: sum(n) > 8), st.integers(1, 8))
+def test_rows_are_cuts_of_the_stream_of_permuted_documents(lengths: list[int], row_length: int) -> None:
+    """The whole stream at once, as a definition; documents may be empty, and places are found block by block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("glm5.data.loader.MARKED", 4)
+        patch.setattr("glm5.data.loader.BLOCK", 8)
+        shard = make_shard(lengths)
+        loader = StreamLoader(shard, rows=1, row_length=row_length, seed=7)
+        for epoch in range(2):
+            generator = np.random.default_rng(derive_seed(7, "document order", epoch))
+            order = generator.permutation(len(lengths))
+            stream = np.concatenate([shard.document(i) for i in order])
+            owner = np.repeat(np.arange(len(lengths)), np.array(lengths)[order])
+            for index, place in enumerate(generator.permutation(len(stream) // row_length)):
+                span = slice(place * row_length, (place + 1) * row_length)
+                row = loader.batch(epoch * loader.rows_per_epoch + index)
+                assert row.ids[0].tolist() == stream[span].tolist()
+                assert row.documents[0].tolist() == (owner[span] - owner[span][0]).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000, 70_000])
+def test_an_order_is_the_permutation_in_fewer_bytes(count: int) -> None:
+    generators = np.random.default_rng(5), np.random.default_rng(5)
+    found = shuffled(generators[0], count)
+    assert found.itemsize == 4 and np.array_equal(found, generators[1].permutation(count))
+    assert generators[0].integers(1 << 60) == generators[1].integers(1 << 60)
+
+
+def test_memory_of_an_epoch_is_bytes_per_document() -> None:
+    count = 50_000
+    shard = make_shard([3] * count)
+    for loader, most in ((StreamLoader, 8), (BestFitLoader, 16)):
+        tracemalloc.start()
+        made = loader(shard, rows=1, row_length=6, seed=0)
+        made.batch(0)
+        kept = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert 4 * count < kept < most * count, (loader, kept / count)
 
 
 @given(shards, st.integers(1, 8), st.integers(1, 5), st.integers(0, 3))

@@ -119,3 +119,36 @@ def test_targets_by_hand() -> None:
     assert batch.targets(1)[1].tolist() == [[False, True, False, True, False, False]]
     assert batch.targets(1)[0].tolist() == [[11, 12, 20, 21, 0, 0]]
     assert batch.targets(2)[1].tolist() == [[True, False, False, False, False, False]]
+
+
+def test_a_batch_is_copied_to_a_gpu_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what would be page-locked and copied is noted."""
+    locked: list[int] = []
+    copies: list[tuple[str, bool]] = []
+
+    def to(self: torch.Tensor, device: str, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((str(device), non_blocking))
+        return self
+
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        found = self.clone()
+        locked.append(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    batch = Batch(ids, ids + 1, ids == 0)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    batch.to(cpu)
+    batch.to(gpu)  # another tool's device of that name: there is no GPU here
+    assert copies == [("cpu", False)] * 3 + [("cuda", True)] * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in locked)
+    copies.clear()
+    assert batch.pin(cpu).ids is ids
+    batch.to(cpu)
+    assert copies == [("cpu", False)] * 3 and not locked
+    moved = batch.to(gpu)
+    assert copies[3:] == [("cuda", True)] * 3
+    assert [moved.ids.data_ptr(), moved.documents.data_ptr(), moved.loss_mask.data_ptr()] == locked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,13 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glm5 import files as files_module
 from glm5.chat import tokenizer as tokenizer_module
 from glm5.chat.split_pattern import pieces
 from glm5.chat.tokenizer import Tokenizer
-from glm5.data.shards import build_shards, encode_documents, open_shard
+from glm5.data.shards import build_shards, encode_documents, open_shard, verify_shards
 from glm5.data.sources import Document
-from glm5.errors import DataError
+from glm5.errors import DataError, Glm5Error
 from glm5.files import MANIFEST
+from glm5.launch.pipeline import _verify
+from tests.thread_ranks import on_ranks
 
 TOKENIZER = Tokenizer.byte_level()
 DOCUMENTS = [Document(f"file{i}.py", f"text {i} – ünïcode <|user|>\n" * (i % 4 + 1)) for i in range(160)]
@@ -114,6 +118,31 @@ def test_damage_is_found_by_its_hash(folder: Path, name: str) -> None:
     assert "checkpoint" not in str(caught.value)
 
 
+def test_processes_divide_the_files_by_size_and_all_learn_of_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for number, folder in enumerate(folders, 1):
+        build_shards(DOCUMENTS[: 50 * number], TOKENIZER, folder, [])
+    files = {path for folder in folders for path in folder.iterdir() if path.name != MANIFEST}
+    real, read = files_module.sha256_file, list[Path]()
+    monkeypatch.setattr(files_module, "sha256_file", lambda path, stop=None: (read.append(path), real(path))[1])
+    for parts in (1, 2, 3, 40):
+        hashed = []
+        for part in range(parts):
+            read.clear()
+            verify_shards(*folders, part=part, parts=parts)
+            hashed.append(set(read))
+        assert set.union(*hashed) == files and sum(map(len, hashed)) == len(files)
+        sizes = [sum(path.stat().st_size for path in share) for share in hashed]
+        assert max(sizes) <= sum(sizes) / parts + max(path.stat().st_size for path in files)
+    raw = bytearray((folders[1] / "train.bytes").read_bytes())
+    (folders[1] / "train.bytes").write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    found = on_ranks(3, lambda ranks: _verify(ranks, *folders, remedy="Build it."))
+    assert Counter(map(type, found)) == {DataError: 1, Glm5Error: 2}
+    assert all(re.search(r"b/train.bytes is missing or damaged .*\. Build it\.$", str(error)) for error in found)
+
+
 @pytest.mark.parametrize("content", ["{", '{"files": {"../secret": {"bytes": 1, "sha256": "00"}}}'])
 def test_a_damaged_manifest_of_shards_is_a_data_error(folder: Path, content: str) -> None:
     (folder / MANIFEST).write_text(content, encoding="utf-8")
@@ -137,6 +166,13 @@ def test_what_cannot_be_read_is_a_data_error_without_hashes_too(folder: Path, na
 
 def test_ids_are_stored_in_the_narrowest_type(folder: Path) -> None:
     assert open_shard(folder, "train").tokens.dtype == np.uint16
+
+
+def test_an_open_shard_is_mapped_not_read(folder: Path) -> None:
+    shard = open_shard(folder, "train")
+    assert all(isinstance(array.base, np.memmap) for array in (shard.tokens, shard.borders, shard.num_bytes))
+    assert shard.lengths().tolist() == [len(shard.document(i)) for i in range(len(shard))]
+    assert shard.lengths(np.array([5, 2], np.uint32)).tolist() == [len(shard.document(5)), len(shard.document(2))]
 
 
 def test_names_are_whatever_a_file_can_be_called(tmp_path: Path) -> None:
@@ -181,10 +217,13 @@ def test_files_of_shards_are_files(folder: Path, name: str, kind: str) -> None:
                 open_shard(folder, "train", TOKENIZER, verify=verify)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_borders_must_rise(folder: Path, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 1, 63, 64, 65])
+def test_borders_must_rise(folder: Path, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.data.shards._BORDERS", 64)  # they are read in blocks
+    open_shard(folder, "train", verify=False)
     borders = np.fromfile(folder / "train.borders", dtype=np.int64)
     borders[place] = -1 if place == 0 else borders[-1] + 1
+    (folder / "train.borders").unlink()  # another file: what is mapped may stay mapped
     borders.tofile(folder / "train.borders")
     with pytest.raises(DataError, match="damaged"):
         open_shard(folder, "train", verify=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -25,7 +26,11 @@ def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> d
     def resumed(name: str, **more: Any) -> dict[str, Any]:
         return task("run", copy=str(folder / "four"), out=str(folder / name), **more)
 
+    lines = [{"messages": [{"role": role, "content": "x" * n} for role in ("user", "assistant")]} for n in range(1, 20)]
+    data = folder / "talks.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     one = {
+        "sft": task("sft_rows", data=str(data)),
         "follow": task("follow", export=str(folder / "one")),
         "warmup": task("follow", warmup=True, steps=2),
         "bf16": task("gradients", options={"dtype": "bfloat16"}),
@@ -43,6 +48,7 @@ def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> d
     found = dict(zip(one, job(1, *one.values()), strict=True))
     found |= zip(four, job(4, *four.values()), strict=True)
     two = {
+        "sft 2": task("sft_rows", data=str(data)),
         "two": resumed("two", ep=1),
         "follow 2": task("follow", options={"micro_rows": 1}),
         "follow 2 ep": task("follow", ep=2),
@@ -169,6 +175,16 @@ def test_one_rank_ends_all(job: Any, start: str, how: str) -> None:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_sft_is_tokenised_by_one_rank_and_divided_among_all(results: dict[str, Any]) -> None:
+    one, two = results["sft"], results["sft 2"]
+    assert two["sha256"] == one["sha256"] and two["counts"] == one["counts"] * 2
+    for step in range(3):
+        parts = [torch.cat([torch.tensor(rows[step][k]) for rows in two["rows"]]) for k in range(3)]
+        whole = [torch.tensor(part) for part in one["rows"][0][step]]
+        assert all(torch.equal(part[:5], expected) for part, expected in zip(parts, whole, strict=True))
+        assert len(parts[1]) == 6 and (parts[1][5] == -1).all()  # the row that no batch has
 
 
 def test_expert_sets_that_differ_are_counted(results: dict[str, Any]) -> None:

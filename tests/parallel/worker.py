@@ -21,7 +21,7 @@ from torch import Tensor
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
-from glm5.data.packing import Batch
+from glm5.data.packing import Batch, StepBatches
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
@@ -42,6 +42,16 @@ def batch_at(step: int) -> Batch:
     ids = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
     documents = torch.tensor([[0] * 14 + [1] * 10] * 3 + [[0] * 20 + [-1] * 4] * 2)
     return Batch(ids, documents, documents >= 0)
+
+
+class OwnRows(StepBatches):
+    """The same batches, built ahead of time, by every rank only its rows."""
+
+    def num_rows(self, step: int) -> int:
+        return ROWS
+
+    def build(self, step: int, rows: range) -> Batch:
+        return batch_at(step).rows(rows.start, rows.stop)
 
 
 @dataclass
@@ -147,7 +157,7 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     io = StageIO("stage", folder, NullMetrics(), advance, ranks)
     config = stage(save_every=2, **task.get("options", {}))
     try:
-        train(model, config, io, batch_at, Watch(), bias_rate=0.01)
+        train(model, config, io, OwnRows(), Watch(), bias_rate=0.01)
     except KeyboardInterrupt:
         ranks.wait()
         return {"losses": losses}
@@ -157,6 +167,28 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
     """A few exact numbers of every tensor."""
     return {name: [float(t.double().sum()), float(t.double().square().sum())] for name, t in model.state_dict().items()}
+
+
+def sft_rows(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What every rank gets of three steps of SFT: rows, and the counts of the whole step. Rank 0 alone tokenises."""
+    from glm5.chat.tokenizer import Tokenizer
+    from glm5.config.recipe import SftStage
+    from glm5.train import sft
+    from glm5.train.prefetch import Prefetch
+
+    if not ranks.main:
+        sft.read_rows = None  # type: ignore[assignment]
+    optim = OptimConfig(steps=3, lr=1e-3)
+    config = SftStage(kind="sft", name="sft", optim=optim, rows=ROWS, row_length=60, data=task["data"])
+    batches, info = sft.prepare(config, Tokenizer.byte_level(), Path(task["out"]), 0, None, ranks)
+    with Prefetch(batches, range(3), ranks) as own:
+        found = [own.take(step) for step in range(3)]
+    rows = [[part.tolist() for part in (b.ids, b.documents, b.loss_mask)] for b in found]
+    return {
+        "rows": ranks.gather(rows),
+        "counts": ranks.gather([vars(b.counts()) for b in found]),
+        "sha256": info.sha256,
+    }
 
 
 def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -346,7 +378,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 TASKS = {
     "follow": follow, "gradients": gradients, "run": run, "fail": fail, "refuse": refuse, "policy": policy,
-    "live": live,
+    "live": live, "sft_rows": sft_rows,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from glm5.config.optim import OptimConfig
 from glm5.config.recipe import FamilyConfig, SftStage
 from glm5.data.packing import Batch
 from glm5.data.sft import BadLines, read_conversations
-from glm5.data.sft_rows import SftRow, conversation_rows
+from glm5.data.sft_rows import RowCounts, SftRow, conversation_rows
 from glm5.engine.engine import Engine
 from glm5.errors import ConfigError, DataError
 from glm5.model.context import packed_context
@@ -64,7 +64,7 @@ def test_every_conversation_comes_whole_and_once_per_epoch(lengths: list[int], s
     seen: Counter[int] = Counter()
     step = 0
     while sum(seen.values()) < 10 * len(lengths):
-        batch = batches.batch(step)
+        batch = batches(step)
         assert batch.ids.shape == (rows, 80)
         here = placed(batch)
         assert here and all(length == lengths[number - 1] for number, length in here)
@@ -74,7 +74,7 @@ def test_every_conversation_comes_whole_and_once_per_epoch(lengths: list[int], s
     assert max(counts) - min(counts) <= 2  # a conversation may wait for room, but for no longer than an epoch
     drawn = round(batches.numbers(step)["epochs"] * len(lengths))
     assert min(counts) >= drawn // len(lengths) - 2  # and none gets lost
-    direct = sft.SftBatches({"all": numbered(lengths)}, stage, seed).batch(step - 1)
+    direct = sft.SftBatches({"all": numbered(lengths)}, stage, seed)(step - 1)
     assert torch.equal(direct.ids, batch.ids) and torch.equal(direct.documents, batch.documents)
 
 
@@ -82,7 +82,7 @@ def test_rows_are_nearly_full_and_as_many_as_the_stage_says() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(3.2, 1.0, 500), 2, 200).astype(int).tolist()
     stage = sft_stage(rows=4, row_length=200)
     batches = sft.SftBatches({"all": numbered(lengths)}, stage, 0)
-    used = [int((batches.batch(step).documents >= 0).sum()) for step in range(40)]
+    used = [int((batches(step).documents >= 0).sum()) for step in range(40)]
     assert sum(used) / (40 * 4 * 200) > 0.97
     numbers = batches.numbers(40)
     assert numbers["fill"] == pytest.approx(sum(used) / (40 * 4 * 200))
@@ -94,7 +94,7 @@ def test_orders_differ_between_epochs_seeds_and_stages() -> None:
 
     def order(seed: int = 0, name: str = "sft") -> list[int]:
         batches = sft.SftBatches({"all": rows}, sft_stage(name=name), seed)
-        return [n for step in range(4) for n, _ in placed(batches.batch(step))]
+        return [n for step in range(4) for n, _ in placed(batches(step))]
 
     first = order()
     assert sorted(first[:8]) == sorted(first[8:]) == list(range(1, 9))
@@ -106,7 +106,7 @@ def test_sources_share_the_tokens_as_they_are_told() -> None:
     batches = sft.SftBatches(sources, sft_stage(rows=3), 0, {"a": 3.0, "b": 1.0})
     tokens = Counter()
     for step in range(60):
-        for number, length in placed(batches.batch(step)):
+        for number, length in placed(batches(step)):
             tokens["a" if number < 100 else "b"] += length
     assert tokens["a"] / (tokens["a"] + tokens["b"]) == pytest.approx(0.75, abs=0.02)
     epochs = batches.numbers(60)
@@ -133,15 +133,20 @@ def write(path: Path, *lines: Any) -> str:
     return str(path)
 
 
+def load_rows(source: Any, stage: SftStage, tokenizer: Any, bad: BadLines) -> tuple[list[SftRow], RowCounts]:
+    counts = RowCounts()
+    return [row for _, row in sft.read_rows(source, stage, tokenizer, bad, counts)], counts
+
+
 def test_the_account_of_a_file(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mute = talk("q", [{"type": "text", "text": "a", "train": False}])
     data = write(tmp_path / "c.jsonl", talk("q", "abc"), "{", talk("q", "a" * 100), talk("q", "ab"), mute)
     stage = sft_stage(data=data, bad_lines="skip")
     with caplog.at_level(logging.WARNING):
-        batches, counts = sft.prepare(stage, tokenizer, tmp_path, 0)
+        batches, info = sft.prepare(stage, tokenizer, tmp_path, 0)
     # [gMASK]<sop><|user|>q<|assistant|></think>abc<|user|>: ten tokens with four targets, and one less of each.
     told = dict(conversations=4, bad_lines=1, rows=2, too_long=1, lost_targets=101, untrained=1, tokens=19, targets=7)
-    assert vars(counts) == told
+    assert vars(info.counts) == told
     warnings = [r.getMessage() for r in caplog.records]
     assert any("c.jsonl:2 is skipped" in w for w in warnings) and any("1 rows are longer" in w for w in warnings)
     assert sorted(len(row.ids) for row in batches.sources["all"].rows) == [9, 10]
@@ -179,7 +184,7 @@ def test_rows_are_cut_behind_whole_turns(length: int, tokenizer: Any, tmp_path: 
     messages[3]["content"] = [{"type": "text", "text": "sec", "train": False}, {"type": "text", "text": "ond"}]
     data = write(tmp_path / "c.jsonl", {"messages": messages, "thinking": False}, talk("q", "short"))
     stage = sft_stage(data=data, row_length=length, too_long="cut")
-    (row, _), counts = sft.load_rows(data, stage, tokenizer, BadLines())
+    (row, _), counts = load_rows(data, stage, tokenizer, BadLines())
     whole = conversation_rows(next(c for _, c in read_conversations(Path(data))), tokenizer)[0]
     text = tokenizer.decode(row.ids[row.mask].tolist())
     # [gMASK]<sop> and twice six tokens around question and answer: the first turn ends at 12, the second at 22.
@@ -192,7 +197,7 @@ def test_rows_are_cut_behind_whole_turns(length: int, tokenizer: Any, tmp_path: 
 
 def test_a_bad_line_that_only_rendering_finds_is_skipped_too(tokenizer: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "c.jsonl", CONFLICT, talk("q", "a"))
-    _, counts = sft.prepare(sft_stage(data=data, bad_lines="skip"), tokenizer, tmp_path, 0)
+    counts = sft.prepare(sft_stage(data=data, bad_lines="skip"), tokenizer, tmp_path, 0)[1].counts
     assert (counts.bad_lines, counts.conversations, counts.rows) == (1, 1, 1)
 
 
@@ -202,7 +207,7 @@ def test_deep_nesting_is_rendered_or_a_bad_line(depth: int, tokenizer: Any, tmp_
     call = json.dumps(talk("q", "a", tools=[{"name": "f", "parameters": "NEST"}])).replace('"NEST"', nested)
     data = write(tmp_path / "c.jsonl", call, talk("q", "a"))
     bad = BadLines("skip")
-    rows, _ = sft.load_rows(data, sft_stage(row_length=50_000), tokenizer, bad)
+    rows, _ = load_rows(data, sft_stage(row_length=50_000), tokenizer, bad)
     assert len(rows) + bad.count == 2 and (depth > 300 or not bad.count)
 
 
@@ -216,18 +221,16 @@ def test_files_folders_and_demonstrations_together(tokenizer: Any, tmp_path: Pat
         ([one, more], {"all": 4}),
         ({one: 1.0, more: 2.0}, {one: 1, more: 3}),
     ):
-        batches, counts = sft.prepare(sft_stage(data=data), tokenizer, tmp_path / "x", 0)
+        batches, info = sft.prepare(sft_stage(data=data), tokenizer, tmp_path / "x", 0)
         assert {name: len(s.rows) for name, s in batches.sources.items()} == sources
-        assert counts.rows == 4
+        assert info.counts.rows == 4
     (tmp_path / "io").mkdir()
     stage = sft_stage(data={one: 1.0, "families": 3.0}, families=families, conversations=10)
-    batches, counts = sft.prepare(stage, tokenizer, tmp_path / "io", 0)
+    batches, info = sft.prepare(stage, tokenizer, tmp_path / "io", 0)
     assert {name: len(s.rows) for name, s in batches.sources.items()} == {"families": 10, one: 1}
     assert batches.shares == {one: 1.0, "families": 3.0} and (tmp_path / "io" / "conversations.jsonl").exists()
-    batches, counts = sft.prepare(
-        sft_stage(data=one, families=families, conversations=10), tokenizer, tmp_path / "io", 0
-    )
-    assert counts.rows == 11 and len(batches.sources["all"].rows) == 11
+    batches, info = sft.prepare(sft_stage(data=one, families=families, conversations=10), tokenizer, tmp_path / "io", 0)
+    assert info.counts.rows == 11 and len(batches.sources["all"].rows) == 11
     with pytest.raises(ConfigError, match="nothing to train on"):
         sft.prepare(sft_stage(), tokenizer, tmp_path, 0)
 
@@ -252,7 +255,7 @@ def test_the_stage_says_which_reasoning_a_turn_sees(tokenizer: Any, tmp_path: Pa
     messages = [*thoughtful("q", "a", "b")["messages"], *thoughtful("q", "c", "d")["messages"]]
     data = write(tmp_path / "c.jsonl", {"messages": messages})
     for thinking, count in (("preserved", 1), ("interleaved", 2)):
-        rows, _ = sft.load_rows(data, sft_stage(thinking=thinking), tokenizer, BadLines())
+        rows, _ = load_rows(data, sft_stage(thinking=thinking), tokenizer, BadLines())
         assert len(rows) == count
 
 
@@ -264,7 +267,7 @@ def test_the_template_that_sorts_tool_results_sorts_them_in_training(tmp_path: P
     data = write(tmp_path / "c.jsonl", {"messages": messages})
     for version in ("5.2", "5.3"):
         tok = Tokenizer.byte_level(version)
-        (row,), _ = sft.load_rows(data, sft_stage(row_length=200), tok, BadLines())
+        (row,), _ = load_rows(data, sft_stage(row_length=200), tok, BadLines())
         prompt = render_chat(messages[:-1], tokenizer=tok, clear_thinking=False).ids
         assert row.ids[: len(prompt)].tolist() == prompt
 
@@ -275,7 +278,7 @@ def test_plain_text_takes_its_share_of_the_rows(tokenizer: Any, shard: Any, tmp_
     batches, _ = sft.prepare(stage, tokenizer, tmp_path, 0, {"corpus": shard})
     texts = []
     for step in range(8):
-        batch = batches.batch(step)
+        batch = batches(step)
         assert batch.ids.shape == (3, 80)
         plain = batch.loss_mask.all(1)
         texts += ["".join(tokenizer.decode(row.tolist())) for row in batch.ids[plain]]
@@ -321,7 +324,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_step(
     optim = OPTIM.model_copy(update={"steps": 1})
     stage = sft_stage(data=write(tmp_path / "c.jsonl", *lines), rows=3, micro_rows=micro_rows, optim=optim)
     model, io = small(vocab_size=tokenizer.vocab_size), stage_io()
-    batch = sft.prepare(stage, tokenizer, tmp_path, 0)[0].batch(0)
+    batch = sft.prepare(stage, tokenizer, tmp_path, 0)[0](0)
     with torch.no_grad():
         ctx = packed_context(batch.documents)
         logits = model.lm_head(model.model(batch.ids, ctx)).view(*batch.ids.shape, -1).double()
