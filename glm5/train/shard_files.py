@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import CheckpointError
-from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, save_file
+from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, rows_of, save_file
 from glm5.parallel.ranks import ShardSlice
 
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
@@ -185,8 +185,7 @@ def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Te
     if not where:
         target.copy_(read_tensor(handle, stored))
         return
-    rows, row = where[0].stop - where[0].start, stored.size // stored.shape[0]
-    run = replace(stored, shape=(rows, *stored.shape[1:]), begin=stored.begin + where[0].start * row, size=rows * row)
+    run = rows_of(stored, where[0].start, where[0].stop - where[0].start)
     straight = target.shape == run.shape
     value = read_tensor(handle, run, target if straight else None)
     if value is not target:
