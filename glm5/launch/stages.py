@@ -32,6 +32,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
+from glm5.parallel.ranks import Ranks
 from glm5.rl.algos import stage_algorithm
 from glm5.rl.drivers.live import LiveDriver
 from glm5.rl.drivers.logical import LogicalDriver
@@ -50,9 +51,11 @@ CORPUS = "corpus"
 @dataclass
 class RunState:
     """State passed from stage to stage. `data` names shard folders, `checkpoints` maps finished stages to their
-    checkpoint directories."""
+    checkpoint directories. With several ranks, `model` is deferred between stages (`GLM5ForCausalLM.deferred`): it has
+    a configuration and knows where its weights are, but no rank holds them."""
 
     recipe: RunRecipe
+    ranks: Ranks = field(default_factory=Ranks)
     model: GLM5ForCausalLM | None = None
     tokenizer: Tokenizer | None = None
     data: dict[str, Path] = field(default_factory=dict)
@@ -77,7 +80,7 @@ class RunState:
             config = GLM5Config.preset(recipe.preset, **values, **ends)
             if config.use_dsa:
                 config = config.replace(indexer_adapted=False)
-            self.model = GLM5ForCausalLM(config, seed=recipe.seed)
+            self.model = self.ranks.fresh(config, recipe.seed)
         return self.model
 
     def shards(self, split: str) -> dict[str, Shard]:

@@ -1,8 +1,8 @@
 """Checkpoints in the Hugging Face layout: streamed load and save, census of tensors (no pickle).
 
 Loading first checks every name, shape and type against the file headers (`load_plan`). Then it reads each tensor
-directly into its memory on the device. Saving copies one tensor at a time. Names are in `disk_names`, the file format in
-`tensor_files`.
+directly into its memory on the device. Saving copies one tensor at a time. Names are in `disk_names`, the file format
+in `tensor_files`.
 """
 
 from __future__ import annotations
@@ -191,14 +191,14 @@ def load_checkpoint(
     edited configuration is used, with one warning. `allow_missing` is a regular expression for names that may keep
     their random initialisation (for example a new indexer), `allow_unexpected` one for names to ignore. If the
     configuration has an MTP layer but the files do not, as other tools leave it, only the trunk is loaded, with one
-    warning. On device "meta" only file headers are read and checked, and the model has no storage.
+    warning. On device "meta" only file headers are read and checked, and the model is deferred (see `materialise`).
     """
     device = torch.device(device)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
     _check_side_files(path)
     if device.type != "meta":
-        verify_manifest(path, settings=lambda name: ".safetensors" not in name)
+        _verify(path)
     config = GLM5Config.load(path, strict=strict_config, **(overrides or {}))
     raw = read_json(path / "config.json", _SIDE_FILE_LIMIT, "a model configuration")
     block = block_size(raw.get("quantization_config"), str(path / "config.json"))
@@ -230,6 +230,17 @@ def load_checkpoint(
     if config.use_dsa and not config.indexer_adapted:
         _log.info("%s: no DSA stage has adapted the indexers yet, so attention is dense.", path)
     return model
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check a folder's hashes, as loading to a device does. Raises CheckpointError for damaged weights."""
+    if path.is_dir():
+        _check_side_files(path)
+        _verify(path)
+
+
+def _verify(path: Path) -> None:
+    verify_manifest(path, settings=lambda name: ".safetensors" not in name)
 
 
 def _check_side_files(path: Path) -> None:

@@ -110,10 +110,14 @@ def whole(tensor: Tensor) -> RowPart:
     return RowPart(tensor, 0, tensor.shape[0])
 
 
-def whole_parts(model: nn.Module, source: WeightSource | None) -> Iterator[tuple[str, RowPart]]:
-    """Every tensor of a model's `state_dict` by name, one after the other; tensors on the meta device come from
+def whole_parts(
+    model: nn.Module, source: WeightSource | None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, RowPart]]:
+    """Every wanted tensor of a model's `state_dict` by name, one after the other; tensors on the meta device come from
     `source`, into new CPU memory that the caller should drop before the next."""
     for name, tensor in model.state_dict(keep_vars=False).items():
+        if not wanted(name):
+            continue
         if tensor.is_meta and source is not None:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             source.fill({name: whole(tensor)})

@@ -78,7 +78,7 @@ def trainable(task: dict[str, Any]) -> Callable[[str], bool]:
 def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Numbers of every step, chosen experts of every token, and the exported checkpoint."""
     watch = Watch(task.get("warmup", False))
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     config = stage(task.get("steps", STEPS), **task.get("options", {}))
     trainer = Trainer(model, config, io, watch, trainable(task), 0.01)
@@ -90,16 +90,12 @@ def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
     scores = trainer.evaluate(score, STEPS)
     routes = ranks.gather([[layer.tolist() for layer in step] for step in watch.routes])
-    plain = ranks.unshard(trainer.model)
-    assert type(plain.model.layers[1]).__name__ == "Block"
-    if ranks.main and "export" in task:
-        plain.save_pretrained(task["export"])
-    return {"numbers": numbers, "scores": scores, "routes": routes, "export": digest(plain)}
+    return {"numbers": numbers, "scores": scores, "routes": routes, "export": exported(trainer.model, task, ranks)}
 
 
 def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Every gradient of one step as a whole tensor, in float64 numbers."""
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     watch = Watch(task.get("warmup", False))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
@@ -134,7 +130,7 @@ def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
 
 def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """`train` with states on disk; stops after `stop` steps as Ctrl-C does, or goes on from the state that is there."""
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     losses: list[float] = []
 
     def advance(n: int, numbers: dict[str, float]) -> None:
@@ -151,7 +147,15 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     except KeyboardInterrupt:
         ranks.wait()
         return {"losses": losses}
-    return {"losses": losses, "export": digest(ranks.unshard(model))}
+    return {"losses": losses, "export": exported(model, task, ranks)}
+
+
+def exported(model: GLM5ForCausalLM, task: dict[str, Any], ranks: Ranks) -> dict[str, list[float]]:
+    """Write the checkpoint of a trained model; the digest of what a reader finds there."""
+    path = Path(task.get("export", task["out"] + "-export"))
+    after = ranks.export(model, path)
+    assert (after.weight_source is None) == (ranks.world == 1)
+    return digest(GLM5ForCausalLM.from_pretrained(path)) if ranks.main else {}
 
 
 def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
@@ -169,7 +173,7 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             raise ValueError("this rank breaks")
         return language_loss(model, batch, ctx)
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     Trainer(model, stage(), io, loss_of, lambda name: True, 0.0).step(0, batch_at(0))
     return {}
@@ -180,10 +184,11 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     from glm5.errors import Glm5Error
     from glm5.train import checkpoint
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     trainer = Trainer(model, stage(), io, Watch(), lambda name: True, 0.0)
     trainer.save(1)
+    trainer.saver.wait()
     real = checkpoint.write_pieces
     if ranks.rank == ranks.world - 1:
 
@@ -193,8 +198,9 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
         checkpoint.write_pieces = broken
     said = ""
+    trainer.save(2)
     try:
-        trainer.save(2)
+        trainer.saver.wait()
     except Glm5Error as error:
         said = f"{type(error).__name__}: {error}"
     checkpoint.write_pieces = real
@@ -213,7 +219,7 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     from glm5.rl.start import StageStart
     from glm5.rl.update import update
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     fields = {"name": "rl", "optim": {"steps": 9, "lr": 1e-3}, "families": [{"name": "arithmetic"}], "row_length": 24}
     config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
     algorithm = judged(config, ranks) if config.kind == "general" else stage_algorithm(config)
@@ -323,7 +329,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     folder = Path(task["out"]) / "00-rl"
     folder.mkdir(parents=True, exist_ok=True)
     io = StageIO("rl", folder, NullMetrics(), advance, ranks)
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     launch, algorithm = Launch(transport="disk"), AgenticRL(config)
 
     def loss(batch: Any, observe: Any = None) -> Any:
