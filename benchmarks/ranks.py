@@ -12,6 +12,7 @@ that begin to save, while states are written in the background.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -125,7 +126,11 @@ def work(told: argparse.Namespace) -> None:
         trainer.saver.wait()
         alive.phase()
         ranks.export(trainer.model, folder / "model")
-        return phases | {"export": alive.phase()}
+        phases["export"] = alive.phase()
+        del trainer
+        gc.collect()
+        alive.phase()
+        return phases | {"after the stage": alive.phase()}
 
     def timed() -> dict[str, Any]:
         trainer = Trainer(ranks.fresh(config, 0), stage, io, loss_of, lambda name: True, 1e-3)

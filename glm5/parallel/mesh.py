@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class TorchRanks(Ranks):
         return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
 
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
+        gc.collect()  # the shards of the stage before are in reference cycles
         source, model.weight_source = model.weight_source, None
         if source is None:
             model.to(self.layout.device)

@@ -48,7 +48,8 @@ def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> d
         "follow 2 ep": task("follow", ep=2),
         "warmup 2": task("follow", warmup=True, steps=2, ep=2, options={"recompute": True}),
         "bf16 2": task("gradients", ep=2, options={"dtype": "bfloat16", "recompute": True}),
-        "gradients 2": task("gradients", options={"micro_rows": 2}),
+        "gradients 2": task("gradients", options={"micro_rows": 1}),
+        "gradients 2 each": task("gradients", options={"micro_rows": 1}, layout={"reduce_once": False}),
         "refuse": task("refuse", ep=2),
     }
     found |= zip(two, job(2, *two.values()), strict=True)
@@ -114,6 +115,7 @@ def flat(result: Any) -> torch.Tensor:
         ("gradients 4", "gradients"),
         ("gradients 4 dense", "gradients"),
         ("gradients 2", "gradients"),
+        ("gradients 2 each", "gradients"),
         ("kl gradients 4", "kl gradients"),
     ],
 )
@@ -125,6 +127,13 @@ def test_gradients_are_those_of_the_whole_batch(results: dict[str, Any], name: s
     for parameter, values in expected["gradients"].items():
         wanted, got = torch.tensor(values), torch.tensor(found["gradients"][parameter])
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
+
+
+def test_gradients_are_summed_once_per_step(results: dict[str, Any]) -> None:
+    """Five rows on two ranks are three micro-batches of one row. The MTP layer runs at two depths: after the backward
+    of the first, the gradients of earlier micro-batches are summed apart."""
+    once, each = (results[name]["reductions"] for name in ("gradients 2", "gradients 2 each"))
+    assert each == 3 * (once - 1) > 0
 
 
 def test_a_state_of_four_ranks_resumes_on_four_two_and_one(results: dict[str, Any]) -> None:

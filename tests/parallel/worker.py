@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
@@ -93,6 +94,16 @@ def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     return {"numbers": numbers, "scores": scores, "routes": routes, "export": exported(trainer.model, task, ranks)}
 
 
+class Reductions(TorchDispatchMode):
+    """Counts the sums of gradients over ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Every gradient of one step as a whole tensor, in float64 numbers."""
     model = ranks.load(Path(task["start"]))
@@ -100,10 +111,16 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     watch = Watch(task.get("warmup", False))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = batch_at(0)
-    losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    with Reductions() as reductions:
+        losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
-    return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}
+    return {
+        "loss": sum(sum(part) for part in ranks.gather(losses)),
+        "gradients": whole,
+        "loads": loads_of,
+        "reductions": reductions.count,
+    }
 
 
 def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
@@ -155,7 +172,13 @@ def exported(model: GLM5ForCausalLM, task: dict[str, Any], ranks: Ranks) -> dict
     path = Path(task.get("export", task["out"] + "-export"))
     after = ranks.export(model, path)
     assert (after.weight_source is None) == (ranks.world == 1)
-    return digest(GLM5ForCausalLM.from_pretrained(path)) if ranks.main else {}
+    if not ranks.main:
+        return {}
+    whole = GLM5ForCausalLM.from_pretrained(path)
+    whole.save_pretrained(path.with_name(path.name + "-again"))
+    for file in path.iterdir():
+        assert file.read_bytes() == (path.with_name(path.name + "-again") / file.name).read_bytes(), file
+    return digest(whole)
 
 
 def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
@@ -370,7 +393,9 @@ def main(path: Path) -> None:
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:
         for task in tasks:
-            result = work(task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1)})))
+            result = work(
+                task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})}))
+            )
             if job.main:
                 Path(task["result"]).write_text(result, encoding="utf-8")
 
