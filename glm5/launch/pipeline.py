@@ -184,7 +184,7 @@ def _corpora(recipe: RunRecipe) -> dict[str, Path]:
 
 
 def _start(recipe: RunRecipe, ranks: Ranks) -> RunState:
-    state = RunState(recipe, ranks, data=_corpora(recipe))
+    state = RunState(recipe, data=_corpora(recipe), ranks=ranks)
     if recipe.start:
         state.model = ranks.load(Path(recipe.start))
         state.checkpoints["start"] = Path(recipe.start)

@@ -55,12 +55,12 @@ class RunState:
     a configuration and knows where its weights are, but no rank holds them."""
 
     recipe: RunRecipe
-    ranks: Ranks = field(default_factory=Ranks)
     model: GLM5ForCausalLM | None = None
     tokenizer: Tokenizer | None = None
     data: dict[str, Path] = field(default_factory=dict)
     checkpoints: dict[str, Path] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -127,8 +127,7 @@ class GLM5ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.census: dict[str, int] = {}
-        self.weight_source: WeightSource | None = None
-        """Where the values are, for a model on the meta device that has them (see `deferred`)."""
+        self.weight_source: WeightSource | None = None  # of a deferred model
         self.model = GLM5Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.mtp = (

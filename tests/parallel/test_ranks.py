@@ -165,6 +165,8 @@ def test_a_rank_that_cannot_save_stops_all_and_changes_nothing(results: dict[str
     assert all("No space left" in text for text in refused["said"]), refused["said"]
     assert refused["said"][0].startswith("Glm5Error: Rank 1 failed")
     assert refused["left"] == ["step-00000001"] and refused["resumed"] == 1
+    assert all("No space left while writing" in text for text in refused["export"]), refused["export"]
+    assert refused["exported"] == ["state"]
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])

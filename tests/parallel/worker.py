@@ -205,6 +205,7 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What every rank says when one of them cannot save, and what is on disk then."""
     from glm5.errors import Glm5Error
+    from glm5.parallel import fsdp
     from glm5.train import checkpoint
 
     model = ranks.load(Path(task["start"]))
@@ -228,7 +229,21 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
     checkpoint.write_pieces = real
     left = sorted(p.name for p in trainer.state.iterdir())
-    return {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
+    found = {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
+    written = fsdp.write_rows
+    if ranks.rank == ranks.world - 1:
+
+        def full(folder: Path, *rest: Any) -> None:
+            written(folder, *rest)
+            raise OSError(28, "No space left on device")
+
+        fsdp.write_rows = full
+    try:
+        ranks.export(trainer.model, Path(task["out"]) / "model")
+    except Glm5Error as error:
+        said = str(error)
+    fsdp.write_rows = written
+    return found | {"export": ranks.gather(said), "exported": sorted(p.name for p in Path(task["out"]).iterdir())}
 
 
 def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
