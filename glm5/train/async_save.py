@@ -34,7 +34,7 @@ class StateSaver:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self._path, self._ranks = path, ranks
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._pinned: dict[str, Tensor] = {}
 
     def save(
@@ -78,7 +78,7 @@ class StateSaver:
     def _write(self, pieces: Pieces, step: int, extra: dict[str, Any]) -> None:
         try:
             write_state(self._path, pieces, step, extra, self._ranks.background())
-        except Exception as error:
+        except BaseException as error:  # a thread has nobody else to tell
             self._error = error
 
     @torch.no_grad()
