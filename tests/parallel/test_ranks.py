@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,25 @@ def test_a_rank_that_cannot_save_stops_all_and_changes_nothing(results: dict[str
     assert refused["left"] == ["step-00000001"] and refused["resumed"] == 1
     assert all("No space left while writing" in text for text in refused["export"]), refused["export"]
     assert refused["exported"] == ["state"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", [".step-00000002.writing", "step-00000002", ".step-00000004.writing"])
+def test_a_job_killed_while_it_saves_ends_as_if_untouched(
+    results: dict[str, Any], job: Any, start: str, tmp_path: Path, seen: str
+) -> None:
+    """Both ranks are killed as soon as a folder of a state is seen; the job that goes on has the same weights."""
+    task = {"kind": "run", "start": start, "ep": 2, "out": str(tmp_path / "out")}
+    ranks = job.start(2, [dict(task)])
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out" / "state" / seen).exists() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not (tmp_path / "out-export").exists()
+    assert job(2, dict(task))[0]["export"] == results["follow 2 ep"]["export"]
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])
