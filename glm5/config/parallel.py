@@ -23,6 +23,14 @@ class Layout(Frozen):
     """Device of training, rollouts and evaluation: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a
     device's name in torch such as "cuda:1". Several processes communicate by the device's own library (NCCL for CUDA),
     on CPUs by gloo."""
+    reduce_once: bool = True
+    """Sum gradients over the processes once per step, after its last micro-batch, instead of after each. Between
+    micro-batches every process then keeps the gradients of all its experts and of everything else whole, in fp32: 4
+    bytes per parameter instead of 4 / processes. It costs nothing if a step has one micro-batch. Turn it off if that
+    does not fit."""
+    async_save: bool = True
+    """Write states of training in the background: a step waits only for a copy of its process's weights and optimizer
+    state in host memory, which is there until the state is written. Turn it off if that does not fit."""
     timeout_seconds: float = Field(600.0, gt=0)
     """A process that waits longer than this for another within a step ends with an error, and so does the job."""
     patience_seconds: float = Field(86_400.0, gt=0)

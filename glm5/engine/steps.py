@@ -74,8 +74,8 @@ class Steps:
     ) -> None:
         self.scheduler, self.runner, self.counts = scheduler, runner, counts
         self.drafts, self.max_length = drafts, max_length
-        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead. An accelerator draws
-        # while the host plans; a CPU needs a thread for it.
+        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead. A CPU needs a
+        # thread to draw while the host plans; an accelerator does not.
         on_cpu = runner.device.type == "cpu"
         self._plans_ahead = (overlap or not on_cpu) and not drafts
         self._worker = ThreadPoolExecutor(1, "glm5-draw") if self._plans_ahead and on_cpu else None

@@ -190,11 +190,9 @@ def _verify(ranks: Ranks, *folders: Path, **options: str) -> None:
 
 
 def _start(recipe: RunRecipe, ranks: Ranks) -> RunState:
-    # With several ranks, the model is on the CPU between stages.
-    device = ranks.device if ranks.world == 1 else torch.device("cpu")
-    state = RunState(recipe, data=_corpora(recipe, ranks), device=device)
+    state = RunState(recipe, data=_corpora(recipe, ranks), ranks=ranks)
     if recipe.start:
-        state.model = GLM5ForCausalLM.from_pretrained(recipe.start, device=device)
+        state.model = ranks.load(Path(recipe.start))
         state.checkpoints["start"] = Path(recipe.start)
     source = recipe.tokenizer or (
         recipe.start if recipe.start and (Path(recipe.start) / "tokenizer.json").exists() else None
@@ -209,18 +207,18 @@ def _run_one(state: RunState, stage: Any, io: StageIO, recipe: RunRecipe) -> dic
     started = time.perf_counter()
     ranks = io.ranks
     numbers = run_stage(state, stage, io)
-    if state.model is not None:
-        state.model = ranks.unshard(state.model)
     entry: dict[str, Any] = {"name": stage.name, "kind": stage.kind, "numbers": numbers}
     trained = time.perf_counter()
     if not isinstance(stage, TokenizerStage):
-        model, tokenizer = state.need_model(), state.need_tokenizer()
-        ranks.on_main(lambda: _save_checkpoint(model, tokenizer, io.folder / MODEL))
+        tokenizer = state.need_tokenizer()
+        state.model = model = ranks.export(state.need_model(), io.folder / MODEL, tokenizer.save)
         state.checkpoints[stage.name] = io.folder / MODEL
         evaluation = recipe.evaluation
         if evaluation is not None:
             held_out = state.held_out()
-            entry["evaluation"] = ranks.on_main(lambda: evaluate(model, tokenizer, evaluation, held_out, recipe.seed))
+            entry["evaluation"] = ranks.on_main(
+                lambda: evaluate(_loaded(model), tokenizer, evaluation, held_out, recipe.seed)
+            )
     ended = time.perf_counter()
     agreement = state.agreement.get(stage.name)
     entry |= {
@@ -232,10 +230,9 @@ def _run_one(state: RunState, stage: Any, io: StageIO, recipe: RunRecipe) -> dic
     return entry
 
 
-def _save_checkpoint(model: GLM5ForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
-    with publish_dir(path) as folder:
-        write_checkpoint(model, folder)
-        tokenizer.save(folder)
+def _loaded(model: GLM5ForCausalLM) -> GLM5ForCausalLM:
+    """The model, or a copy with the weights of a deferred one, to evaluate it on rank 0."""
+    return model if model.weight_source is None else model.clone().materialise()
 
 
 def _reload(state: RunState, name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -250,7 +247,7 @@ def _reload(state: RunState, name: str, folder: Path, ranks: Ranks) -> dict[str,
         state.data = {CORPUS: folder / "data"}
         _verify(ranks, state.data[CORPUS], remedy=f"Delete {folder} to build the data again.")
     else:
-        state.model = GLM5ForCausalLM.from_pretrained(folder / MODEL, device=state.device)
+        state.model = state.ranks.load(folder / MODEL)
         state.checkpoints[name] = folder / MODEL
     if exact:
         state.agreement[name] = Agreement(**exact)
@@ -259,7 +256,9 @@ def _reload(state: RunState, name: str, folder: Path, ranks: Ranks) -> dict[str,
 
 def _publish_final(state: RunState, path: Path) -> None:
     if state.model is not None:
-        _save_checkpoint(state.model, state.need_tokenizer(), path)
+        with publish_dir(path) as folder:
+            write_checkpoint(state.model, folder)
+            state.need_tokenizer().save(folder)
 
 
 def _results(recipe: RunRecipe, state: RunState, entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from glm5.chat import Tokenizer, render_chat
 from glm5.config.evaluation import EvalConfig
 from glm5.config.model import GLM5Config
@@ -34,6 +32,7 @@ from glm5.errors import ConfigError, DataError
 from glm5.eval.probe import Probe
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
+from glm5.parallel.ranks import Ranks
 from glm5.rl.algos import stage_algorithm
 from glm5.rl.drivers.live import LiveDriver
 from glm5.rl.drivers.logical import LogicalDriver
@@ -52,7 +51,8 @@ CORPUS = "corpus"
 @dataclass
 class RunState:
     """State passed from stage to stage. `data` names shard folders, `checkpoints` maps finished stages to their
-    checkpoint directories."""
+    checkpoint directories. With several ranks, `model` is deferred between stages (`GLM5ForCausalLM.deferred`): it has
+    a configuration and knows where its weights are, but no rank holds them."""
 
     recipe: RunRecipe
     model: GLM5ForCausalLM | None = None
@@ -60,7 +60,7 @@ class RunState:
     data: dict[str, Path] = field(default_factory=dict)
     checkpoints: dict[str, Path] = field(default_factory=dict)
     agreement: dict[str, Agreement] = field(default_factory=dict)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ranks: Ranks = field(default_factory=Ranks)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -80,7 +80,7 @@ class RunState:
             config = GLM5Config.preset(recipe.preset, **values, **ends)
             if config.use_dsa:
                 config = config.replace(indexer_adapted=False)
-            self.model = GLM5ForCausalLM(config, seed=recipe.seed).to(self.device)
+            self.model = self.ranks.fresh(config, recipe.seed)
         return self.model
 
     def shards(self, split: str) -> dict[str, Shard]:

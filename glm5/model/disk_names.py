@@ -20,48 +20,52 @@ def disk_tensors(model: GLM5ForCausalLM, state: Mapping[str, Tensor] | None = No
     has other memory than the model's `state_dict`, by the same names."""
     found: dict[str, Tensor] = {}
     for name, tensor in (model.state_dict(keep_vars=False) if state is None else state).items():
-        name = disk_name(model, name)
-        if ".mlp.experts." in name:
-            prefix, stacked = name.rsplit(".", 1)
-            for expert in range(tensor.shape[0]):
-                _put(found, f"{prefix}.{expert}.{stacked}.weight", tensor[expert])
-        else:
-            _put(found, name, tensor)
+        found |= {disk: view for disk, view, _ in disk_rows(name, model.config, tensor, 0, tensor.shape[0])}
     return found
 
 
-def _put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-    if name.endswith(".gate_up_proj.weight"):
-        gate, up = tensor.chunk(2)
-        prefix = name.removesuffix("gate_up_proj.weight")
-        found[f"{prefix}gate_proj.weight"], found[f"{prefix}up_proj.weight"] = gate, up
-    else:
-        found[name] = tensor
+def disk_rows(name: str, config: GLM5Config, part: Tensor, first: int, total: int) -> Iterator[tuple[str, Tensor, int]]:
+    """Where rows [first, first + len(part)) of an in-memory tensor with `total` rows are on disk: (name there, view of
+    `part`, first row there) for each tensor on disk. The rows of a stack of experts are whole experts."""
+    name = disk_name(name, config)
+    if ".mlp.experts." not in name:
+        yield from _gate_and_up(name, part, first, total)
+        return
+    prefix, stacked = name.rsplit(".", 1)
+    for number in range(part.shape[0]):
+        yield from _gate_and_up(f"{prefix}.{first + number}.{stacked}.weight", part[number], 0, part.shape[1])
 
 
-def disk_name(model: GLM5ForCausalLM, name: str) -> str:
+def _gate_and_up(name: str, part: Tensor, first: int, total: int) -> Iterator[tuple[str, Tensor, int]]:
+    if not name.endswith(".gate_up_proj.weight"):
+        yield name, part, first
+        return
+    prefix, half, end = name.removesuffix("gate_up_proj.weight"), total // 2, first + part.shape[0]
+    border = min(max(half, first), end)
+    if first < border:
+        yield f"{prefix}gate_proj.weight", part[: border - first], first
+    if border < end:
+        yield f"{prefix}up_proj.weight", part[border - first :], border - half
+
+
+def disk_name(name: str, config: GLM5Config) -> str:
     """The disk name of an in-memory tensor, stacked or not."""
     if not name.startswith("mtp."):
         return name
-    return f"model.layers.{model.config.num_hidden_layers}.{name.removeprefix('mtp.').removeprefix('block.')}"
+    return f"model.layers.{config.num_hidden_layers}.{name.removeprefix('mtp.').removeprefix('block.')}"
 
 
-def disk_parts(name: str, tensor: Tensor) -> list[str]:
-    """Disk names of the parts of one in-memory tensor; `name` comes from `disk_name`."""
-    pieces: dict[str, Tensor] = {}
-    if ".mlp.experts." not in name:
-        _put(pieces, name, tensor)
-        return list(pieces)
-    prefix, stacked = name.rsplit(".", 1)
-    leaves = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
-    return [f"{prefix}.{expert}.{leaf}.weight" for expert in range(tensor.shape[0]) for leaf in leaves]
+def disk_parts(name: str, config: GLM5Config, tensor: Tensor) -> list[str]:
+    """Disk names of the parts of one in-memory tensor."""
+    return [part for part, _, _ in disk_rows(name, config, tensor, 0, tensor.shape[0])]
 
 
-def expert_stacks(model: GLM5ForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """The expert stacks by the names of files that keep them stacked; such files are read but never written."""
+def expert_stacks(model: GLM5ForCausalLM) -> Iterator[tuple[str, str, Tensor]]:
+    """(name in memory, name in files that keep them stacked, tensor) of the expert stacks; such files are read but
+    never written."""
     for name, tensor in model.state_dict(keep_vars=False).items():
         if ".mlp.experts." in name:
-            yield disk_name(model, name), tensor
+            yield name, disk_name(name, model.config), tensor
 
 
 def ignorable(name: str, config: GLM5Config) -> bool:

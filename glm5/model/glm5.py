@@ -16,14 +16,21 @@ from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
 from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
-from glm5.model.gdn import GatedDeltaNet, SimpleGDN, initialise_gate
+from glm5.model.gdn import GatedDeltaNet, SimpleGDN
 from glm5.model.gqa import GQA
-from glm5.model.layers import MLP, Embedding, Linear, RMSNorm, replace_tensors
+from glm5.model.layers import MLP, Embedding, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
+from glm5.model.weight_source import (
+    ChangedModel,
+    RandomWeights,
+    WeightSource,
+    allocate,
+    initialise_tensor,
+    whole_parts,
+)
 from glm5.ops.wide import wide
-from glm5.seeds import derive_seed
 
 
 def attention(config: GLM5Config, layer: int) -> nn.Module:
@@ -120,6 +127,7 @@ class GLM5ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.census: dict[str, int] = {}
+        self.weight_source: WeightSource | None = None  # of a deferred model
         self.model = GLM5Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.mtp = (
@@ -131,15 +139,26 @@ class GLM5ForCausalLM(nn.Module):
     def initialise(self, seed: int) -> None:
         """Matrices: Normal(0, initializer_range); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`."""
         for name, parameter in self.named_parameters():
-            if parameter.is_meta:
-                continue
-            generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
-            if initialise_gate(name, parameter, self.config.initializer_range, generator):
-                continue
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            if not parameter.is_meta:
+                initialise_tensor(name, parameter, self.config.initializer_range, seed)
+
+    @classmethod
+    def deferred(cls, config: GLM5Config, *, seed: int = 0) -> GLM5ForCausalLM:
+        """The model on the meta device, without storage: `materialise` gives it the values that `seed` stands for, and
+        sharding gives every rank only its own rows of them. `from_pretrained(path, device="meta")` is the same for a
+        folder; `clone` and `save_pretrained` work on both."""
+        with torch.device("meta"):
+            model = cls(config)
+        model.weight_source = RandomWeights(seed, config.initializer_range)
+        return model
+
+    def materialise(self, device: str | torch.device = "cpu") -> GLM5ForCausalLM:
+        """Load a deferred model onto a device, in place; any other model stays as it is."""
+        if self.weight_source is not None:
+            allocate(self, torch.device(device))
+            self.weight_source.fill(dict(whole_parts(self, None)))
+            self.weight_source = None
+        return self
 
     def clone(
         self, config: GLM5Config | None = None, *, seed: int = 0, dtype: torch.dtype | None = None
@@ -149,24 +168,24 @@ class GLM5ForCausalLM(nn.Module):
 
         Tensors that only the new configuration has (indexers if DSA is switched on, gates of a layer that becomes Gated
         DeltaNet) are initialised from `seed`. Attention tensors that it does not use are dropped. `copy.deepcopy` does
-        not work: it drops attributes of parameters, such as Muon Split's blocks.
+        not work: it drops attributes of parameters, such as Muon Split's blocks. The clone of a deferred model is
+        deferred.
         """
-        with torch.device("meta"):
-            fresh = GLM5ForCausalLM(config or self.config).cast(dtype or self.dtype)
-        own, wanted = self.state_dict(), {name: tensor.dtype for name, tensor in fresh.state_dict().items()}
-        for name in own:
-            if name not in wanted and ".self_attn." not in name:
-                raise KeyError(name)
-        if wanted.keys() - own.keys():  # initial values are drawn in fp32 on the CPU: the same for every device
-            replace_tensors(fresh, lambda name, t: t if name in own else torch.zeros(t.shape, device="cpu"))
-            fresh.initialise(seed)
-
-        @torch.no_grad()
-        def copy(name: str, tensor: Tensor) -> Tensor:
-            source = own[name] if name in own else tensor.detach()
-            return torch.empty(tensor.shape, dtype=wanted[name], device=self.device).copy_(source)
-
-        replace_tensors(fresh, copy)
+        config, source = config or self.config, self.weight_source
+        fresh = GLM5ForCausalLM.deferred(config, seed=seed).cast(dtype or self.dtype)
+        own, drawn = fresh.state_dict(), RandomWeights(seed, config.initializer_range)
+        kept = {n: t for n, t in self.state_dict().items() if n in own or ".self_attn." not in n}
+        if source is not None:
+            fresh.weight_source = ChangedModel(source, frozenset(kept), drawn)
+        else:
+            fresh.weight_source = None
+            allocate(fresh, self.device)
+            parts = dict(whole_parts(fresh, None))
+            drawn.fill({name: part for name, part in parts.items() if name not in kept})
+            own = {name: part.rows for name, part in parts.items()}
+        with torch.no_grad():
+            for name, tensor in kept.items():
+                own[name].copy_(tensor)  # on the meta device, this only compares the shapes
         rules = {name: module.rule for name, module in self.named_modules() if isinstance(module, Indexer)}
         for name, module in fresh.named_modules():
             if isinstance(module, Indexer):

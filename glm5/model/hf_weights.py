@@ -1,7 +1,8 @@
 """Checkpoints in the Hugging Face layout: streamed load and save, census of tensors (no pickle).
 
-Loading first checks every name, shape and type against the file headers. Then it reads each tensor directly into its
-memory on the device. Saving copies one tensor at a time. Names are in `disk_names`, the file format in `tensor_files`.
+Loading first checks every name, shape and type against the file headers (`load_plan`). Then it reads each tensor
+directly into its memory on the device. Saving copies one tensor at a time. Names are in `disk_names`, the file format
+in `tensor_files`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,26 @@ from torch import Tensor
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, publish_dir, verify_manifest
-from glm5.model.disk_names import disk_name, disk_parts, disk_tensors, expert_stacks, ignorable
-from glm5.model.fp8 import FP8, SCALE, block_size, check_scale, dequantise, scale_shape
+from glm5.model.disk_names import disk_rows, disk_tensors
+from glm5.model.fp8 import block_size
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.layers import replace_tensors
+from glm5.model.load_plan import FolderWeights, make_plan
 from glm5.model.tensor_files import (
     INDEX,
     SINGLE,
     Stored,
-    open_tensors,
+    create_file,
     read_folder,
     read_json,
-    read_tensor,
-    save_file,
+    rows_of,
+    write_tensor,
 )
+from glm5.model.weight_source import RandomWeights, RowPart, allocate, whole_parts
 from glm5.obs.logs import get_logger
-from glm5.ops.wide import wide
 
 GENERATION_DEFAULTS = {"temperature": 1.0, "top_p": 0.95}
 MAX_SHARD_SIZE = "5GB"
 _SIDE_FILE_LIMIT = 64 << 20
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _log = get_logger(__name__)
@@ -86,9 +85,22 @@ def write_checkpoint(
     Weights above `max_shard_size` (bytes, or text such as "5GB") are split over files with an index. One tensor is
     copied at a time. Files of an earlier checkpoint are removed. `model.census` counts what was saved.
     """
-    tensors = disk_tensors(model)
-    if any(tensor.is_meta for tensor in tensors.values()):
+    if model.weight_source is None and any(tensor.is_meta for tensor in model.state_dict().values()):
         raise CheckpointError(f"{folder}: a model on the meta device has no weights to save; load it with them.")
+    begin_checkpoint(model, folder, extra, max_shard_size=max_shard_size)
+    write_rows(folder, model.config, whole_parts(model, model.weight_source))
+
+
+def begin_checkpoint(
+    model: GLM5ForCausalLM,
+    folder: Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Everything of `write_checkpoint` but the values of the tensors, which `write_rows` writes, also from several
+    processes. Of `model` only names, shapes and types matter."""
+    tensors = disk_tensors(model)
     shards = _shards(tensors, _bytes(max_shard_size))
     config = model.config.to_dict() | {"dtype": str(model.dtype).removeprefix("torch.")}
     for old in _weight_files(folder):
@@ -99,13 +111,29 @@ def write_checkpoint(
     where: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({name: tensors[name] for name in names}, str(folder / file), metadata={"format": "pt"})
+        create_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     model.census |= {"saved": len(tensors), "files": len(shards)}
     _log.info("%s: %s", folder, census_line({"saved": len(tensors), "files": len(shards)}))
+
+
+def write_rows(folder: Path, config: GLM5Config, parts: Iterable[tuple[str, RowPart]]) -> None:
+    """Write parts, by names in memory, to their places in the files of `begin_checkpoint`."""
+    where = read_folder(folder)
+    for name, part in parts:
+        files: dict[Path, list[tuple[Stored, Tensor]]] = {}
+        for disk, view, first in disk_rows(name, config, part.rows.detach(), part.first, part.total):
+            if view.numel():
+                stored = rows_of(where[disk], first, view.shape[0])
+                files.setdefault(stored.file, []).append((stored, view))
+        for file, views in files.items():
+            with file.open("r+b") as handle:
+                for stored, view in views:
+                    write_tensor(handle, stored, view)
+        del part, files
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -146,23 +174,6 @@ def census_line(census: Mapping[str, int]) -> str:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Plan:
-    """A load plan: (stored tensor, its FP8 scale or None) by target name, and the names that no file has."""
-
-    reads: dict[str, tuple[Stored, Stored | None]] = field(default_factory=dict)
-    filled: set[str] = field(default_factory=set)
-    generated: set[str] = field(default_factory=set)
-    ignored: int = 0
-
-    def census(self) -> dict[str, int]:
-        """Counts: `loaded` and `generated` are names as we write them on disk, `ignored` are tensors in the files.
-        `dequantised`, if not 0, counts FP8 tensors."""
-        counts = {"loaded": len(self.filled), "generated": len(self.generated), "ignored": self.ignored}
-        quantised = sum(scale is not None for _, scale in self.reads.values())
-        return counts | ({"dequantised": quantised} if quantised else {})
-
-
 def load_checkpoint(
     path: Path,
     *,
@@ -180,14 +191,14 @@ def load_checkpoint(
     edited configuration is used, with one warning. `allow_missing` is a regular expression for names that may keep
     their random initialisation (for example a new indexer), `allow_unexpected` one for names to ignore. If the
     configuration has an MTP layer but the files do not, as other tools leave it, only the trunk is loaded, with one
-    warning. On device "meta" only file headers are read and checked, and the model has no storage.
+    warning. On device "meta" only file headers are read and checked, and the model is deferred (see `materialise`).
     """
     device = torch.device(device)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
     _check_side_files(path)
     if device.type != "meta":
-        verify_manifest(path, settings=lambda name: ".safetensors" not in name)
+        _verify(path)
     config = GLM5Config.load(path, strict=strict_config, **(overrides or {}))
     raw = read_json(path / "config.json", _SIDE_FILE_LIMIT, "a model configuration")
     block = block_size(raw.get("quantization_config"), str(path / "config.json"))
@@ -197,13 +208,14 @@ def load_checkpoint(
         warnings.warn(f"{path} announces an MTP layer but holds no tensor of it; loading the trunk only.", stacklevel=3)
         config = config.replace(num_nextn_predict_layers=0)
     model = _skeleton(path, config, stored).cast(dtype or torch.float32)
-    plan = _plan(
+    plan = make_plan(
         path, model, stored, block, _pattern(allow_missing, "missing"), _pattern(allow_unexpected, "unexpected")
     )
     model.census = plan.census()
+    model.weight_source = FolderWeights(plan, config, block, RandomWeights(seed, config.initializer_range))
     if device.type != "meta":
         try:
-            _materialise(model, plan.generated, seed, device)
+            allocate(model, device)
         except (RuntimeError, MemoryError) as error:
             if "memory" not in str(error) and not isinstance(error, MemoryError):
                 raise
@@ -212,11 +224,23 @@ def load_checkpoint(
                 f"{path}: no room for the model's {size / 1e9:.1f} GB on device {device}; choose a narrower dtype or "
                 f"a device with more memory."
             ) from None
-        _fill(model, plan, block)
+        model.weight_source.fill(dict(whole_parts(model, None)))
+        model.weight_source = None
     _log.info("%s: %s", path, census_line(model.census))
     if config.use_dsa and not config.indexer_adapted:
         _log.info("%s: no DSA stage has adapted the indexers yet, so attention is dense.", path)
     return model
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check a folder's hashes, as loading to a device does. Raises CheckpointError for damaged weights."""
+    if path.is_dir():
+        _check_side_files(path)
+        _verify(path)
+
+
+def _verify(path: Path) -> None:
+    verify_manifest(path, settings=lambda name: ".safetensors" not in name)
 
 
 def _check_side_files(path: Path) -> None:
@@ -266,124 +290,3 @@ def _skeleton(path: Path, config: GLM5Config, stored: Mapping[str, Stored]) -> G
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"{path}: no model has the sizes of config.json ({reason:.120}).") from error
-
-
-def _plan(
-    path: Path,
-    model: GLM5ForCausalLM,
-    stored: Mapping[str, Stored],
-    block: tuple[int, int],
-    may_miss: Callable[[str], bool],
-    may_ignore: Callable[[str], bool],
-) -> _Plan:
-    """Match the tensors in the files with those of the model, from the headers alone."""
-    plan = _Plan()
-    targets = {name: (tensor, [name]) for name, tensor in disk_tensors(model).items()}
-    wanted = list(targets)
-    targets |= {name: (tensor, disk_parts(name, tensor)) for name, tensor in expert_stacks(model)}
-    for name, item in stored.items():
-        base = name.removesuffix(SCALE)
-        if base != name and base in targets and base in stored:
-            if stored[base].dtype != FP8:
-                raise CheckpointError(f'{path}: tensor "{base}" has a scale, but is stored as {stored[base].dtype}.')
-            continue
-        if name not in targets:
-            _may_ignore(path, name, model.config, may_ignore)
-            plan.ignored += 1
-            continue
-        tensor, parts = targets[name]
-        if item.shape != tensor.shape:
-            raise CheckpointError(
-                f'{path}: tensor "{name}" has shape {list(item.shape)}, config.json demands {list(tensor.shape)}.'
-            )
-        if not plan.filled.isdisjoint(parts):
-            raise CheckpointError(f'{path}: tensor "{name}" is stored twice, for single experts and for all in one.')
-        plan.filled.update(parts)
-        plan.reads[name] = (item, _scale_of(path, name, item, stored, block))
-    plan.generated = {name for name in wanted if name not in plan.filled}
-    missing = [name for name in wanted if name in plan.generated and not may_miss(name)]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f'{path}: tensor "{missing[0]}"{more} is missing from the weight files.')
-    return plan
-
-
-def _may_ignore(path: Path, name: str, config: GLM5Config, may_ignore: Callable[[str], bool]) -> None:
-    base = name.removesuffix(SCALE)
-    if may_ignore(name) or ignorable(base, config):
-        return
-    shown = ascii(name[:120])[1:-1]
-    if base != name:
-        raise CheckpointError(f'{path}: the scale "{shown}" has no weight; the checkpoint is incomplete.')
-    raise CheckpointError(f'{path}: tensor "{shown}" does not belong to this architecture.')
-
-
-def _scale_of(
-    path: Path, name: str, item: Stored, stored: Mapping[str, Stored], block: tuple[int, int]
-) -> Stored | None:
-    """The checked scale of an FP8 tensor, None for a plain one. The stored type decides, not a list of exceptions."""
-    scale = stored.get(name + SCALE)
-    if item.dtype in _PLAIN:
-        return None
-    if item.dtype != FP8 or scale is None or len(item.shape) < 2:
-        hint = f', or FP8 matrices with a scale "{name}{SCALE}"' if item.dtype == FP8 else ""
-        raise CheckpointError(f'{path}: tensor "{name}" is stored as {item.dtype}; expected fp32, bf16 or fp16{hint}.')
-    expected = scale_shape(item.shape, block)
-    if scale.dtype != torch.float32 or scale.shape != expected:
-        raise CheckpointError(
-            f'{path}: the scale "{name}{SCALE}" is {scale.dtype} of shape {list(scale.shape)}; blocks of '
-            f"{list(block)} demand torch.float32 of shape {list(expected)}."
-        )
-    return scale
-
-
-def _materialise(model: GLM5ForCausalLM, generated: set[str], seed: int, device: torch.device) -> None:
-    """Give a model on the meta device storage on `device`; tensors with a `generated` part get initial values.
-
-    `Module.to_empty` does not work: it drops attributes of parameters, such as Muon Split's blocks. Nor `empty_like` of
-    a tensor without storage: it loads sympy (0.6 s, 30 MB).
-    """
-    types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-
-    def initial(name: str, tensor: Tensor) -> Tensor:
-        chosen = not generated.isdisjoint(disk_parts(disk_name(model, name), tensor))
-        # Initial values are drawn in fp32 on the CPU: the same for every dtype and device.
-        return torch.zeros(tensor.shape, dtype=torch.float32, device="cpu") if chosen else tensor
-
-    def placed(name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return tensor.detach().to(device, types[name])
-
-    if generated:
-        replace_tensors(model, initial)
-        model.initialise(seed)
-    replace_tensors(model, placed)
-
-
-@torch.no_grad()
-def _fill(model: GLM5ForCausalLM, plan: _Plan, block: tuple[int, int]) -> None:
-    """Read the planned tensors into the model, file by file in byte order."""
-    targets = disk_tensors(model) | dict(expert_stacks(model))
-    files: dict[Path, list[str]] = {}
-    for name, (item, _) in plan.reads.items():
-        files.setdefault(item.file, []).append(name)
-    for file, names in files.items():
-        with open_tensors(file, plan.reads[names[0]][0].stamp) as handle:
-            for name in sorted(names, key=lambda name: plan.reads[name][0].begin):
-                item, scale = plan.reads[name]
-                target = targets[name]
-                if scale is None:
-                    value = read_tensor(handle, item, target)
-                else:
-                    raw, factors = read_tensor(handle, item), _read_scale(scale, name)
-                    value = dequantise(raw, factors, block, wide(target.dtype))
-                if value is not target:
-                    target.copy_(value)
-
-
-def _read_scale(scale: Stored, name: str) -> Tensor:
-    with open_tensors(scale.file, scale.stamp) as handle:
-        value = read_tensor(handle, scale)
-    check_scale(value, f'{scale.file}: "{name}{SCALE}"')
-    return value

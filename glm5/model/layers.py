@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -81,17 +79,3 @@ class MLP(nn.Module):
         if native is not None:
             return small_batch.mlp(native, x, up, down)
         return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)
-
-
-def replace_tensors(model: nn.Module, fresh: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by what `fresh(name, tensor)` returns; parameters keep their attributes, such
-    as Muon Split's blocks."""
-    for prefix, module in model.named_modules():
-        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            made = fresh(f"{prefix}.{key}" if prefix else key, tensor)
-            if made is tensor:
-                continue
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                made.__dict__.update(tensor.__dict__)
-            setattr(module, key, made)

@@ -14,7 +14,7 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -291,16 +291,45 @@ def read_tensor(handle: BinaryIO, stored: Stored, out: Tensor | None = None) -> 
     return out
 
 
-def save_file(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file tensor by tensor; at most one is copied. Views and shared memory are allowed.
+def rows_of(stored: Stored, first: int, count: int) -> Stored:
+    """Rows [first, first + count) of a stored tensor."""
+    row = stored.size // stored.shape[0]
+    return replace(stored, shape=(count, *stored.shape[1:]), begin=stored.begin + first * row, size=count * row)
 
-    Wide types come first, which keeps every tensor aligned to its element size.
-    """
+
+def save_file(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file tensor by tensor; at most one is copied. Views and shared memory are allowed."""
+    text, places = _header(tensors, metadata)
+    with open(file, "wb") as handle:
+        handle.write(text)
+        for name in places:
+            handle.write(_bytes_of(tensors[name].cpu().contiguous()))
+
+
+def create_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """Create a safetensors file of these tensors (meta tensors are allowed) with its header and its full size. Their
+    data is still to be written, with `write_tensor`."""
+    text, places = _header(tensors, metadata)
+    with file.open("wb") as handle:
+        handle.write(text)
+        handle.truncate(len(text) + sum(places.values()))
+
+
+def write_tensor(handle: BinaryIO, stored: Stored, value: Tensor) -> None:
+    """Write one tensor, or some rows of one (see `rows_of`), to its place in an existing file."""
+    handle.seek(stored.begin)
+    handle.write(_bytes_of(value.cpu().contiguous()))
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file, and the bytes of each tensor in the order of the file. Wide types come first, which keeps
+    every tensor aligned to its element size."""
+    sizes = {name: tensor.numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
-        begin, end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
+        begin, end = end, end + sizes[name]
         header[name] = {
             "dtype": _CODES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
@@ -308,10 +337,7 @@ def save_file(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, s
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as handle:
-        handle.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            handle.write(_bytes_of(tensors[name].cpu().contiguous()))
+    return struct.pack("<Q", len(text)) + text, {name: sizes[name] for name in names}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -223,7 +223,7 @@ class Exchange:
         self._all_to_all(self.outgoing, self.incoming, self.away_sizes, self.here_sizes).wait()
         for fragment, view in _views(self.away, self.outgoing):
             apply(fragment.cut, fragment.first, fragment.last, view)
-        del self.outgoing, self.incoming
+        del self.outgoing, self.incoming, self.fill  # whose pieces would keep the gradients until the next step
 
     def _orthogonalise(
         self,

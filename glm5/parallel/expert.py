@@ -52,10 +52,12 @@ class ExpertExchange:
         slot_of, source, counts = _by_expert(experts, ranks * own)
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
-        leave, arrive = counts.view(ranks, own).sum(1).tolist(), incoming.view(ranks, own).sum(1).tolist()
+        # The only wait for the device: both transfers need their sizes on the host.
+        leave, arrive = torch.stack([counts, incoming]).view(2, ranks, own).sum(2).tolist()
         rows = _AllToAll.apply(permute(x, slot_of, source, top_k), leave, arrive, self.group)
         # Rows arrive by rank and, within a rank, by expert.
-        numbers = torch.arange(own, device=x.device).repeat(ranks).repeat_interleave(incoming).unsqueeze(1)
+        numbers = torch.arange(own, device=x.device).repeat(ranks)
+        numbers = numbers.repeat_interleave(incoming, output_size=sum(arrive)).unsqueeze(1)
         local_slot, local_source, bounds, _ = expert_layout(numbers, own)
         grouped = permute(rows, local_slot, local_source, 1)
         grouped = swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds))
@@ -65,12 +67,12 @@ class ExpertExchange:
 
 def _by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """experts [M, K] -> (position of each choice after sorting all M * K by expert, token at each position, choices per
-    expert)."""
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
+    expert); without a wait for the device, which `bincount` would need."""
+    ascending, order = experts.flatten().sort(stable=True)
     slot_of = torch.empty_like(order)
     slot_of[order] = torch.arange(order.numel(), device=order.device)
-    return slot_of, order // experts.shape[1], torch.bincount(flat, minlength=count)
+    bounds = torch.searchsorted(ascending, torch.arange(count + 1, device=order.device))
+    return slot_of, order // experts.shape[1], bounds.diff()
 
 
 def expert_modules(model: nn.Module) -> list[Experts]:

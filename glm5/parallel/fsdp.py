@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -12,10 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from glm5.errors import CheckpointError
+from glm5.files import disk_errors, publish_dir
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.hf_weights import begin_checkpoint, write_rows
+from glm5.model.weight_source import RowPart, WeightSource
 from glm5.parallel.expert import expert_modules, whole_stack
-from glm5.parallel.ranks import ShardSlice
+from glm5.parallel.ranks import Ranks, ShardSlice
 
 RUN = "run_unsharded"
 """Method of a sharded model that calls a function inside the model's own forward, as FSDP sees it."""
@@ -33,7 +39,8 @@ def shard_model(
 
     Every block is gathered separately and freed after use. Embedding, final norm and output head stay gathered until
     the end of backward, because the loss uses them outside their own modules. Gradients are summed in fp32, not
-    averaged: losses are already divided by the counts of the whole step.
+    averaged: losses are already divided by the counts of the whole step. The shards of a model on the meta device get
+    uninitialised memory.
     """
     declared = {name: dict(p.__dict__) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -57,6 +64,8 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     setattr(model, RUN, MethodType(_run, model))
     register_fsdp_forward_method(model, RUN)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device=everyone.device_type)
     for name, parameter in model.named_parameters():
         for key, value in declared[name].items():
             setattr(parameter, key, value)
@@ -102,9 +111,57 @@ def local_slice(tensor: Tensor) -> ShardSlice:
     return ShardSlice((total, *tensor.shape[1:]), (first + start, *(0 for _ in sizes[1:])), sizes)
 
 
+def own_parts(model: GLM5ForCausalLM) -> dict[str, tuple[Tensor, ShardSlice]]:
+    """This rank's part and slice of every tensor in the `state_dict`, by name. Parameters and buffers are taken
+    themselves: the copies in `state_dict` lose their attributes."""
+    for module in fsdp_modules(model):
+        module.reshard()
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    rows = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in own.items()}
+    return {name: (rows[name].detach(), local_slice(own[name])) for name in model.state_dict()}
+
+
+def fill_shards(model: GLM5ForCausalLM, source: WeightSource) -> None:
+    """Give every shard of this rank its values."""
+    parts = own_parts(model).items()
+    source.fill({n: RowPart(rows, at.offsets[0], at.shape[0]) for n, (rows, at) in parts if not at.empty})
+
+
+def export_shards(model: GLM5ForCausalLM, path: Path, more: Callable[[Path], None], ranks: Ranks) -> None:
+    """Publish the checkpoint `path` of a sharded model; all ranks call. Every rank writes its own rows to the common
+    files, so nothing is gathered. Buffers are the same on all ranks; rank 0 writes them, and what `more` adds."""
+    with ExitStack() as publishing:
+
+        def begin() -> Path:
+            folder = publishing.enter_context(publish_dir(path))
+            with torch.device("meta"):
+                whole = GLM5ForCausalLM(model.config)
+            begin_checkpoint(whole.cast(model.dtype), folder)
+            return folder
+
+        folder = ranks.on_main(begin)
+
+        def write() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(f"{folder} is not visible to rank {ranks.rank}; all ranks need the same storage.")
+            parts = {n: (t, at) for n, (t, at) in own_parts(model).items() if ranks.main or at.sizes != at.shape}
+            with disk_errors(path):
+                write_rows(
+                    folder, model.config, ((n, RowPart(t, at.offsets[0], at.shape[0])) for n, (t, at) in parts.items())
+                )
+
+        ranks.together(write, patient=True)
+
+        def finish() -> None:
+            more(folder)
+            publishing.close()
+
+        ranks.on_main(finish)
+
+
 @torch.no_grad()
 def unshard_model(
-    model: GLM5ForCausalLM, experts: torch.distributed.ProcessGroup | None, keep: bool = True
+    model: GLM5ForCausalLM, experts: torch.distributed.ProcessGroup | None, keep: bool
 ) -> GLM5ForCausalLM:
     """A plain model with the weights of a sharded one, gathered parameter by parameter; all ranks must call. Without
     `keep`, the model stays on the meta device."""

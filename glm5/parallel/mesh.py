@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.device import choose_device
 from glm5.errors import Glm5Error
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.hf_weights import verify_checkpoint
 from glm5.parallel.expert import divide_experts
-from glm5.parallel.fsdp import RUN, local_slice, shard_model, unshard_model
+from glm5.parallel.fsdp import RUN, export_shards, fill_shards, local_slice, shard_model, unshard_model
 from glm5.parallel.ranks import Ranks, ShardSlice, check_layout
 
 T = TypeVar("T")
@@ -26,9 +31,9 @@ T = TypeVar("T")
 class TorchRanks(Ranks):
     """Ranks in a dp x ep grid: consecutive ranks divide the experts of a layer, rank r has part r % ep.
 
-    Other parameters are sharded over all ranks. Three process groups have separate timeouts: for tensors within a step,
-    for small objects, and for waiting while rank 0 works alone. Between stages every rank has the plain model (see
-    `unshard`): code that changes models there is the same for one process and for many.
+    Other parameters are sharded over all ranks. Process groups have separate timeouts: for tensors within a step, for
+    small objects, for waiting while rank 0 works alone, and for background threads. Between stages every rank has a
+    deferred model (see `export`): code that changes configurations there is the same for one process and for many.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -44,6 +49,8 @@ class TorchRanks(Ranks):
         check_layout(layout, self.world)
         self._objects = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
+        self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.patience_seconds))
+        self.async_save = layout.async_save
         numbers = torch.arange(self.world).view(-1, layout.ep)
         self._everyone = DeviceMesh(kind, torch.arange(self.world), mesh_dim_names=("all",))
         self._grid = DeviceMesh(kind, numbers, mesh_dim_names=("dp", "ep"))
@@ -52,15 +59,33 @@ class TorchRanks(Ranks):
     def _experts(self) -> dist.ProcessGroup | None:
         return self._grid.get_group("ep") if self.layout.ep > 1 else None
 
+    def fresh(self, config: GLM5Config, seed: int) -> GLM5ForCausalLM:
+        return GLM5ForCausalLM.deferred(config, seed=seed)
+
+    def load(self, path: Path) -> GLM5ForCausalLM:
+        self.on_main(lambda: verify_checkpoint(path))
+        return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
+
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        model.to(self.device)
+        gc.collect()  # the shards of the stage before are in reference cycles
+        source, model.weight_source = model.weight_source, None
+        if source is None:
+            model.to(self.device)
         if self._experts is not None:
             divide_experts(model, self._experts)
         shard_model(model, self._everyone, self._grid["dp"] if self._experts is not None else None, dtype, trainable)
+        if source is not None:
+            self.together(lambda: fill_shards(model, source), patient=True)
         return model
 
-    def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        return unshard_model(model, self._experts) if hasattr(model, RUN) else model
+    def export(
+        self, model: GLM5ForCausalLM, path: Path, more: Callable[[Path], None] = lambda folder: None
+    ) -> GLM5ForCausalLM:
+        if hasattr(model, RUN):
+            export_shards(model, path, more, self)
+        else:
+            self.on_main(lambda: Ranks().export(model, path, more))
+        return self.together(lambda: GLM5ForCausalLM.from_pretrained(path, device="meta"))
 
     def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
         return unshard_model(model, self._experts, keep=self.main)
@@ -70,6 +95,10 @@ class TorchRanks(Ranks):
         if not torch.is_grad_enabled():  # without a backward, FSDP does not free the gathered parameters
             model.reshard()  # type: ignore[operator]
         return result
+
+    def reduce_gradients(self, model: GLM5ForCausalLM, last: bool) -> None:
+        if self.layout.reduce_once:
+            model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def shard_slice(self, tensor: Tensor) -> ShardSlice:
         return local_slice(tensor)
@@ -87,6 +116,11 @@ class TorchRanks(Ranks):
     def wait(self) -> None:
         with _lost_ranks():
             dist.barrier(group=self._patient)
+
+    def background(self) -> TorchRanks:
+        other = copy.copy(self)
+        other._objects = other._patient = self._background
+        return other
 
     def close(self) -> None:
         if self._joined:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
 from glm5.device import choose_device
 from glm5.errors import ConfigError, Glm5Error
+from glm5.files import publish_dir
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.hf_weights import write_checkpoint
 
 T = TypeVar("T")
 
@@ -37,6 +41,8 @@ class Ranks:
 
     rank = 0
     world = 1
+    async_save = True
+    """`Layout.async_save`."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
@@ -50,23 +56,43 @@ class Ranks:
         each = -(-rows // self.world)
         return self.rank * each, (self.rank + 1) * each
 
+    def fresh(self, config: GLM5Config, seed: int) -> GLM5ForCausalLM:
+        """A randomly initialised model; with several ranks it is deferred until `shard`, so no rank holds all of it."""
+        return GLM5ForCausalLM(config, seed=seed).to(self.device)
+
+    def load(self, path: Path) -> GLM5ForCausalLM:
+        """The model of a checkpoint folder; with several ranks it is deferred, and rank 0 checks the hashes."""
+        return GLM5ForCausalLM.from_pretrained(path, device=self.device)
+
     def shard(self, model: GLM5ForCausalLM, dtype: torch.dtype, trainable: Callable[[str], bool]) -> GLM5ForCausalLM:
-        """Shard the model's parameters over the ranks, in place; forward then computes in `dtype`."""
+        """Shard the model's parameters over the ranks, in place; forward then computes in `dtype`. Of a deferred model
+        each rank reads or draws only its own rows."""
         return model.to(self.device)
 
-    def unshard(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        """A plain model with the weights of a sharded one, on every rank. A single process gets the model itself."""
+    def export(
+        self, model: GLM5ForCausalLM, path: Path, more: Callable[[Path], None] = lambda folder: None
+    ) -> GLM5ForCausalLM:
+        """Publish the checkpoint `path` with the model's weights and the files that `more` writes into its folder.
+        Returns the model to go on with: this one, or with several ranks a deferred one of `path`. The shards can then
+        be freed."""
+        with publish_dir(path) as folder:
+            write_checkpoint(model, folder)
+            more(folder)
         return model
 
     def main_copy(self, model: GLM5ForCausalLM) -> GLM5ForCausalLM:
-        """The same on rank 0 only, to write the weights of a model that goes on training; all ranks must call. Other
-        ranks get a model without values. A single process gets the model itself, not a copy."""
+        """A plain model on the CPU with the weights of a sharded one on rank 0, for an engine there; all ranks must
+        call. Other ranks get a model without values. A single process gets the model itself, not a copy."""
         return model
 
     def run(self, function: Callable[..., T], model: GLM5ForCausalLM, *args: Any) -> T:
         """`function(model, *args)`; inside it, the weights of a sharded model can be used like plain ones. Whatever is
         differentiated later must be part of the result."""
         return function(model, *args)
+
+    def reduce_gradients(self, model: GLM5ForCausalLM, last: bool) -> None:
+        """Call before every backward of a step, with `last` for its last micro-batch: the ranks' gradients are then
+        summed once per step if `Layout.reduce_once` says so."""
 
     def shard_slice(self, tensor: Tensor) -> ShardSlice:
         """This rank's slice of a parameter or buffer of a sharded model."""
@@ -109,6 +135,10 @@ class Ranks:
     def wait(self) -> None:
         """Return after all ranks have called; they wait up to `Layout.patience_seconds`, while rank 0 works alone."""
 
+    def background(self) -> Ranks:
+        """The same ranks for a background thread, which may talk to those of other ranks during a step."""
+        return self
+
     def close(self) -> None:
         """Leave the process group."""
 
@@ -145,7 +175,9 @@ def ranks_from_environment(layout: Layout | None = None) -> Ranks:
     layout = layout or Layout()
     check_layout(layout, world_size())
     if world_size() == 1:
-        return Ranks(choose_device(layout.device))
+        ranks = Ranks(choose_device(layout.device))
+        ranks.async_save = layout.async_save
+        return ranks
     from glm5.parallel.mesh import TorchRanks  # torch.distributed takes seconds to load
 
     return TorchRanks(layout)

@@ -150,11 +150,13 @@ class Learner:
         whole = Counts.of(sample.loss_mask for share in shares for sample in share)
         at = 0
         differences: list[Tensor] = []
-        for part, counted in self._parts(shares):
+        parts = self._parts(shares)
+        for number, (part, counted) in enumerate(parts, start=1):
             known = None if old is None or not counted else old[at : at + len(part)]
             batch = self.forward(part, whole, known, counted)
             at += len(part)
             loss, statistics = self.ranks.together(partial(loss_of, batch))
+            self.ranks.reduce_gradients(self.model, last=number == len(parts))
             loss.backward()
             total.merge([statistics])
             assert batch.fresh is not None

@@ -15,7 +15,8 @@ from glm5.train.loop import StageIO
 class StageStart:
     """The inputs of a stage. All are the same when an interrupted stage starts again.
 
-    policy      the model with the stage's starting weights; copy it (`clone`) before changing anything
+    policy      the model with the stage's starting weights; copy it (`clone`) before changing anything. With several
+                ranks it is deferred: `policy.clone().materialise()` loads a model to compute with
     io          `io.folder` is the stage's own folder, `io.metrics` the run's metrics, `io.name` the stage's name
     checkpoint  a function that returns the folder of a teacher's checkpoint. The argument is the name of an earlier
                 stage, "start" or a path. Raises ConfigError for a checkpoint with another tokenizer than the run

@@ -24,7 +24,16 @@ from glm5.model.tensor_files import read_json
 from glm5.obs.logs import get_logger
 from glm5.optim.distributed import local
 from glm5.parallel.ranks import Ranks, ShardSlice
-from glm5.train.shard_files import StoredTensor, check_files, index_of, parse_index, read_pieces, write_pieces
+from glm5.train.shard_files import (
+    Pieces,
+    StoredTensor,
+    check_files,
+    index_of,
+    own_pieces,
+    parse_index,
+    read_pieces,
+    write_pieces,
+)
 
 INDEX = "state.json"
 KEPT = 2
@@ -53,6 +62,11 @@ def save_state(
     and all ranks raise CheckpointError.
     """
     ranks = ranks or Ranks()
+    write_state(path, state_pieces(model, optimizer, ranks), step, extra or {}, ranks)
+
+
+def write_state(path: Path, pieces: Pieces, step: int, extra: dict[str, Any], ranks: Ranks) -> None:
+    """`save_state` of parts that the caller took from the model and the optimizer (`state_pieces`)."""
     target = path / f"step-{step:08}"
     with ExitStack() as open_folder:
 
@@ -67,12 +81,12 @@ def save_state(
             if not folder.is_dir():
                 raise CheckpointError(f"{folder} is not visible to rank {ranks.rank}; all ranks need the same storage.")
             with disk_errors(target):
-                return write_pieces(folder, ranks.rank, _pieces(model, optimizer, ranks))
+                return write_pieces(folder, ranks.rank, pieces)
 
-        written = ranks.gather(ranks.together(write))
+        written = ranks.gather(ranks.together(write, patient=True))
 
         def finish() -> None:
-            index = {"format": _FORMAT, "step": step, "extra": extra or {}, "tensors": index_of(written)}
+            index = {"format": _FORMAT, "step": step, "extra": extra, "tensors": index_of(written)}
             parse_index(index["tensors"], folder / INDEX)  # publish only what can be read back
             (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
             open_folder.close()
@@ -159,15 +173,14 @@ def _read_index(folder: Path) -> tuple[int, dict[str, Any], dict[str, StoredTens
     return step, extra, parse_index(raw.get("tensors"), folder / INDEX)
 
 
-def _pieces(
-    model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> dict[str, tuple[Tensor, ShardSlice]]:
+def state_pieces(model: GLM5ForCausalLM, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Pieces:
+    """What this rank writes of a state: its own parts of weights, buffers and optimizer state, without copies."""
     found = {f"model/{name}": (local(t.detach()), ranks.shard_slice(t)) for name, t in _tensors(model).items()}
     for name, parameter in _named(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             region = ranks.shard_slice(parameter if value.shape == parameter.shape else value)
             found[f"optim/{name}/{key}"] = (local(value), region)
-    return found
+    return own_pieces(ranks.rank, found)
 
 
 def _tensors(model: GLM5ForCausalLM) -> dict[str, Tensor]:

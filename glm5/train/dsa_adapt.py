@@ -14,8 +14,9 @@ from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.errors import ConfigError, DataError
 from glm5.model.context import ForwardContext, packed_context
-from glm5.model.dsa import INDEXER, Indexer
+from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.weight_source import whole_parts
 from glm5.train.loop import Evaluate, LossOf, StageIO, train
 from glm5.train.losses import IndexerLoss, backbone_loss, target_logprobs
 from glm5.train.pretrain import batches
@@ -48,8 +49,8 @@ def add_indexer(
 
 def untrained_indexers(model: GLM5ForCausalLM) -> bool:
     """Whether the norms of all indexers still have their initial values; training always changes them."""
-    norms = [module.k_norm for module in model.modules() if isinstance(module, Indexer)]
-    return bool(norms) and all(bool((n.weight == 1).all()) and bool((n.bias == 0).all()) for n in norms)
+    norms = dict(whole_parts(model, model.weight_source, lambda name: f"{INDEXER}k_norm." in name))
+    return bool(norms) and all(bool((p.rows == float(name.endswith("weight"))).all()) for name, p in norms.items())
 
 
 def indexer_only(name: str) -> bool:

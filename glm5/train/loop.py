@@ -29,7 +29,8 @@ from glm5.optim.clip import clip_gradients
 from glm5.optim.schedules import begin_step, by_tokens, scheduled_rate
 from glm5.optim.table import table
 from glm5.parallel.ranks import Ranks
-from glm5.train.checkpoint import load_state, save_state
+from glm5.train.async_save import StateSaver
+from glm5.train.checkpoint import load_state
 from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
 from glm5.train.precision import LowPrecisionCopy
 from glm5.train.prefetch import Prefetch
@@ -112,6 +113,7 @@ def train(
     with (
         StopSignals(io.name, ranks.main) as signals,
         Watchdog(stall, config.stall_seconds, io.name) as watchdog,
+        trainer.saver as saver,
         Prefetch(batch_at, steps, ranks, device) as batches,
     ):
         for step in steps:
@@ -128,7 +130,10 @@ def train(
                 watchdog.begin(f"saving the state after step {step + 1}")
                 trainer.save(step + 1)
             if stopping:
+                saver.wait()
                 raise KeyboardInterrupt
+        watchdog.begin("writing the last state")
+        saver.wait()
     trainer.check_weights(config.steps)
     model.requires_grad_(True)
     return trainer.last
@@ -154,6 +159,7 @@ class Trainer:
         self.low_precision = (
             LowPrecisionCopy(self.model, dtype) if self.ranks.world == 1 and dtype != model.dtype else None
         )
+        self.saver = StateSaver(self.state, self.ranks)
         self.optimizer.watch_updates = True
         self.skipped, self.tokens_seen, self.seconds = 0, 0, 0.0
         self._began = time.perf_counter()
@@ -173,8 +179,8 @@ class Trainer:
         return done
 
     def save(self, step: int) -> None:
-        """Write everything that the steps after `step` and the reports depend on. Raises DataError for a weight that is
-        not finite: such a state is not worth keeping."""
+        """Begin to write everything that the steps after `step` and the reports depend on (see `StateSaver`). Raises
+        DataError for a weight that is not finite: such a state is not worth keeping."""
         self.check_weights(step)
         extra = {
             "skipped": self.skipped,
@@ -182,7 +188,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "seconds": self._elapsed(),
         }
-        save_state(self.state, self.model, self.optimizer, step, extra, ranks=self.ranks)
+        self.saver.save(self.model, self.optimizer, step, extra)
 
     def check_weights(self, step: int) -> None:
         """Raises DataError on all ranks for a weight that is not finite after `step` steps: skipping steps does not
@@ -258,8 +264,9 @@ class Trainer:
         loads: dict[int, Tensor] = {}
         if self.low_precision is not None:
             self.low_precision.follow()
-        for part in parts:
+        for number, part in enumerate(parts, start=1):
             loss, numbers, ctx = self._forward(part, monitored)
+            self.ranks.reduce_gradients(self.model, last=number == len(parts))
             loss.backward()
             losses.append(loss.detach())
             metrics.merge([numbers])

@@ -27,9 +27,10 @@ class Prefetch:
     """
 
     def __init__(
-        self, batches: Callable[[int], Batch], steps: range, ranks: Ranks, device: torch.device = "cpu"
+        self, batches: Callable[[int], Batch], steps: range, ranks: Ranks, device: torch.device | None = None
     ) -> None:
-        self._batches, self._steps, self._ranks, self._device = batches, steps, ranks, device
+        self._batches, self._steps, self._ranks = batches, steps, ranks
+        self._device = device or torch.device("cpu")
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import CheckpointError
-from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, save_file
+from glm5.model.tensor_files import Stored, open_tensors, read_header, read_tensor, rows_of, save_file
 from glm5.parallel.ranks import ShardSlice
 
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
@@ -47,10 +47,14 @@ Pieces = Mapping[str, tuple[Tensor, ShardSlice]]
 """A rank's parts by name: (part of the tensor, its slice of the whole)."""
 
 
+def own_pieces(rank: int, pieces: Pieces) -> Pieces:
+    """The pieces that a rank writes: no empty parts, and whole tensors from rank 0 only."""
+    return {n: (t, at) for n, (t, at) in pieces.items() if not at.empty and (rank == 0 or at.sizes != at.shape)}
+
+
 def write_pieces(folder: Path, rank: int, pieces: Pieces) -> dict[str, tuple[str, ShardSlice]]:
-    """Write a rank's pieces into its own file, tensor by tensor; returns (dtype, slice) of each. Empty parts are left
-    out; whole tensors are written by rank 0 only."""
-    kept = {n: (t, b) for n, (t, b) in pieces.items() if not b.empty and (rank == 0 or b.sizes != b.shape)}
+    """Write a rank's `own_pieces` into its own file, tensor by tensor; returns (dtype, slice) of each."""
+    kept = own_pieces(rank, pieces)
     save_file({name: tensor for name, (tensor, _) in kept.items()}, str(folder / file_name(rank)), {"format": "pt"})
     return {name: (_dtype_name(tensor), region) for name, (tensor, region) in kept.items()}
 
@@ -185,8 +189,7 @@ def _copy(handle: BinaryIO, stored: Stored, where: tuple[slice, ...], target: Te
     if not where:
         target.copy_(read_tensor(handle, stored))
         return
-    rows, row = where[0].stop - where[0].start, stored.size // stored.shape[0]
-    run = replace(stored, shape=(rows, *stored.shape[1:]), begin=stored.begin + where[0].start * row, size=rows * row)
+    run = rows_of(stored, where[0].start, where[0].stop - where[0].start)
     straight = target.shape == run.shape
     value = read_tensor(handle, run, target if straight else None)
     if value is not target:

@@ -80,7 +80,7 @@ def run(folder: Path, dtype: str) -> None:
     os.fsync = announced("sync", os.fsync)  # type: ignore[assignment]
     os.rename = announced("rename", os.rename, 0.002)  # type: ignore[assignment]
     os.replace = announced("rename", os.replace, 0.002)  # type: ignore[assignment]
-    loop.save_state = announced("save", loop.save_state)  # type: ignore[assignment]
+    loop.StateSaver.save = announced("save", loop.StateSaver.save)  # type: ignore[method-assign]
     stage = stage_of(dtype)
     model = GLM5ForCausalLM(GLM5Config.preset("nano", **SMALL), seed=1)
     build = loop.build_optimizer

@@ -375,11 +375,11 @@ def test_a_save_interrupted_between_two_files(
     path = tmp_path / "model"
     shutil.copytree(pristine, path)
 
-    def half_written(tensors: dict[str, Tensor], file: str, metadata: dict[str, str]) -> None:
-        Path(file).write_bytes(b"\0" * 100)
+    def half_written(handle: Any, stored: Any, value: Tensor) -> None:
+        handle.write(b"\0" * 100)
         raise error
 
-    monkeypatch.setattr(hf_weights, "save_file", half_written)
+    monkeypatch.setattr(hf_weights, "write_tensor", half_written)
     expected = CheckpointError if "28" in str(error) else type(error)
     with pytest.raises(expected):
         save_checkpoint(build(9, **TINY), path)

@@ -347,8 +347,8 @@ def test_a_file_that_changes_while_it_is_loaded(folder: Path, monkeypatch: pytes
         real(*args)
         change()
 
-    real = hf_weights._materialise
-    monkeypatch.setattr(hf_weights, "_materialise", meanwhile)
+    real = hf_weights.allocate
+    monkeypatch.setattr(hf_weights, "allocate", meanwhile)
     tensors = load_file(folder / SINGLE)
 
     def change() -> None:
@@ -365,7 +365,7 @@ def test_no_room_for_the_model_is_an_error(folder: Path, monkeypatch: pytest.Mon
     def full(*args: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(hf_weights, "_materialise", full)
+    monkeypatch.setattr(hf_weights, "allocate", full)
     with pytest.raises(CheckpointError, match=r"no room for the model's .* on device cpu"):
         GLM5ForCausalLM.from_pretrained(folder)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, verify_manifest
-from glm5.model import hf_weights
+from glm5.model import load_plan, tensor_files
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import INDEX, SINGLE, census_line, disk_tensors, write_checkpoint
 from glm5.model.tensor_files import open_tensors, read_header, read_tensor
@@ -119,8 +119,8 @@ def test_each_file_is_opened_once(model: GLM5ForCausalLM, tmp_path: Path, monkey
         with real(file, stamp) as handle:
             yield handle
 
-    real = hf_weights.open_tensors
-    monkeypatch.setattr(hf_weights, "open_tensors", counted)
+    real = load_plan.open_tensors
+    monkeypatch.setattr(load_plan, "open_tensors", counted)
     GLM5ForCausalLM.from_pretrained(tmp_path / "model")
     assert sorted(opened) == sorted((tmp_path / "model").glob("*.safetensors")) and len(opened) > 3
 
@@ -147,7 +147,7 @@ def test_views_and_other_types_in_a_file(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 5),
         "scalar": torch.tensor(3.5),
     }
-    hf_weights.save_file(tensors, str(tmp_path / "x"), metadata={"format": "pt"})
+    tensor_files.save_file(tensors, str(tmp_path / "x"), metadata={"format": "pt"})
     found = load_file(tmp_path / "x")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

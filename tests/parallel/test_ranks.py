@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +56,8 @@ def results(job: Any, start: str, tmp_path_factory: pytest.TempPathFactory) -> d
         "follow 2 ep": task("follow", ep=2),
         "warmup 2": task("follow", warmup=True, steps=2, ep=2, options={"recompute": True}),
         "bf16 2": task("gradients", ep=2, options={"dtype": "bfloat16", "recompute": True}),
-        "gradients 2": task("gradients", options={"micro_rows": 2}),
+        "gradients 2": task("gradients", options={"micro_rows": 1}),
+        "gradients 2 each": task("gradients", options={"micro_rows": 1}, layout={"reduce_once": False}),
         "refuse": task("refuse", ep=2),
     }
     found |= zip(two, job(2, *two.values()), strict=True)
@@ -120,6 +123,7 @@ def flat(result: Any) -> torch.Tensor:
         ("gradients 4", "gradients"),
         ("gradients 4 dense", "gradients"),
         ("gradients 2", "gradients"),
+        ("gradients 2 each", "gradients"),
         ("kl gradients 4", "kl gradients"),
     ],
 )
@@ -131,6 +135,13 @@ def test_gradients_are_those_of_the_whole_batch(results: dict[str, Any], name: s
     for parameter, values in expected["gradients"].items():
         wanted, got = torch.tensor(values), torch.tensor(found["gradients"][parameter])
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max())), msg=parameter)
+
+
+def test_gradients_are_summed_once_per_step(results: dict[str, Any]) -> None:
+    """Five rows on two ranks are three micro-batches of one row. The MTP layer runs at two depths: after the backward
+    of the first, the gradients of earlier micro-batches are summed apart."""
+    once, each = (results[name]["reductions"] for name in ("gradients 2", "gradients 2 each"))
+    assert each == 3 * (once - 1) > 0
 
 
 def test_a_state_of_four_ranks_resumes_on_four_two_and_one(results: dict[str, Any]) -> None:
@@ -162,6 +173,27 @@ def test_a_rank_that_cannot_save_stops_all_and_changes_nothing(results: dict[str
     assert all("No space left" in text for text in refused["said"]), refused["said"]
     assert refused["said"][0].startswith("Glm5Error: Rank 1 failed")
     assert refused["left"] == ["step-00000001"] and refused["resumed"] == 1
+    assert all("No space left while writing" in text for text in refused["export"]), refused["export"]
+    assert refused["exported"] == ["state"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", [".step-00000002.writing", "step-00000002", ".step-00000004.writing"])
+def test_a_job_killed_while_it_saves_ends_as_if_untouched(
+    results: dict[str, Any], job: Any, start: str, tmp_path: Path, seen: str
+) -> None:
+    """Both ranks are killed as soon as a folder of a state is seen; the job that goes on has the same weights."""
+    task = {"kind": "run", "start": start, "ep": 2, "out": str(tmp_path / "out")}
+    ranks = job.start(2, [dict(task)])
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out" / "state" / seen).exists() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not (tmp_path / "out-export").exists()
+    assert job(2, dict(task))[0]["export"] == results["follow 2 ep"]["export"]
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
@@ -88,7 +89,7 @@ def trainable(task: dict[str, Any]) -> Callable[[str], bool]:
 def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Numbers of every step, chosen experts of every token, and the exported checkpoint."""
     watch = Watch(task.get("warmup", False))
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     config = stage(task.get("steps", STEPS), **task.get("options", {}))
     trainer = Trainer(model, config, io, watch, trainable(task), 0.01)
@@ -100,24 +101,36 @@ def follow(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
     scores = trainer.evaluate(score, STEPS)
     routes = ranks.gather([[layer.tolist() for layer in step] for step in watch.routes])
-    plain = ranks.unshard(trainer.model)
-    assert type(plain.model.layers[1]).__name__ == "Block"
-    if ranks.main and "export" in task:
-        plain.save_pretrained(task["export"])
-    return {"numbers": numbers, "scores": scores, "routes": routes, "export": digest(plain)}
+    return {"numbers": numbers, "scores": scores, "routes": routes, "export": exported(trainer.model, task, ranks)}
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the sums of gradients over ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Every gradient of one step as a whole tensor, in float64 numbers."""
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     watch = Watch(task.get("warmup", False))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = batch_at(0)
-    losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
+    with Reductions() as reductions:
+        losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
-    return {"loss": sum(sum(part) for part in ranks.gather(losses)), "gradients": whole, "loads": loads_of}
+    return {
+        "loss": sum(sum(part) for part in ranks.gather(losses)),
+        "gradients": whole,
+        "loads": loads_of,
+        "reductions": reductions.count,
+    }
 
 
 def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
@@ -144,7 +157,7 @@ def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
 
 def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """`train` with states on disk; stops after `stop` steps as Ctrl-C does, or goes on from the state that is there."""
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     losses: list[float] = []
 
     def advance(n: int, numbers: dict[str, float]) -> None:
@@ -161,7 +174,21 @@ def run(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     except KeyboardInterrupt:
         ranks.wait()
         return {"losses": losses}
-    return {"losses": losses, "export": digest(ranks.unshard(model))}
+    return {"losses": losses, "export": exported(model, task, ranks)}
+
+
+def exported(model: GLM5ForCausalLM, task: dict[str, Any], ranks: Ranks) -> dict[str, list[float]]:
+    """Write the checkpoint of a trained model; the digest of what a reader finds there."""
+    path = Path(task.get("export", task["out"] + "-export"))
+    after = ranks.export(model, path)
+    assert (after.weight_source is None) == (ranks.world == 1)
+    if not ranks.main:
+        return {}
+    whole = GLM5ForCausalLM.from_pretrained(path)
+    whole.save_pretrained(path.with_name(path.name + "-again"))
+    for file in path.iterdir():
+        assert file.read_bytes() == (path.with_name(path.name + "-again") / file.name).read_bytes(), file
+    return digest(whole)
 
 
 def digest(model: GLM5ForCausalLM) -> dict[str, list[float]]:
@@ -201,7 +228,7 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             raise ValueError("this rank breaks")
         return language_loss(model, batch, ctx)
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     Trainer(model, stage(), io, loss_of, lambda name: True, 0.0).step(0, batch_at(0))
     return {}
@@ -210,12 +237,14 @@ def fail(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What every rank says when one of them cannot save, and what is on disk then."""
     from glm5.errors import Glm5Error
+    from glm5.parallel import fsdp
     from glm5.train import checkpoint
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     io = StageIO("stage", Path(task["out"]), NullMetrics(), lambda n, numbers: None, ranks)
     trainer = Trainer(model, stage(), io, Watch(), lambda name: True, 0.0)
     trainer.save(1)
+    trainer.saver.wait()
     real = checkpoint.write_pieces
     if ranks.rank == ranks.world - 1:
 
@@ -225,13 +254,28 @@ def refuse(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
         checkpoint.write_pieces = broken
     said = ""
+    trainer.save(2)
     try:
-        trainer.save(2)
+        trainer.saver.wait()
     except Glm5Error as error:
         said = f"{type(error).__name__}: {error}"
     checkpoint.write_pieces = real
     left = sorted(p.name for p in trainer.state.iterdir())
-    return {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
+    found = {"said": ranks.gather(said), "left": left, "resumed": trainer.resume()}
+    written = fsdp.write_rows
+    if ranks.rank == ranks.world - 1:
+
+        def full(folder: Path, *rest: Any) -> None:
+            written(folder, *rest)
+            raise OSError(28, "No space left on device")
+
+        fsdp.write_rows = full
+    try:
+        ranks.export(trainer.model, Path(task["out"]) / "model")
+    except Glm5Error as error:
+        said = str(error)
+    fsdp.write_rows = written
+    return found | {"export": ranks.gather(said), "exported": sorted(p.name for p in Path(task["out"]).iterdir())}
 
 
 def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -245,7 +289,7 @@ def policy(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     from glm5.rl.start import StageStart
     from glm5.rl.update import update
 
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     fields = {"name": "rl", "optim": {"steps": 9, "lr": 1e-3}, "families": [{"name": "arithmetic"}], "row_length": 24}
     config = STAGES[task["options"]["kind"]].model_validate(fields | task["options"])
     algorithm = judged(config, ranks) if config.kind == "general" else stage_algorithm(config)
@@ -355,7 +399,7 @@ def live(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     folder = Path(task["out"]) / "00-rl"
     folder.mkdir(parents=True, exist_ok=True)
     io = StageIO("rl", folder, NullMetrics(), advance, ranks)
-    model = GLM5ForCausalLM.from_pretrained(task["start"])
+    model = ranks.load(Path(task["start"]))
     launch, algorithm = Launch(transport="disk"), AgenticRL(config)
 
     def loss(batch: Any, observe: Any = None) -> Any:
@@ -396,7 +440,9 @@ def main(path: Path) -> None:
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:
         for task in tasks:
-            result = work(task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1)})))
+            result = work(
+                task, TorchRanks(layout.model_copy(update={"ep": task.get("ep", 1), **task.get("layout", {})}))
+            )
             if job.main:
                 Path(task["result"]).write_text(result, encoding="utf-8")
 

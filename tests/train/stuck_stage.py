@@ -85,7 +85,7 @@ def run(folder: Path, phase: str) -> None:
             io = loop.StageIO(name, folder / name, metrics, lambda steps, numbers: None)
             loop.train(model, config, io, batch_at, loss_of, evaluate=evaluate)
 
-    loop.save_state = save_state  # type: ignore[assignment]
+    loop.StateSaver.save = save_state  # type: ignore[assignment, method-assign]
     stage("warmup", steps=1)  # so that no first call of anything counts
     stage("stage", steps=4, save_every=1, stall_seconds=LIMIT)
 

@@ -199,9 +199,9 @@ def test_a_broken_weight_ends_the_stage_by_name(
 
 
 class Pair(Ranks):
-    """Two ranks in two threads that exchange values in turn."""
+    """Two ranks in two threads that exchange values in turn, so not also in the background."""
 
-    world = 2
+    world, async_save = 2, False
 
     def __init__(self, rank: int, barrier: threading.Barrier, shelf: dict[int, Any]) -> None:
         self.rank, self._barrier, self._shelf = rank, barrier, shelf

@@ -176,7 +176,9 @@ def test_all_ranks_stop_after_the_same_step(
     ranks, io = Told(), stage_io()
     object.__setattr__(io, "ranks", ranks)
     saved: list[int] = []
-    monkeypatch.setattr("glm5.train.loop.save_state", lambda path, model, optimizer, step, *a, **k: saved.append(step))
+    monkeypatch.setattr(
+        "glm5.train.loop.StateSaver.save", lambda self, model, optimizer, step, extra: saved.append(step)
+    )
     with pytest.raises(KeyboardInterrupt):
         train(small(), stage(), io, batch_at, loss_of)
     assert ranks.flags == [False] * 3 and saved == [3]

@@ -33,7 +33,7 @@ class PreferenceModel(nn.Module):
 
     def __init__(self, policy: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.trunk = policy.clone()
+        self.trunk = policy.clone().materialise()
         self.trunk.mtp = None
         self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(self.head.weight)
