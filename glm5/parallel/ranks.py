@@ -41,6 +41,7 @@ class Ranks:
 
     rank = 0
     world = 1
+    device = torch.device("cpu")
     async_save = True
     """`Layout.async_save`."""
 
