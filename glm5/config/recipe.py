@@ -62,7 +62,7 @@ class GradientStage(Stage):
     """Rows per forward pass and rank; gradients of a step's micro-batches add up. None takes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; weights, gradients and optimizer state are fp32 either way."""
-    recompute: bool | Literal["selective"] = False
+    recompute: Literal[True, False, "selective"] = False
     """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time. "selective"
     also keeps the results of matrix products, attention and selections, and recomputes the rest, which is cheap."""
     compile: bool = False

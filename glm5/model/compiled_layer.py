@@ -67,10 +67,11 @@ class _Compiler:
     def fail(self, error: Exception) -> None:
         """Warn once, and stay eager."""
         self.failed = True
-        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        cause = getattr(error, "inner_exception", error)
+        text = next((line for line in str(cause).splitlines() if line.strip()), "")
         _log.warning(
             "compile: the %s layers run uncompiled, because torch.compile failed: %s: %s. Check that a C++ compiler is "
-            "installed, or set compile = false.", self.kind, type(error).__name__, text[:300],
+            "installed, or set compile = false.", self.kind, type(cause).__name__, text[:300],
         )  # fmt: skip
 
 

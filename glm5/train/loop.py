@@ -125,6 +125,7 @@ def train(
                 raise KeyboardInterrupt
     trainer.check_weights(config.steps)
     model.requires_grad_(True)
+    compile_layers(model, False)
     return trainer.last
 
 

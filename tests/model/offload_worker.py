@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from device_worker import (
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from glm5.config.model import GLM5Config
+from glm5.data.packing import Batch, StepCounts
+from glm5.model import offload
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.offload import Offload
+from tests.model.device_worker import (
     DEVICE,
     FAKE,
     LAYERS,
@@ -22,15 +31,6 @@ from device_worker import (
     move,
     train,
 )
-from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-from glm5.config.model import GLM5Config
-from glm5.data.packing import Batch, StepCounts
-from glm5.model import offload
-from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.offload import Offload
 
 aten = torch.ops.aten
 
@@ -98,24 +98,23 @@ class Late(Pretending):
 
 
 def gradients(recompute: Any, least: int | None) -> tuple[list[Tensor], Offload | None]:
-    config = GLM5Config.preset("nano", **LAYERS | dict(num_hidden_layers=4))
+    config = GLM5Config.preset("nano", **LAYERS | dict(num_hidden_layers=3))
     model = move(GLM5ForCausalLM(config, seed=3), Pretender)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(512, (2, 60), generator=generator)
+    ids = torch.randint(512, (2, 40), generator=generator)
     documents = torch.zeros_like(ids)
-    documents[0, 20:], documents[1, 50:] = 1, -1
+    documents[0, 15:], documents[1, 35:] = 1, -1
     unit = None if least is None else Offload(least)
     with Late():
         batch = Batch(
-            Pretender(ids), Pretender(documents), Pretender(documents >= 0), step=StepCounts(2, 110, (105,) * 9)
+            Pretender(ids), Pretender(documents), Pretender(documents >= 0), step=StepCounts(2, 75, (70,) * 9)
         )
         train(model, batch, watch="sparse", recompute=recompute, offload=unit)  # type: ignore[arg-type]
     return [p.grad.inner for p in model.parameters() if p.grad is not None], unit  # type: ignore[attr-defined]
 
 
-def compare(recompute: Any, wait: bool = True) -> dict[str, Any]:
-    """Whether the gradients are those without offload, and what was copied."""
-    expected, _ = gradients(recompute, None)
+def compare(recompute: Any, expected: list[Tensor], wait: bool = True) -> dict[str, Any]:
+    """Whether the gradients are the expected ones, and what was copied."""
     early: list[bool] = []
     copies: list[int] = []
     get, waits, begin = offload._Copy.get, offload._Lane.wait, offload._Copy.__init__
@@ -164,6 +163,8 @@ def walk(recompute: Any) -> str:
 
 if __name__ == "__main__":
     _setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
-    found: dict[str, Any] = {str(mode): compare(mode) for mode in (False, True, "selective")}
-    found["without waits"] = compare(False, wait=False)
-    print(json.dumps(found | {"walk": [walk(mode) for mode in (False, True, "selective")]}))
+    expected, _ = gradients(False, None)
+    modes = False, True, "selective"
+    result: dict[str, Any] = {str(mode): compare(mode, expected) for mode in modes}
+    result["without waits"] = compare(False, expected, wait=False)
+    print(json.dumps(result | {"walk": {str(mode): walk(mode) for mode in modes}}))
