@@ -72,6 +72,7 @@ def _grouped_rows_on_cpu(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
             torch.mm(x[start:end], weight[expert].T, out=out[start:end])
+    out[ends[-1] :] = 0
     return out
 
 
@@ -195,26 +196,20 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     """
     if shapes_only(experts):
         return _layout(experts, num_experts)
-    flat = experts.flatten()
-    counts = torch.bincount(flat, minlength=num_experts)
-    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    ends = padded.cumsum(0)
-    starts = ends - padded
-    order = flat.argsort(stable=True)
-    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
-    rows = starts[flat[order]] + rank
-    slot_of = torch.empty_like(flat)
-    slot_of[order] = rows
-    source = flat.new_zeros(int(ends[-1]))
-    source[rows] = order // experts.shape[1]
-    return slot_of, source, torch.nn.functional.pad(ends, (1, 0)), counts
+    slot_of, source, bounds, counts = _layout_on_cpu(experts, num_experts)
+    return slot_of, source[: int(bounds[-1])], bounds, counts
+
+
+def _longest(experts: Tensor, num_experts: int) -> int:
+    """Rows of a buffer on a CPU, whatever is chosen."""
+    return experts.numel() + num_experts * (ROW_TILE - 1)
 
 
 @operator(
     "expert_layout(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda experts, number: (
         experts.new_empty(experts.numel()),
-        experts.new_empty(experts.numel()),
+        experts.new_empty(_longest(experts, number) if experts.is_cpu else experts.numel()),
         experts.new_empty(number + 1, dtype=torch.int32),
         experts.new_empty(number, dtype=torch.int32),
     ),
@@ -228,6 +223,24 @@ def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     slot_of[order] = torch.arange(order.numel(), device=order.device)
     bounds = torch.searchsorted(ascending, numbers, out_int32=True)
     return slot_of, order // experts.shape[1], bounds, bounds.diff()
+
+
+@cpu_form("expert_layout")
+def _layout_on_cpu(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With padding: the libraries prepare a product for every new number of rows. Rows past the last bound are free."""
+    flat = experts.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    order = flat.argsort(stable=True)
+    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    rows = starts[flat[order]] + rank
+    slot_of = torch.empty_like(flat)
+    slot_of[order] = rows
+    source = flat.new_zeros(_longest(experts, num_experts))
+    source[rows] = order // experts.shape[1]
+    return slot_of, source, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32), counts.to(torch.int32)
 
 
 def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:
