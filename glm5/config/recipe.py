@@ -62,8 +62,15 @@ class GradientStage(Stage):
     """Rows per forward pass and rank; gradients of a step's micro-batches add up. None takes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; weights, gradients and optimizer state are fp32 either way."""
-    recompute: bool = False
-    """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time."""
+    recompute: Literal[True, False, "selective"] = False
+    """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time. "selective"
+    also keeps the results of matrix products, attention and selections, and recomputes the rest, which is cheap."""
+    compile: bool = False
+    """Compile the layers with `torch.compile`: one graph per kind of layer (dense, MoE, MTP), made in the first step,
+    which may take minutes. Without a working compiler the layers run as they are, with a warning."""
+    offload: bool = False
+    """Keep what backward needs in host memory until then: of every layer, or only its input if it is recomputed. On a
+    CPU it does nothing."""
 
 
 class CorpusStage(GradientStage):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from glm5.config.model import GLM5Config
+from glm5.model.offload import Offload
 from glm5.ops import KEY_TILE, ROW_TILE, round_up
 from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.pages import Pages
@@ -139,8 +140,9 @@ class ForwardContext:
     only).
     `exact` computes in the forms that learner and engine share: the bits of a token then do not depend on its batch, on
     a cache or on the row length. `attend_dense` keeps attention dense even with an indexer (DSA warm-up). max_logits,
-    if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`
-    saves only the inputs of each layer; the backward pass computes the layer again.
+    if not None, receives the largest attention logit of each head [N] by layer (softmax attention only). `recompute`:
+    True saves only the inputs of each layer, and the backward pass computes the layer again; "selective" also saves
+    what is expensive to compute. `offload` moves what layers save to host memory until backward needs it.
     """
 
     positions: Tensor
@@ -157,7 +159,8 @@ class ForwardContext:
     observer: Observer | None = None
     router_stats: list[RouterStats] | None = None
     max_logits: dict[int, Tensor] | None = None
-    recompute: bool = False
+    recompute: bool | Literal["selective"] = False
+    offload: Offload | None = None
     _ranges: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _all_keys: dict[int | None, Tensor] = field(default_factory=dict)
     _rope: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -254,6 +257,12 @@ class ForwardContext:
             slots = start.unsqueeze(-1) + torch.arange(most, device=start.device)
             self._all_keys[window] = slots.where(slots < end.unsqueeze(-1), -1)
         return self._all_keys[window]
+
+    def note_routing(self, layer: int, scores: Tensor, experts: Tensor) -> None:
+        """Keep the routing of the real rows: scores [M, E], experts [M, K]."""
+        assert self.router_stats is not None
+        real = self.batch * self.length
+        self.router_stats.append(RouterStats(layer, scores[:real], experts[:real]))
 
     def note_max_logits(self, layer: int, found: Tensor) -> None:
         """Keep the element-wise maximum of `found` [N] and earlier values of the layer (MTP runs once per depth)."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
@@ -18,6 +17,7 @@ from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN
 from glm5.model.gqa import GQA
+from glm5.model.layer_call import call
 from glm5.model.layers import MLP, Embedding, Linear, RMSNorm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
@@ -59,31 +59,6 @@ class Block(nn.Module):
         x = x + attended
         normed = self.post_attention_layernorm(x)
         return x + self.mlp(normed, ctx if isinstance(self.mlp, MoE) else ctx.exact), indices
-
-
-def call(layer: nn.Module, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
-    """`layer(x, ctx, *rest)`. With `ctx.recompute` only x and `rest` are saved; backward computes the layer again and
-    records no statistics a second time."""
-    if not (ctx.recompute and torch.is_grad_enabled()):
-        return layer(x, ctx, *rest)
-    computed = False
-
-    def inside(x: Tensor, *rest: Tensor | None) -> Any:
-        nonlocal computed
-        context, computed = _without_observers(ctx) if computed else ctx, True
-        return layer(x, context, *rest)
-
-    return checkpoint(inside, x, *rest, use_reentrant=False, preserve_rng_state=False)
-
-
-def _without_observers(ctx: ForwardContext) -> ForwardContext:
-    """The context for recomputing a layer in backward; the first run has recorded statistics and losses."""
-    return replace(
-        ctx,
-        observer=None if ctx.observer is None else ctx.observer.noop(),
-        router_stats=None if ctx.router_stats is None else [],
-        max_logits=None,
-    )
 
 
 class GLM5Model(nn.Module):

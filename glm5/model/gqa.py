@@ -51,13 +51,13 @@ class GQA(GroupedProjections):
 
     def __init__(self, config: GLM5Config, layer: int) -> None:
         super().__init__(config, layer, qk_norm=config.use_qk_norm)
-        self.scale, self.theta, self.rotary = config.head_dim**-0.5, config.rope_theta, config.rotary_dim
+        self.scale, self.theta, self.rope_dim = config.head_dim**-0.5, config.rope_theta, config.rotary_dim
         self.window = config.window(layer)
 
     def forward(self, x: Tensor, ctx: ForwardContext, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [M, D] flat -> (output [M, D], None, because it has no indices)."""
         q, k, v = self.project(x, ctx.exact)
-        cos, sin = ctx.rope(self.rotary, self.theta)
+        cos, sin = ctx.rope(self.rope_dim, self.theta)
         q, k = ctx.rows(rotate_halves(q, cos, sin)), rotate_halves(k, cos, sin)
         stored, _ = ctx.store(self.layer, ctx.rows(torch.cat((k, v), dim=1).flatten(1)), None)
         k, v = ctx.seen(stored).unflatten(-1, (2, self.groups, self.dim)).unbind(2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
-from glm5.model.context import ForwardContext, RouterStats
+from glm5.model.context import ForwardContext
 from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
 from glm5.ops.elementwise import swiglu
@@ -83,6 +83,5 @@ class MoE(nn.Module):
                 return small_batch.moe(x, gate.weight, bias, routed, shared, gate.top_k, gate.normalise, gate.scaling)
         weights, experts, scores = gate(x)
         if ctx.router_stats is not None:
-            real = ctx.batch * ctx.length
-            ctx.router_stats.append(RouterStats(self.layer, scores[:real], experts[:real]))
+            ctx.note_routing(self.layer, scores, experts)
         return self.experts(x, weights, experts) + self.shared_experts(x, ctx.exact)

@@ -195,8 +195,8 @@ def _attended(q: Tensor, _: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 @register(
-    "attend(Tensor q, Tensor latents, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor indices, "
-    "int value_dim, float scale, bool want_probs) -> (Tensor, Tensor, Tensor)",
+    "attend(Tensor q, Tensor latents, Tensor? rows, Tensor? table, SymInt per_row, int shift, SymInt size, "
+    "Tensor indices, int value_dim, float scale, bool want_probs) -> (Tensor, Tensor, Tensor)",
     _attended,
 )
 def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from glm5.ops.native import kernels
-from glm5.ops.operators import DEVICE_QUERIES, block_length, operator
+from glm5.ops.operators import DEVICE_QUERIES, TORCH_FORMS, block_length, cpu_form, operator
 from glm5.ops.wide import operand, product, wide
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 SHORT_DOCUMENT = 32
 """Documents shorter than this on average are computed in blocks: one call per document would cost more."""
@@ -19,63 +22,8 @@ QUERY_BLOCK = 128
 """Queries per block. Keys that no query of a block may see are skipped; a causal row then costs little over half."""
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Matrix products per block of queries, with compiled softmax kernels between them. Backward recomputes the
-    probabilities, so no tensor of size T * S is kept. All is computed in fp32; 16-bit inputs are widened."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, start, end, scale):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(q, k, v, start, end)
-        ctx.scale, ctx.heads, length = scale, q.shape[1], q.shape[2]
-        kind, (q, k, v) = q.dtype, _stacks(q, k, v)
-        native = kernels(q)
-        assert native is not None
-        out = q.new_empty(*q.shape[:2], v.shape[2], dtype=kind)
-        ctx.lse = torch.empty(2, *q.shape[:2])
-        ctx.blocks = _blocks(start, end)
-        for first, last, low, high in ctx.blocks:
-            scores = torch.bmm(q[:, first:last], k[:, low:high].transpose(1, 2))
-            sizes = (q.shape[0], ctx.heads, *scores.shape[1:], length, first, low)
-            native.range_softmax(scores, start, end, ctx.lse, *sizes, scale)
-            out[:, first:last] = torch.bmm(scores, v[:, low:high])
-        return out.unflatten(0, (-1, ctx.heads))
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        *saved, start, end = ctx.saved_tensors
-        q, k, v, grad = _stacks(*saved, grad)
-        native = kernels(q)
-        assert native is not None
-        grad_q = torch.empty_like(q)
-        grad_k, grad_v = torch.zeros(k.shape), torch.zeros(v.shape)
-        for first, last, low, high in ctx.blocks:
-            rows, keys = slice(first, last), slice(low, high)
-            scores = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2))
-            grad_scores = torch.bmm(grad[:, rows], v[:, keys].transpose(1, 2))
-            sizes = (q.shape[0], ctx.heads, *scores.shape[1:], q.shape[1], first, low)
-            native.range_softmax_backward(scores, grad_scores, start, end, ctx.lse, *sizes, ctx.scale)
-            grad_v[:, keys] += torch.bmm(scores.transpose(1, 2), grad[:, rows])
-            grad_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), q[:, rows])
-            grad_q[:, rows] = torch.bmm(grad_scores, k[:, keys])
-        grads = (g.to(x.dtype).unflatten(0, (-1, ctx.heads)) for g, x in zip((grad_q, grad_k, grad_v), saved))
-        return *grads, None, None, None
-
-
-def _stacks(*tensors: Tensor) -> list[Tensor]:
-    """[B, N, T, H] -> contiguous [B * N, T, H] in fp32."""
-    return [t.flatten(0, 1).to(torch.float32).contiguous() for t in tensors]
-
-
-def _blocks(start: Tensor, end: Tensor) -> list[tuple[int, int, int, int]]:
-    """(first query, last query, first key, last key) of every block; last is exclusive."""
-    firsts = range(0, start.shape[1], QUERY_BLOCK)
-    lows = [int(part.min()) for part in start.split(QUERY_BLOCK, dim=1)]
-    highs = [int(part.max()) for part in end.split(QUERY_BLOCK, dim=1)]
-    return [(f, min(f + QUERY_BLOCK, start.shape[1]), low, high) for f, low, high in zip(firsts, lows, highs)]
-
-
-class _OperatorAttention(torch.autograd.Function):
-    """`dense_attention` over ranges by operators, with one saved number per query and head."""
+class _RangeAttention(torch.autograd.Function):
+    """`dense_attention` over ranges by operators: no tensor of size T * S is kept."""
 
     @staticmethod
     def forward(ctx, q, k, v, start, end, scale):  # type: ignore[no-untyped-def]
@@ -89,13 +37,19 @@ class _OperatorAttention(torch.autograd.Function):
         return *_attend_ranges_backward(*ctx.saved_tensors, grad, ctx.scale), None, None, None
 
 
+def _attended(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor]:
+    shape = (2, *q.shape[:3]) if q.is_cpu else q.shape[:3]
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(shape, dtype=wide(q.dtype))
+
+
 @operator(
     "attend_ranges(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, float scale) -> (Tensor, Tensor)",
-    lambda q, _, v, *__: (q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))),
+    _attended,
     triton="range_attention",
 )
 def _attend_ranges(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs, and log sum exp(scores) of every query [B, N, T]; +infinity for a query without keys."""
+    """Outputs, and log sum exp(scores) of every query [B, N, T]; +infinity for a query without keys. On a CPU the
+    latter is [2, B, N, T] (see `_attend_on_cpu`)."""
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
     for rows, scores in _score_blocks(q, k, start, end, scale):
         total = scores.logsumexp(-1)
@@ -120,7 +74,7 @@ def _attend_ranges_backward(
     lse: Tensor,
     grad: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     grad_q, grad_k, grad_v = (
         q.new_empty(q.shape),
         k.new_zeros(k.shape, dtype=lse.dtype),
@@ -134,6 +88,103 @@ def _attend_ranges_backward(
         grad_k += product(grad_scores.transpose(-1, -2), operand(q[:, :, rows]))
         grad_q[:, :, rows] = product(grad_scores, operand(k))
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+@cpu_form("attend_ranges")
+def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Few long documents by torch's attention, other ranges by matrix products per block of queries with compiled
+    softmax kernels between them, in fp32. Of the second result [2, B, N, T] the kernels fill both parts: the largest
+    score, and the log of the sum relative to it; the others the first."""
+    out, lse = _attended(q, k, v)
+    pieces = _causal_pieces(start, end, k.shape[2])
+    if pieces is not None:
+        for rows, long in _documents(pieces, k.shape[2]):
+            if not long:  # a token that sees only itself
+                out[rows] = v[rows]
+                continue
+            inputs = _one_width(q[rows], k[rows], v[rows])
+            done, lse[0][rows] = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
+            out[rows] = done[..., : v.shape[3]]
+    elif kernels(q) is None:
+        out, lse[0] = TORCH_FORMS["attend_ranges"](q, k, v, start, end, scale)
+    else:
+        heads, flat = q.shape[1], out.view(-1, *out.shape[2:])
+        (q, k, v), start, end = _stacks(q, k, v), start.contiguous(), end.contiguous()
+        native = kernels(q)
+        assert native is not None
+        for first, last, low, high in _blocks(start, end):
+            scores = torch.bmm(q[:, first:last], k[:, low:high].transpose(1, 2))
+            sizes = (q.shape[0], heads, *scores.shape[1:], q.shape[1], first, low)
+            native.range_softmax(scores, start, end, lse, *sizes, scale)
+            flat[:, first:last] = torch.bmm(scores, v[:, low:high])
+    return out, lse
+
+
+@cpu_form("attend_ranges_backward")
+def _attend_backward_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    scale: float,
+) -> Gradients:
+    pieces = _causal_pieces(start, end, k.shape[2])
+    if pieces is not None:
+        return _pieces_backward(q, k, v, out, lse[0], grad, scale, pieces)
+    if kernels(q) is None:
+        return TORCH_FORMS["attend_ranges_backward"](q, k, v, start, end, out, lse[0], grad, scale)
+    saved, heads = (q, k, v), q.shape[1]
+    (q, k, v, grad), start, end = _stacks(q, k, v, grad), start.contiguous(), end.contiguous()
+    native = kernels(q)
+    assert native is not None
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = torch.zeros(k.shape), torch.zeros(v.shape)
+    for first, last, low, high in _blocks(start, end):
+        rows, keys = slice(first, last), slice(low, high)
+        scores = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2))
+        grad_scores = torch.bmm(grad[:, rows], v[:, keys].transpose(1, 2))
+        sizes = (q.shape[0], heads, *scores.shape[1:], q.shape[1], first, low)
+        native.range_softmax_backward(scores, grad_scores, start, end, lse, *sizes, scale)
+        grad_v[:, keys] += torch.bmm(scores.transpose(1, 2), grad[:, rows])
+        grad_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), q[:, rows])
+        grad_q[:, rows] = torch.bmm(grad_scores, k[:, keys])
+    found = [g.to(x.dtype).unflatten(0, (-1, heads)) for g, x in zip((grad_q, grad_k, grad_v), saved)]
+    return found[0], found[1], found[2]
+
+
+def _pieces_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, pieces: list[list[int]]
+) -> Gradients:
+    found = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for rows, long in _documents(pieces, k.shape[2]):
+        if not long:
+            found[2][rows] = grad[rows]
+            continue
+        inputs = _one_width(q[rows], k[rows], v[rows])
+        width = inputs[2].shape[3] - v.shape[3]
+        done = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            pad(grad[rows], (0, width)), *inputs, pad(out[rows], (0, width)), lse[rows], 0.0, True, scale=scale
+        )
+        for own, new in zip(found, done):
+            own[rows] = new[..., : own.shape[3]]
+    return found
+
+
+def _stacks(*tensors: Tensor) -> list[Tensor]:
+    """[B, N, T, H] -> contiguous [B * N, T, H] in fp32."""
+    return [t.flatten(0, 1).to(torch.float32).contiguous() for t in tensors]
+
+
+def _blocks(start: Tensor, end: Tensor) -> list[tuple[int, int, int, int]]:
+    """(first query, last query, first key, last key) of every block; last is exclusive."""
+    firsts = range(0, start.shape[1], QUERY_BLOCK)
+    lows = [int(part.min()) for part in start.split(QUERY_BLOCK, dim=1)]
+    highs = [int(part.max()) for part in end.split(QUERY_BLOCK, dim=1)]
+    return [(f, min(f + QUERY_BLOCK, start.shape[1]), low, high) for f, low, high in zip(firsts, lows, highs)]
 
 
 def _score_blocks(q: Tensor, k: Tensor, start: Tensor, end: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
@@ -159,27 +210,23 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tenso
     Query t of sequence b attends to keys ranges[0][b, t] .. ranges[1][b, t] - 1 (int64 [B, T]); its output is 0 if it
     has none. `ranges=None` means plain causal attention with T = S. Scores, softmax and sums are fp32 (fp64 for fp64).
     """
-    if ranges is None:
-        return _causal(q, k, v, scale)
-    pieces = _causal_pieces(*ranges, k.shape[2]) if q.is_cpu else None
-    if pieces is not None:
-        return _attend_pieces(q, k, v, pieces, scale)
-    if kernels(q) is not None and k.dtype == q.dtype:
-        start, end = (t.contiguous() for t in ranges)
-        return _BlockAttention.apply(q, k, v, start, end, scale)
-    if not q.is_cpu:
-        return _OperatorAttention.apply(q, k, v, *ranges, scale)
-    return scaled_dot_product_attention(q, k, v, attn_mask=range_mask(ranges, k.shape[2]), scale=scale)
+    return _causal(q, k, v, scale) if ranges is None else _RangeAttention.apply(q, k, v, *ranges, scale)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Plain causal attention. Keys and values are zero-padded to one width; otherwise SDPA writes out [T, T]."""
-    values, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
+    """Plain causal attention."""
+    inputs = _one_width(q, k, v)
+    return scaled_dot_product_attention(*inputs, is_causal=True, scale=scale)[..., : v.shape[3]]
+
+
+def _one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values zero-padded to one width; otherwise torch's attention writes out [T, T]."""
+    missing = q.shape[3] - v.shape[3]
     if missing > 0:
         v = pad(v, (0, missing))
     elif missing < 0:
         q, k = pad(q, (0, -missing)), pad(k, (0, -missing))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :values]
+    return q, k, v
 
 
 def _causal_pieces(start: Tensor, end: Tensor, keys: int) -> list[list[int]] | None:
@@ -206,16 +253,16 @@ def _causal_pieces(start: Tensor, end: Tensor, keys: int) -> list[list[int]] | N
     return rows if few and any(n > 0 for row in rows for n in row) else None
 
 
-def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: list[list[int]], scale: float) -> Tensor:
-    """Causal attention inside each document. The output of a token that sees only itself is its own value."""
-    if all(row == [q.shape[2]] for row in pieces):
-        return _causal(q, k, v, scale)
-    out = []
+def _documents(pieces: list[list[int]], length: int) -> Iterator[tuple[tuple[slice, ...], bool]]:
+    """The part of [B, N, T, ...] that each of `_causal_pieces` covers, and whether it is one document."""
+    if all(row == [length] for row in pieces):
+        yield (slice(None),), True
+        return
     for b, row in enumerate(pieces):
-        qs, ks, vs = (t[b : b + 1].split([abs(n) for n in row], dim=2) for t in (q, k, v))
-        done = [_causal(x, y, z, scale) if n > 0 else z for n, x, y, z in zip(row, qs, ks, vs)]
-        out.append(torch.cat(done, dim=2))
-    return torch.cat(out)
+        first = 0
+        for n in row:
+            yield (slice(b, b + 1), slice(None), slice(first, first + abs(n))), n > 0
+            first += abs(n)
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:

@@ -3,59 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from glm5.ops import ROW_TILE
 from glm5.ops.native import Kernels, by_operator, register
-from glm5.ops.operators import block_length, operator, torch_form
+from glm5.ops.operators import block_length, cpu_form, operator, shapes_only, torch_form
 from glm5.ops.wide import operand, product, wide
 
 TILE_ROWS = 128
 """Rows of one expert that an accelerator without a grouped kernel multiplies at a time."""
 
-Bounds = list[int] | Tensor
-"""First row of every expert, then the number of rows: E + 1 numbers, on an accelerator a tensor int32 [E + 1]."""
+
+def grouped_matmul(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    """x [M, I] in segments `bounds[e]:bounds[e + 1]` (integers [E + 1]), weight [E, O, I] -> [M, O]. Experts without
+    rows get gradient 0."""
+    return _GroupedMatmul.apply(x, weight, bounds)
 
 
 class _GroupedMatmul(torch.autograd.Function):
     """y[rows of e] = x[rows of e] @ weight[e]^T for consecutive segments of rows."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
-        ctx.bounds = bounds
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        for expert in range(weight.shape[0]):
-            rows = slice(bounds[expert], bounds[expert + 1])
-            if rows.stop > rows.start:
-                torch.mm(x[rows], weight[expert].T, out=out[rows])
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight)
-        for expert in range(weight.shape[0]):
-            rows = slice(ctx.bounds[expert], ctx.bounds[expert + 1])
-            if rows.stop > rows.start:
-                torch.mm(grad[rows], weight[expert], out=grad_x[rows])
-                torch.mm(grad[rows].T, x[rows], out=grad_weight[expert])
-        return grad_x, grad_weight, None
-
-
-def grouped_matmul(x: Tensor, weight: Tensor, bounds: Bounds) -> Tensor:
-    """x [M, I] in segments `bounds[e]:bounds[e+1]`, weight [E, O, I] -> [M, O]. Experts without rows get gradient 0."""
-    if isinstance(bounds, Tensor):
-        return _GroupedOperators.apply(x, weight, bounds)
-    return _GroupedMatmul.apply(x, weight, bounds)
-
-
-class _GroupedOperators(torch.autograd.Function):
-    """`_GroupedMatmul` with bounds that stay on the device."""
 
     @staticmethod
     def forward(ctx, x, weight, bounds):  # type: ignore[no-untyped-def]
@@ -95,6 +64,25 @@ def _grouped_weights(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
         left = (grad[rows] * own.unsqueeze(-1)).transpose(1, 2)
         out.index_add_(0, experts, product(left, operand(x[rows])))
     return out.to(x.dtype)
+
+
+@cpu_form("grouped_rows")
+def _grouped_rows_on_cpu(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
+    out, ends = x.new_empty(x.shape[0], weight.shape[1]), bounds.tolist()
+    for expert, (start, end) in enumerate(pairwise(ends)):
+        if end > start:
+            torch.mm(x[start:end], weight[expert].T, out=out[start:end])
+    out[ends[-1] :] = 0
+    return out
+
+
+@cpu_form("grouped_weights")
+def _grouped_weights_on_cpu(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
+    out, ends = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1]), bounds.tolist()
+    for expert, (start, end) in enumerate(pairwise(ends)):
+        if end > start:
+            torch.mm(grad[start:end].T, x[start:end], out=out[expert])
+    return out
 
 
 def _tiles(count: int, bounds: Tensor, matrix: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -200,34 +188,28 @@ class _Unpermute(torch.autograd.Function):
         return out, None
 
 
-def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Bounds, Tensor]:
+def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The row of each (token, slot) in a buffer grouped by expert; on a CPU every group is padded to `ROW_TILE` rows.
 
     experts [T, K] -> (slot_of [T*K]: row in the buffer; source [M]: token of each row, 0 for padding rows; bounds of
     length E + 1; counts [E]: tokens per expert).
     """
-    if not experts.is_cpu:
+    if shapes_only(experts):
         return _layout(experts, num_experts)
-    flat = experts.flatten()
-    counts = torch.bincount(flat, minlength=num_experts)
-    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    ends = padded.cumsum(0)
-    starts = ends - padded
-    order = flat.argsort(stable=True)
-    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
-    rows = starts[flat[order]] + rank
-    slot_of = torch.empty_like(flat)
-    slot_of[order] = rows
-    source = flat.new_zeros(int(ends[-1]))
-    source[rows] = order // experts.shape[1]
-    return slot_of, source, [0, *ends.tolist()], counts
+    slot_of, source, bounds, counts = _layout_on_cpu(experts, num_experts)
+    return slot_of, source[: int(bounds[-1])], bounds, counts
+
+
+def _longest(experts: Tensor, num_experts: int) -> int:
+    """Rows of a buffer on a CPU, whatever is chosen."""
+    return experts.numel() + num_experts * (ROW_TILE - 1)
 
 
 @operator(
     "expert_layout(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda experts, number: (
         experts.new_empty(experts.numel()),
-        experts.new_empty(experts.numel()),
+        experts.new_empty(_longest(experts, number) if experts.is_cpu else experts.numel()),
         experts.new_empty(number + 1, dtype=torch.int32),
         experts.new_empty(number, dtype=torch.int32),
     ),
@@ -241,6 +223,24 @@ def _layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     slot_of[order] = torch.arange(order.numel(), device=order.device)
     bounds = torch.searchsorted(ascending, numbers, out_int32=True)
     return slot_of, order // experts.shape[1], bounds, bounds.diff()
+
+
+@cpu_form("expert_layout")
+def _layout_on_cpu(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With padding: the libraries prepare a product for every new number of rows. Rows past the last bound are free."""
+    flat = experts.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    padded = (counts + ROW_TILE - 1) // ROW_TILE * ROW_TILE
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    order = flat.argsort(stable=True)
+    rank = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    rows = starts[flat[order]] + rank
+    slot_of = torch.empty_like(flat)
+    slot_of[order] = rows
+    source = flat.new_zeros(_longest(experts, num_experts))
+    source[rows] = order // experts.shape[1]
+    return slot_of, source, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32), counts.to(torch.int32)
 
 
 def permute(x: Tensor, slot_of: Tensor, source: Tensor, top_k: int) -> Tensor:

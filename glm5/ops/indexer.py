@@ -235,8 +235,8 @@ def select_keys(
 
 
 @register(
-    "select(Tensor q, Tensor k, Tensor? rows, Tensor? table, int per_row, int shift, int size, Tensor w, Tensor start, "
-    "Tensor end, int topk) -> Tensor",
+    "select(Tensor q, Tensor k, Tensor? rows, Tensor? table, SymInt per_row, int shift, SymInt size, Tensor w, "
+    "Tensor start, Tensor end, SymInt topk) -> Tensor",
     lambda q, *args: q.new_empty(*q.shape[:2], args[-1], dtype=torch.long),
 )
 def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:

@@ -71,6 +71,23 @@ def torch_form(name: str, triton: str = "") -> Callable[[Function], Function]:
     return decorate
 
 
+def cpu_form(name: str) -> Callable[[Function], Function]:
+    """Register the decorated function as what an operator computes on a CPU instead of its torch form, and return it.
+    It may read numbers of its tensors."""
+
+    def decorate(function: Function) -> Function:
+        LIBRARY.impl(name, function, "CPU")
+        return function
+
+    return decorate
+
+
+def shapes_only(x: Tensor) -> bool:
+    """Whether no shape may depend on the numbers in tensors like `x`: on an accelerator, which would have to be waited
+    for, and inside of `torch.compile`, which does not know them."""
+    return not x.is_cpu or torch.compiler.is_compiling()
+
+
 def _triton_kernel(module: str, function: str) -> Function:
     """Triton is imported with the first call."""
 

@@ -27,7 +27,7 @@ def kernels_for(x: Tensor, *weights: Tensor) -> Kernels | None:
 
 
 def _fit(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
-    if x.ndim != 2 or x.shape[0] > MOST_ROWS or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or x.ndim != 2 or x.shape[0] > MOST_ROWS:
         return False
     return all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
 

@@ -18,9 +18,11 @@ from glm5.data.packing import Batch, StepCounts
 from glm5.device import on_host
 from glm5.errors import DataError
 from glm5.files import atomic_write
+from glm5.model.compiled_layer import compile_layers
 from glm5.model.context import ForwardContext, packed_context
 from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.offload import Offload, has_device_memory
 from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
 from glm5.obs.progress import View
@@ -136,6 +138,7 @@ def train(
         saver.wait()
     trainer.check_weights(config.steps)
     model.requires_grad_(True)
+    compile_layers(model, False)
     return trainer.last
 
 
@@ -161,6 +164,8 @@ class Trainer:
         )
         self.saver = StateSaver(self.state, self.ranks)
         self.optimizer.watch_updates = True
+        compile_layers(self._computing, stage.compile)
+        self.offloads = stage.offload and has_device_memory(self.model)
         self.skipped, self.tokens_seen, self.seconds = 0, 0, 0.0
         self._began = time.perf_counter()
         self.last: dict[str, float] = {}
@@ -283,6 +288,7 @@ class Trainer:
     def _forward(self, part: Batch, monitored: bool = False) -> tuple[Tensor, StepMetrics, ForwardContext]:
         ctx = packed_context(part.documents, exact=False)
         ctx.router_stats, ctx.recompute = [], self.stage.recompute
+        ctx.offload = Offload() if self.offloads else None
         ctx.max_logits = {} if monitored else None
         return *self.ranks.run(self.loss_of, self._computing, part, ctx), ctx
 

@@ -22,6 +22,7 @@ from glm5.config.model import GLM5Config
 from glm5.data.packing import Batch, StepCounts
 from glm5.model.context import ForwardContext, LatentCache, packed_context, paged_context
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.offload import Offload
 from glm5.ops import operators
 from glm5.ops.dense import range_mask
 from glm5.ops.operators import TORCH_FORMS
@@ -105,10 +106,13 @@ def fake_batch(rows: int, length: int) -> Batch:
     return Batch(ids, ids, ids == 0, step=StepCounts(rows, rows * length, (rows * length,) * 9))
 
 
-def train(model: GLM5ForCausalLM, batch: Batch, *, watch: str = "", recompute: bool = False) -> ForwardContext:
+def train(
+    model: GLM5ForCausalLM, batch: Batch, *, watch: str = "", recompute: Any = False, offload: Offload | None = None
+) -> ForwardContext:
     """Forward and backward of a training stage as in `Trainer`, with every loss that it can have."""
     ctx = packed_context(batch.documents, exact=False)
-    ctx.router_stats, ctx.recompute, ctx.max_logits = [], recompute, {}
+    ctx.router_stats, ctx.recompute, ctx.offload = [], recompute, offload
+    ctx.max_logits = None if recompute == "selective" else {}
     observer = IndexerLoss(batch, model.config.index_topk or 0)
     if watch:
         ctx.observer, ctx.attend_dense = observer, watch == "dense"

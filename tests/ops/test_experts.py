@@ -86,7 +86,7 @@ def test_grouped_matmul_gradient_with_uneven_segments() -> None:
     generator = torch.Generator().manual_seed(10)
     x = torch.randn(6, D, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(4, 3, D, dtype=torch.float64, generator=generator, requires_grad=True)
-    bounds = [0, 2, 2, 5, 6]
+    bounds = torch.tensor([0, 2, 2, 5, 6])
     out = grouped_matmul(x, weight, bounds)
     owners = [0, 0, 2, 2, 2, 3]
     expected = torch.stack([weight[e] @ x[i] for i, e in enumerate(owners)])

@@ -23,6 +23,7 @@ from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
 from glm5.config.recipe import GradientStage
 from glm5.data.packing import Batch, StepBatches
+from glm5.model.compiled_layer import CompiledLayer
 from glm5.model.context import ForwardContext
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import NullMetrics
@@ -130,7 +131,16 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "gradients": whole,
         "loads": loads_of,
         "reductions": reductions.count,
+        "graphs": ranks.gather(graphs(trainer)),
     }
+
+
+def graphs(trainer: Trainer) -> int:
+    """Graphs of compiled layers in use; 0 if nothing is compiled or torch.compile failed."""
+    compilers = {
+        layer.forward.compiler for layer in trainer.model.modules() if isinstance(layer.forward, CompiledLayer)
+    }
+    return 0 if any(compiler.failed for compiler in compilers) else len(compilers)
 
 
 def whole_gradients(model: GLM5ForCausalLM, ranks: Ranks) -> dict[str, Any]:
@@ -436,6 +446,7 @@ def work(task: dict[str, Any], ranks: Ranks) -> str:
 
 def main(path: Path) -> None:
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile hides it
     tasks = json.loads(path.read_text(encoding="utf-8"))
     layout = Layout(timeout_seconds=min(task.get("timeout", 300) for task in tasks))
     with ranks_from_environment(layout) as job:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm5.data.packing import Batch
 from glm5.model.context import packed_context
+from glm5.model.layer_call import KEPT
 from glm5.train.losses import IndexerLoss, language_loss
 from glm5.train.router_balance import balance_loss
 
@@ -18,11 +21,25 @@ IDS = torch.randint(0, 40, (3, 24), generator=torch.Generator().manual_seed(5))
 DOCUMENTS = torch.tensor([[0] * 14 + [1] * 10, [0] * 24, [0] * 20 + [-1] * 4])
 
 
-def everything(model: Any, recompute: bool, exact: bool, warmup: bool) -> dict[str, Any]:
+VARIANTS = pytest.mark.parametrize(
+    ("changes", "warmup"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"use_dsa": False, "index_topk": None}, False),
+        ({"num_hidden_layers": 4, "index_topk_freq": 2}, False),
+    ],
+    ids=["sparse", "warm-up", "dense", "shared indices"],
+)
+
+
+def everything(
+    model: Any, recompute: bool | Literal["selective"], exact: bool, warmup: bool, monitored: bool = True
+) -> dict[str, Any]:
     """Loss, gradients and all that a step leaves with its context."""
     batch = Batch(IDS, DOCUMENTS, DOCUMENTS >= 0)
     ctx = packed_context(DOCUMENTS, exact=exact)
-    ctx.router_stats, ctx.max_logits, ctx.recompute = [], {}, recompute
+    ctx.router_stats, ctx.max_logits, ctx.recompute = [], {} if monitored else None, recompute
     watch = None
     if model.config.use_dsa:
         ctx.observer = watch = IndexerLoss(batch, 4)
@@ -40,26 +57,54 @@ def everything(model: Any, recompute: bool, exact: bool, warmup: bool) -> dict[s
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize(
-    ("changes", "warmup"),
-    [
-        ({}, False),
-        ({}, True),
-        ({"use_dsa": False, "index_topk": None}, False),
-        ({"num_hidden_layers": 4, "index_topk_freq": 2}, False),
-    ],
-    ids=["sparse", "warm-up", "dense", "shared indices"],
-)
+@VARIANTS
 def test_the_same_loss_gradients_and_statistics(
     small: Callable[..., Any], changes: dict[str, Any], warmup: bool, exact: bool
 ) -> None:
     kept, again = (everything(small(seed=2, **changes), recompute, exact, warmup) for recompute in (False, True))
+    same(kept, again)
+    assert kept["max"].keys() == again["max"].keys() and len(kept["max"]) > 2
+    assert all(torch.equal(value, again["max"][layer]) for layer, value in kept["max"].items())
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@VARIANTS
+def test_selective_recomputation_repeats_nothing_expensive(
+    small: Callable[..., Any], changes: dict[str, Any], warmup: bool
+) -> None:
+    """The same numbers; in forward and backward together, each kept operator runs as often as without recomputation."""
+    found, calls = {}, {}
+    for recompute in (False, "selective", True):
+        with Operators() as operators:
+            found[recompute] = everything(small(seed=2, **changes), recompute, False, warmup, monitored=False)  # type: ignore[arg-type]
+        calls[recompute] = {name: operators.calls[name] for name in KEPT if operators.calls[name]}
+    same(found[False], found["selective"])
+    assert calls[False] == calls["selective"] and len(calls[False]) >= 3
+    assert sum(calls[True].values()) > sum(calls[False].values())
+
+
+def test_monitored_steps_recompute_whole_layers(small: Callable[..., Any]) -> None:
+    kept, again = (everything(small(seed=2), recompute, False, False) for recompute in (False, "selective"))  # type: ignore[arg-type]
+    same(kept, again)
+    assert all(torch.equal(value, again["max"][layer]) for layer, value in kept["max"].items())
+
+
+def same(kept: dict[str, Any], again: dict[str, Any]) -> None:
     assert torch.equal(kept["loss"], again["loss"])
     assert kept["numbers"] == again["numbers"]
     assert len(kept["stats"]) == len(again["stats"]) > 0
     assert all(torch.equal(a, b) for a, b in zip(kept["stats"], again["stats"], strict=True))
-    assert kept["max"].keys() == again["max"].keys() and len(kept["max"]) > 2
-    assert all(torch.equal(value, again["max"][layer]) for layer, value in kept["max"].items())
     assert sum(g is not None for g in kept["gradients"].values()) > 20
     for name, gradient in kept["gradients"].items():
         other = again["gradients"][name]
