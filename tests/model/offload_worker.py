@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from glm5.config.model import GLM5Config
 from glm5.data.packing import Batch, StepCounts
@@ -19,18 +18,15 @@ from glm5.model import offload
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.offload import Offload
 from tests.model.device_worker import (
-    DEVICE,
     FAKE,
     LAYERS,
-    Pretender,
-    Pretending,
     Walk,
-    _Backend,
     fake_batch,
     fake_model,
     move,
     train,
 )
+from tests.pretended import DEVICE, Pretender, Pretending
 
 aten = torch.ops.aten
 
@@ -61,17 +57,19 @@ running = [COMPUTE]
 protected: set[int] = set()
 
 
-class Backend(_Backend):
-    Stream = Stream
+def current_stream(device: Any = None) -> Stream:
+    return running[-1]
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return running[-1]
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        running.append(stream)
-        yield
-        running.pop()
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    running.append(stream)
+    yield
+    running.pop()
+
+
+device = torch.get_device_module(DEVICE)
+device.Stream, device.current_stream, device.stream = Stream, current_stream, on_stream
 
 
 def record_stream(self: Tensor, stream: Stream) -> None:
@@ -162,7 +160,6 @@ def walk(recompute: Any) -> str:
 
 
 if __name__ == "__main__":
-    _setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
     expected, _ = gradients(False, None)
     modes = False, True, "selective"
     result: dict[str, Any] = {str(mode): compare(mode, expected) for mode in modes}
