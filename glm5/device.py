@@ -87,11 +87,18 @@ def put(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype
     return pinned(tensor, device).to(device, non_blocking=device.type != "cpu")
 
 
+def host_memory(size: int, device: torch.device) -> Tensor:
+    """Uninitialised bytes uint8 [size] on the host, page-locked if copies from `device` need it."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=_pins(device))
+
+
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU in page-locked memory if copies to `device` need it, otherwise the tensor itself."""
-    if device.type not in PINNING or not tensor.is_cpu or _back_end(device) is None or tensor.is_pinned():
-        return tensor
-    return tensor.pin_memory()
+    return tensor.pin_memory() if _pins(device) and tensor.is_cpu and not tensor.is_pinned() else tensor
+
+
+def _pins(device: torch.device) -> bool:
+    return device.type in PINNING and _back_end(device) is not None
 
 
 def on_host(tree: T) -> T:
@@ -111,7 +118,7 @@ class Fetch(Generic[T]):
         if not self._away:
             return
         self._flat = torch.cat([self._leaves[i].detach().double().reshape(-1) for i in self._away])
-        if self._flat.device.type in PINNING:
+        if _pins(self._flat.device):
             pinned = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
             self._event, device = torch.Event(self._flat.device), self._flat.device
             self._flat = pinned.copy_(self._flat, non_blocking=True)

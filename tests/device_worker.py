@@ -110,8 +110,9 @@ def train(device: str, waits: Waits, name: str) -> dict[str, Any]:
         for step in range(STEPS):
             with waits.part():
                 numbers.append({k: v for k, v in trainer.step(step, rows).items() if k not in TIMES})
-        trainer.save(STEPS)
-        trainer.resume()
+        with trainer.saver:
+            trainer.save(STEPS)
+        assert trainer.resume() == STEPS
     weights = {name: tensor.detach().cpu().double() for name, tensor in model.state_dict().items()}
     return {"numbers": numbers, "weights": weights}
 
@@ -164,19 +165,42 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drafts": (dict(speculative=2), dict(temperature=0.0)),
     "sampled drafts": (dict(speculative=2), dict(temperature=0.9)),
     "dense": (dict(use_dsa=False), dict(temperature=0.0)),
+    "graphs": (dict(graphs=True), dict(temperature=0.0)),
+    "graphs, small cache": (dict(graphs=True, cache_tokens=256), dict(temperature=0.0)),
+    "graphs, drafts": (dict(graphs=True, speculative=2), dict(temperature=0.9)),
+    "graphs, dense": (dict(graphs=True, use_dsa=False), dict(temperature=0.0)),
     "small cache": (dict(cache_tokens=256, host_cache_bytes=1 << 22), dict(temperature=0.0)),
 }
+
+
+class Replayed:
+    """Stands for CUDA graphs: computes the captured function again, into the memory of its first result."""
+
+    captured, replayed = 0, 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        out = torch.empty_like(function())
+        Replayed.captured += 1
+
+        def replay() -> None:
+            Replayed.replayed += 1
+            out.copy_(function())
+
+        return replay, out
 
 
 def generate(device: str, waits: Waits, name: str) -> dict[str, Any]:
     """Two rounds of requests, the second of which finds prefixes in the cache; waits of steps that only decode."""
     options, params = ENGINES[name]
     model = nano(torch.float32, device, use_dsa=options.get("use_dsa", True))
-    keys = {"exact": False, "overlap": True} | {k: v for k, v in options.items() if k != "use_dsa"}
+    keys = {"exact": False, "overlap": True} | {k: v for k, v in options.items() if k not in ("use_dsa", "graphs")}
     engine = Engine(model, **keys)
+    if "graphs" in options and device == DEVICE:
+        engine._capture = Replayed
+        engine._build()
     start, tokens, logprobs, tops = list(range(5, 75)), [], [], []
-    for turn in range(3 if name == "small cache" else 2):
-        prompts = [start + [i, turn] if name != "small cache" else [turn + i] * 70 for i in range(3)]
+    for turn in range(3 if "small" in name else 2):
+        prompts = [start + [i, turn] if "small" not in name else [turn + i] * 70 for i in range(3)]
         asked = SamplingParams(max_tokens=6, seed=5, ignore_eos=True, **params)
         requests = [r for prompt in prompts for r in engine.submit(prompt, asked)]
         while not all(r.done for r in requests):
@@ -189,6 +213,9 @@ def generate(device: str, waits: Waits, name: str) -> dict[str, Any]:
         logprobs += [r.completion.logprobs for r in requests]
         tops += [sorted(top) for r in requests for top in r.completion.top_logprobs]
     hits = engine.stats()
+    if "graphs" in name and device == DEVICE:
+        assert 0 < Replayed.captured < Replayed.replayed and not engine.runner.graphs._failed
+        Replayed.captured = Replayed.replayed = 0
     return {"tokens": tokens, "logprobs": logprobs, "tops": tops, "hits": [hits["hit_tokens"], hits["spilled_pages"]]}
 
 

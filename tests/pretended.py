@@ -104,7 +104,8 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     )
     leaves = packet is aten._to_copy and device is not None and torch.device(device).type == "cpu"
     leaves |= packet is aten.copy_ and not isinstance(args[0], Pretender)
-    if packet in WAITS or masks or leaves:
+    late = packet is aten.copy_ and ((len(args) > 2 and args[2]) or options.get("non_blocking", False))
+    if packet in WAITS or masks or (leaves and not late):
         _wait(func)
     if leaves:
         return func(*plain, **options)

@@ -45,14 +45,14 @@ def test_an_update_of_a_policy_is_the_cpus_and_waits_once_per_step(forks: Any) -
 
 def test_the_engine_gives_the_cpus_tokens_and_waits_once_per_step(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "generate", timeout=300))
-    assert len(found) == 8
+    assert len(found) == 12
     for name, made in found.items():
         ours, theirs = made["cpu"], made["device"]
         assert theirs["tokens"] == ours["tokens"], name
         assert theirs["tops"] == ours["tops"] and theirs["hits"] == ours["hits"], name
         for mine, other in zip(ours["logprobs"], theirs["logprobs"], strict=True):
             assert other == pytest.approx(mine, abs=1e-4)
-        assert made["waits"] or name == "small cache"
+        assert made["waits"] or "small" in name
         assert all(len(step) <= 1 for step in made["waits"]), (name, made["waits"])
     assert found["small cache"]["device"]["hits"][1] > 0 and found["greedy"]["device"]["hits"][0] > 0
 

@@ -62,6 +62,8 @@ class GradientStage(Stage):
     """Rows per forward pass and rank; gradients of a step's micro-batches add up. None takes all at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of forward and backward; weights, gradients and optimizer state are fp32 either way."""
+    tf32: bool = True
+    """With dtype "float32", a GPU's matrix products may round their inputs to TF32 (10 bits of mantissa)."""
     recompute: Literal[True, False, "selective"] = False
     """Keep only every layer's input and recompute the layer in the backward pass: less memory, more time. "selective"
     also keeps the results of matrix products, attention and selections, and recomputes the rest, which is cheap."""

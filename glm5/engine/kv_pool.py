@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5.config.model import GLM5Config
+from glm5.device import host_memory
 from glm5.errors import EngineError
 from glm5.model.context import LatentCache
 from glm5.ops import KEY_TILE
@@ -102,20 +103,27 @@ class KVPool:
         for pool in (self.cache.latents, self.cache.index_keys):
             pool[:, target] = pool[:, source]
 
-    def dump(self, page: int, tokens: int) -> bytes:
-        """The first `tokens` tokens of a page as bytes: latents, then indexer keys."""
-        return b"".join(
-            part[:, page, :tokens].contiguous().cpu().view(torch.uint8).numpy().tobytes() for part in self._parts()
-        )
+    def dump(self, page: int, tokens: int) -> bytes | Tensor:
+        """The first `tokens` tokens of a page: latents, then indexer keys. Bytes, or of an accelerator uint8 [n] on the
+        host, in page-locked memory; the copy is not waited for, so only `load` may read it."""
+        parts = [part[:, page, :tokens].contiguous().view(torch.uint8).flatten() for part in self._parts()]
+        device = self.cache.latents.device
+        if device.type == "cpu":
+            return b"".join(part.numpy().tobytes() for part in parts)
+        data = host_memory(sum(part.numel() for part in parts), device)
+        return data.copy_(torch.cat(parts), non_blocking=True)
 
-    def load(self, page: int, tokens: int, data: bytes) -> None:
+    def load(self, page: int, tokens: int, data: bytes | Tensor) -> None:
         """Inverse of `dump`. Raises EngineError for `data` of the wrong size."""
         at = 0
         for part in self._parts():
             target = part[:, page, :tokens]
             size = target.numel() * target.element_size()
-            raw = np.frombuffer(data, dtype=np.uint8, count=size, offset=at).copy()
-            target.copy_(torch.from_numpy(raw).view(target.dtype).view(target.shape))
+            if isinstance(data, Tensor):
+                raw = data[at : at + size]
+            else:
+                raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8, count=size, offset=at).copy())
+            target.copy_(raw.view(target.dtype).view(target.shape), non_blocking=True)
             at += size
         if at != len(data):
             raise EngineError(f"A stored page has {len(data)} bytes, {at} were expected.")

@@ -13,18 +13,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from glm5.engine.kv_pool import PAGE, KVPool
 
 
 @dataclass(eq=False)
 class Node:
     """The tokens of one page, after those of `parent`. Either `page` is the number of a page in the pool, or `stored`
-    has the page's bytes and `digest` their hash. The root of a namespace only has children."""
+    has the page's bytes and `digest` their hash (none for those of an accelerator). The root of a namespace only has
+    children."""
 
     tokens: tuple[int, ...]
     parent: Node | None
     page: int | None = None
-    stored: bytes | None = None
+    stored: bytes | Tensor | None = None
     digest: bytes = b""
     used: int = 0
     namespace: str = ""  # only set for a root
@@ -192,7 +195,7 @@ class RadixCache:
         while self._host_used + size > self.host_bytes:
             self._forget(next(iter(self._host)))
         self._evict_page(node)
-        node.stored, node.digest = data, _hash(data)
+        node.stored, node.digest = data, _hash(data) if isinstance(data, bytes) else b""
         self._host[node] = None
         self._host_used += size
         self.spilled += 1
@@ -213,7 +216,7 @@ class RadixCache:
         """Whether the node's page is in the pool, after restoring it from the host store if possible."""
         if node.page is not None:
             return True
-        if node.stored is None or _hash(node.stored) != node.digest:
+        if node.stored is None or (isinstance(node.stored, bytes) and _hash(node.stored) != node.digest):
             self.damaged += 1
             self._forget(node)
             return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.device import put
+from glm5.engine.graphs import Capture, DecodeGraphs
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.request import Request
 from glm5.model.context import ForwardContext, paged_context
@@ -37,7 +38,10 @@ class Runner:
     rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result.
     """
 
-    def __init__(self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool) -> None:
+    def __init__(
+        self, model: GLM5ForCausalLM, pool: KVPool, rows: int, exact: bool, capture: Capture | None = None
+    ) -> None:
+        """`capture` makes graphs of steps with few tokens (see `graphs`)."""
         config = model.config
         self.model, self.pool, self.exact = model, pool, exact
         selecting = config.attention_type == "mla" and (config.selects_keys or exact)
@@ -45,6 +49,8 @@ class Runner:
         self.device = model.device
         self.spare_row = rows  # for a sequence outside the scheduler
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
+        memory = lambda: (self.table, pool.cache.latents, pool.cache.index_keys)  # noqa: E731
+        self.graphs = DecodeGraphs(self._pass, memory, rows, rows, capture) if capture is not None else None
 
     def trunk(self, feeds: Sequence[Feed]) -> Tensor:
         """Hidden states after the final norm, [total, D] in the order of `feeds`."""
@@ -59,7 +65,20 @@ class Runner:
     def _run(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         for feed in feeds:
             self._table(feed.request)
-        if self.flat or len({len(feed.ids) for feed in feeds}) == 1:
+        alike = len({len(feed.ids) for feed in feeds}) == 1
+        if alike and self.graphs is not None:
+            replayed = self.graphs(
+                _columns(feeds, first_key),
+                lambda ids: self._fill_in(ids, feeds),
+                hidden,
+                count=len(feeds[0].ids),
+                longest=max(feed.start + len(feed.ids) for feed in feeds),
+                capacity=self.table.shape[1] * PAGE,
+                first_key=first_key,
+            )
+            if replayed is not None:
+                return replayed
+        if self.flat or alike:
             return self._forward(feeds, hidden, first_key)
         counts = [len(feed.ids) for feed in feeds]
         ends = list(accumulate(counts))
@@ -75,11 +94,7 @@ class Runner:
 
     def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         ids, ctx = self._inputs(feeds, first_key)
-        if hidden is None:
-            out = self.model.model(ids, ctx)
-        else:
-            out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
-        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
+        return self._compute(ids, hidden, ctx)
 
     def _inputs(self, feeds: Sequence[Feed], first_key: int) -> tuple[Tensor, ForwardContext]:
         """Token ids [B, T], and the context."""
@@ -88,9 +103,7 @@ class Runner:
         places: Tensor | None = None
         if max(counts) == 1:
             # Numbers that are known here cost less in one tensor than from operations on tensors.
-            slots = [_slot(feed, first_key) for feed in feeds]
-            columns = [[feed.ids[0] for feed in feeds], own, [feed.start for feed in feeds], slots]
-            ids, rows, positions, places = put(columns, self.device).unbind()
+            ids, rows, positions, places = put(_columns(feeds, first_key), self.device).unbind()
             pages = Pages(self.table, rows, PAGE, SHIFT)
         else:
             ids = put([token for feed in feeds for token in feed.ids], self.device)
@@ -102,10 +115,7 @@ class Runner:
                 # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
                 stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
                 places = pages.place(rows, positions).masked_fill(positions < put(stored, self.device), 0)
-        if later := [feed.later for feed in feeds if feed.later is not None]:
-            ends = zip(accumulate(counts), feeds, strict=True)
-            where = [at for end, feed in ends if feed.later is not None for at in range(end - len(feed.later), end)]
-            ids = ids.index_copy(0, put(where, self.device), torch.cat(later))
+        self._fill_in(ids, feeds)
         shape = (1, -1) if self.flat else (len(feeds), -1)
         ctx = paged_context(
             self.pool.cache,
@@ -118,6 +128,37 @@ class Runner:
             exact=self.exact,
         )
         return ids.view(shape), ctx
+
+    def _pass(self, columns: Tensor, hidden: Tensor | None, *, count: int, longest: int, first_key: int) -> Tensor:
+        """The forward pass of `DecodeGraphs`, from tensors alone."""
+        ids, rows, positions, places = columns.unbind()
+        shape = (1, -1) if self.flat else (-1, count)
+        ctx = paged_context(
+            self.pool.cache,
+            Pages(self.table, rows, PAGE, SHIFT),
+            positions.view(shape),
+            longest=longest,
+            places=places,
+            state_rows=None if self.flat else rows.view(shape)[:, 0],
+            first_key=first_key,
+            exact=self.exact,
+        )
+        return self._compute(ids.view(shape), hidden, ctx)
+
+    def _compute(self, ids: Tensor, hidden: Tensor | None, ctx: ForwardContext) -> Tensor:
+        if hidden is None:
+            out = self.model.model(ids, ctx)
+        else:
+            out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
+        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
+
+    def _fill_in(self, ids: Tensor, feeds: Sequence[Feed]) -> None:
+        """Write the ids [n] that only the device knows into their places."""
+        later = [feed.later for feed in feeds if feed.later is not None]
+        if later:
+            ends = zip(accumulate(len(feed.ids) for feed in feeds), feeds, strict=True)
+            where = [at for end, feed in ends if feed.later is not None for at in range(end - len(feed.later), end)]
+            ids.index_copy_(0, put(where, self.device), torch.cat(later))
 
     def _table(self, request: Request) -> None:
         """Update a request's row of the page table."""
@@ -132,8 +173,18 @@ class Runner:
         request.entered = len(pages)
 
 
-def _slot(feed: Feed, first_key: int) -> int:
-    """The slot in the pool for the latent of a feed of one token; on the dummy page if the cache has its entry."""
-    if not first_key and feed.start < feed.request.stored:
+def _columns(feeds: Sequence[Feed], first_key: int) -> list[list[int]]:
+    """Ids, rows of the page table, positions and slots of all tokens of the feeds: [4][total]."""
+    found = [
+        (token, feed.request.row, position, _slot(feed.request, position, first_key))
+        for feed in feeds
+        for position, token in enumerate(feed.ids, feed.start)
+    ]
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def _slot(request: Request, position: int, first_key: int) -> int:
+    """The slot in the pool for the latent of a token; on the dummy page if the cache has its entry."""
+    if not first_key and position < request.stored:
         return 0
-    return feed.request.pages[feed.start >> SHIFT] * PAGE + (feed.start & (PAGE - 1))
+    return request.pages[position >> SHIFT] * PAGE + (position & (PAGE - 1))

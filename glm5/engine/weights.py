@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
+from glm5.device import on_host, put
 from glm5.errors import CheckpointError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 
@@ -96,6 +97,23 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
             if tensor_hash(tensor) != hashes[name].lower():
                 raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
     return WeightUpdate(version, len(staged.tensors), staged.bytes, seconds, staged.source)
+
+
+def check_copy(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise EngineError for a tensor of the model that differs in any bit from that in `tensors`, after conversion to
+    its type. Compares on the model's device; the host waits for it once."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if tensor.numel()}
+    same = []
+    for name, tensor in own.items():  # one at a time: no second set of weights
+        source = put(tensors[name], tensor.device).to(tensor.dtype)
+        same.append(_bits(tensor).eq(_bits(source)).all())
+    for name, good in zip(own, on_host(torch.stack(same)).tolist(), strict=True):
+        if not good:
+            raise EngineError(f'Weight push: tensor "{name}" differs in the engine after the copy.')
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
 def tensor_hash(tensor: Tensor) -> str:

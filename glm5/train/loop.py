@@ -34,7 +34,7 @@ from glm5.parallel.ranks import Ranks
 from glm5.train.async_save import StateSaver
 from glm5.train.checkpoint import load_state
 from glm5.train.nonfinite import bad_gradient, bad_module, bad_weight, first_name
-from glm5.train.precision import LowPrecisionCopy
+from glm5.train.precision import LowPrecisionCopy, tf32
 from glm5.train.prefetch import Prefetch
 from glm5.train.router_balance import expert_loads, update_router_bias
 from glm5.train.step_metrics import StepMetrics
@@ -207,6 +207,10 @@ class Trainer:
 
     def step(self, step: int, batch: Batch) -> dict[str, float]:
         """One optimizer step; returns its metrics, which are equal on all ranks except for times."""
+        with tf32(self.stage.tf32 and self.stage.dtype == "float32", self.model.device):
+            return self._step(step, batch)
+
+    def _step(self, step: int, batch: Batch) -> dict[str, float]:
         began = time.perf_counter()
         config = self.config
         rate = scheduled_rate(config, step)

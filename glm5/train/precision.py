@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -32,6 +33,20 @@ class LowPrecisionCopy:
         own = self.owner.state_dict()
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(own[name])
+
+
+@contextmanager
+def tf32(allowed: bool, device: torch.device) -> Iterator[None]:
+    """Inside, a CUDA device may compute matrix products of fp32 tensors in TF32. Other devices do not change."""
+    if not allowed or device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _hand_over(owner: nn.Parameter) -> Callable[[torch.Tensor], None]:

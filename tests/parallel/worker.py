@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,13 @@ def gradients(task: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     watch = Watch(task.get("warmup", False))
     trainer = Trainer(model, stage(**task.get("options", {})), io, watch, trainable(task), 0.0)
     batch = batch_at(0)
-    with Reductions() as reductions:
+    reductions = Reductions()
+    with nullcontext() if task.get("options", {}).get("compile") else reductions:  # torch.compile takes no such mode
         losses, _, loads = trainer._accumulate(trainer._parts(batch, batch.counts()), False)
     loads_of = {str(layer): load.tolist() for layer, load in loads.items()}
     whole = whole_gradients(trainer.model, ranks)
     return {
-        "loss": sum(sum(part) for part in ranks.gather(losses)),
+        "loss": sum(ranks.gather(sum(map(float, losses)))),
         "gradients": whole,
         "loads": loads_of,
         "reductions": reductions.count,

@@ -98,7 +98,14 @@ def test_results_have_the_layout_that_fake_tensors_have(name: str) -> None:
             for x in arguments
         )
     with FakeTensorMode() as mode:
-        expected = meta(getattr(torch.ops.glm5, operator).default(*tree_map_only(Tensor, mode.from_tensor, arguments)))
+
+        def fake(tensor: Tensor) -> Tensor:
+            if operator not in ("attend_ranges", "expert_layout"):
+                return mode.from_tensor(tensor)  # type: ignore[no-any-return]
+            # On a CPU these two have other results.
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+        expected = meta(getattr(torch.ops.glm5, operator).default(*tree_map_only(Tensor, fake, arguments)))
     assert meta(TRITON_KERNELS[operator](*arguments)) == expected
     assert meta(operators._contiguous(operators.TORCH_FORMS[operator])(*arguments)) == expected
 
