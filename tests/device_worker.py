@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.config.load import load_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.optim import OptimConfig
-from glm5.config.recipe import GradientStage
+from glm5.config.recipe import GradientStage, RunRecipe
 from glm5.data.packing import Batch
 from glm5.engine.engine import Engine
+from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.ranks import Ranks
 from glm5.records import SamplingParams, TrainSample
@@ -238,7 +240,19 @@ def both(job: Callable[[str, Waits, str], dict[str, Any]], name: str) -> dict[st
     return found
 
 
+def smoke(folder: str) -> list[str]:
+    """All stages of the smoke recipe on the device; where the host waited."""
+    recipe = load_recipe("recipes/smoke.toml", RunRecipe, [f"runs={folder}", "name=npu", f"parallel.device={DEVICE}"])
+    waits: list[str] = []
+    with Pretending(waits):
+        run_pipeline(recipe)
+    return waits
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "smoke":
+        print(json.dumps(smoke(sys.argv[2])))
+        sys.exit()
     job, names = JOBS[sys.argv[1]]
     print(json.dumps({name: both(job, name) for name in names}))

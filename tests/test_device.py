@@ -57,6 +57,16 @@ def test_the_engine_gives_the_cpus_tokens_and_waits_once_per_step(forks: Any) ->
     assert found["small cache"]["device"]["hits"][1] > 0 and found["greedy"]["device"]["hits"][0] > 0
 
 
+@pytest.mark.slow
+def test_the_smoke_recipe_runs_on_the_device(forks: Any, tmp_path: Path) -> None:
+    """From the tokenizer to distillation, with evaluations: no stage is moved to the CPU."""
+    waits = json.loads(forks.run(WORKER, "smoke", tmp_path, timeout=1200).splitlines()[-1])
+    results = json.loads((tmp_path / "npu" / "results.json").read_text())
+    assert len(results["stages"]) == 10 and (tmp_path / "npu" / "final" / "model.safetensors").exists()
+    per_step = [place for place in waits if "engine/decode.py" in place]
+    assert 0 < len(per_step) < len(waits)
+
+
 @pytest.mark.parametrize("name", ["toaster", "cuda:x", "meta", "cuda:99", "npu"])
 def test_a_device_that_is_not_here_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigError, match=f'device = "{name}"'):

@@ -156,6 +156,7 @@ def serve(
     cache_tokens: Annotated[int | None, typer.Option(min=1, help="Engine: tokens in the cache.")] = None,
     host_cache_mb: Annotated[int, typer.Option(min=0, help="Engine: host memory for prefixes, in MiB.")] = 0,
     device: Device = "auto",
+    graphs: Annotated[bool, typer.Option(help="Engine: CUDA graphs of decoding, on CUDA devices.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
     chat_template: ChatTemplate = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Limit: requests at once (429 beyond).")] = 512,
@@ -175,7 +176,7 @@ def serve(
     key = find_key("api", api_key, api_key_file)
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))
     options = EngineOptions(
-        exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value, chat_template, device
+        exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value, chat_template, device, graphs
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,

@@ -50,6 +50,7 @@ class EngineOptions:
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
         chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
         device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1".
+        graphs: capture decoding on a CUDA device as CUDA graphs.
     """
 
     exact: bool = False
@@ -60,3 +61,4 @@ class EngineOptions:
     dtype: str = "float32"
     chat_template: str | None = None
     device: str = "auto"
+    graphs: bool = True
