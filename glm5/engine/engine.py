@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,7 @@ class Engine:
 
     def _build(self) -> None:
         """Pages, prefix cache, scheduler and runner, all empty."""
-        model, states = self.model, self.max_batch + 1  # one for the runner's spare row
-        device = model.device
-        self.pool = KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=device)
+        self.pool = self._new_pool()
         self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
         self.scheduler = Scheduler(
             self.pool,
@@ -111,7 +109,7 @@ class Engine:
             drafts=self.drafts,
             bring_back=self.drafts > 0,
         )
-        self.runner = Runner(model, self.pool, self.max_batch, self.exact)
+        self.runner = self._new_runner()
         self.steps = Steps(
             self.scheduler,
             self.runner,
@@ -120,6 +118,13 @@ class Engine:
             max_length=self.max_length,
             overlap=self._overlap,
         )
+
+    def _new_pool(self) -> KVPool:
+        model, states = self.model, self.max_batch + 1  # one for the runner's spare row
+        return KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=model.device)
+
+    def _new_runner(self) -> Runner:
+        return Runner(self.model, self.pool, self.max_batch, self.exact)
 
     @torch.no_grad()
     def rebuild(self) -> None:
@@ -138,14 +143,26 @@ class Engine:
         dtype: str = "float32",
         device: str = AUTO,
         chat_template: str | None = None,
+        tp: int = 1,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
-        `chat_template` to `Tokenizer.load`, `options` to the constructor."""
+        `chat_template` to `Tokenizer.load`, `options` to the constructor. With `tp`, layers are divided over that many
+        processes (see `tensor_parallel.TpEngine`), which end with `close`."""
         directory = Path(path)
-        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
+        if tp > 1:
+            from glm5.engine.tensor_parallel import TpEngine
+
+            return TpEngine.start(directory, tokenizer, tp, dtype, device, **options)
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
         return cls(model, tokenizer, **options)
+
+    def close(self) -> None:
+        """End the processes of a tensor-parallel engine. Any other engine has none."""
+
+    def on_loss(self, act: Callable[[str], None]) -> None:
+        """Call `act` with the reason, in another thread, if a process of a tensor-parallel engine ends too early."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -361,15 +378,19 @@ class Engine:
         """Replace all weights; `tensors` has the names of `state_dict`. Running requests continue: their caches are
         recomputed with the new weights before their next token, so exactly one version produces each token."""
         check_fit(self.model, tensors)
-        own = self.model.state_dict()
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+        self._copy_weights(tensors)
         self.weight_version = version
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             if request.score:
                 request.completion = Completion()  # a score must not mix two versions
         self.scheduler.requeue()
         self.flush_cache()
+
+
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:

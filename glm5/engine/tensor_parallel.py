@@ -1,0 +1,436 @@
+"""Tensor-parallel serving (`--tp N`): one engine over N processes of this machine, each with a part of every layer.
+
+Rank 0 is the process that has the engine: scheduler, prefix cache, grammars and sampler are there and nowhere else. The
+other ranks (`tensor_parallel_process`) only compute: each forward pass is announced to them with its input, so what
+they do cannot differ from what rank 0 does. Announcements are lines of JSON over a socket, followed by raw bytes;
+tensors within a pass go over a `torch.distributed` group (gloo on CPUs, the device's library otherwise).
+
+A pass that fails on any rank ends the group, because the others wait in it: the engine is lost then, with one reason.
+If this process ends, for whatever reason, the other ranks see the end of their stdin and end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm5.chat.tokenizer import Tokenizer
+from glm5.config.model import GLM5Config
+from glm5.device import choose_device
+from glm5.engine.engine import Engine
+from glm5.engine.kv_pool import KVPool
+from glm5.engine.request import Request
+from glm5.engine.runner import Feed, Runner
+from glm5.engine.weight_group import process_group, serve_store
+from glm5.errors import ConfigError, EngineError, EngineLost
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.hf_weights import verify_checkpoint
+from glm5.obs.logs import get_logger
+from glm5.parallel.tensor import check_divisible, divide_model, division_of, fill_divided
+from glm5.process import python_path
+
+log = get_logger("engine")
+
+COMMAND = (sys.executable, "-P", "-m", "glm5.engine.tensor_parallel_process")
+LOOPBACK = "127.0.0.1"
+SECONDS = 600.0
+"""Longest time for all ranks to join, and for a sum in which a rank hangs. A rank that ends is noticed at once."""
+NEWS_SECONDS = 2.0
+"""After an error in a pass: time to learn whether another rank has ended, which is the better reason."""
+END_SECONDS = 10.0
+
+
+class Wire:
+    """Messages between two processes: a line of JSON each, and raw bytes after it if the message says so."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._reader = connection, connection.makefile("rb")
+
+    def send(self, message: Mapping[str, Any], *payload: Any) -> None:
+        """Raises OSError if the other side is gone. `payload` are buffers of bytes."""
+        self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        for part in payload:
+            self._socket.sendall(part)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None if the other side is gone."""
+        try:
+            line = self._reader.readline()
+        except OSError:
+            return None
+        message: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
+        return message
+
+    def read(self, count: int) -> bytes:
+        """The `count` bytes after a message."""
+        return self._reader.read(count)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class Collectives:
+    """Sums and copies of tensors between the ranks, once `join` has connected them."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self._group: Any = None
+
+    def join(self, store: dist.Store) -> None:
+        """Connect the ranks; returns when all have called. Raises RuntimeError if one does not within `SECONDS`."""
+        if self.device.type in ("cpu", "cuda"):
+            backend = "gloo" if self.device.type == "cpu" else "nccl"
+            self._group = process_group(store, self.rank, self.world, backend, SECONDS, LOOPBACK)
+            return
+        backend = dist.get_default_backend_for_device(self.device)
+        wait = timedelta(seconds=SECONDS)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=wait)
+        self._group = dist.group.WORLD
+
+    @property
+    def joined(self) -> bool:
+        return self._group is not None
+
+    def sum(self, x: Tensor, exact: bool) -> Tensor:
+        """The sum over ranks, with the same bits on all of them; `x` may be overwritten. With `exact`, elements are
+        added in rank order, so that their place in the tensor does not change their bits."""
+        x = x.contiguous()
+        if exact and self.world > 2:  # two numbers have one order
+            parts = [torch.empty_like(x) for _ in range(self.world)]
+            self._group.allgather([parts], [x]).wait()
+            for part in parts[1:]:
+                parts[0] += part
+            return parts[0]
+        self._group.allreduce([x], dist.AllreduceOptions()).wait()
+        return x
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Overwrite `x` [...] on all ranks with that of rank 0."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([x], options).wait()
+        return x
+
+    def abort(self) -> None:
+        """Let a transfer on an accelerator end that waits for a lost rank; gloo's end by themselves."""
+        if self.device.type != "cpu" and self._group is not None:
+            with contextlib.suppress(Exception):
+                self._group.abort()
+
+
+class Follower:
+    """The process of another rank, as rank 0 sees it."""
+
+    def __init__(self, rank: int, job: Mapping[str, Any], threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": python_path()}
+        with theirs:
+            self.process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=2,  # stdout is for what rank 0 says
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that Ctrl-C goes only to rank 0, which lets answers finish
+            )
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps({**job, "rank": rank, "socket": theirs.fileno()}).encode() + b"\n")
+            self.process.stdin.flush()
+        self.rank, self.wire, self.error = rank, Wire(ours), ""
+        self._reading = threading.Lock()
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer of the rank; None, and perhaps `error`, if it has failed."""
+        with self._reading:
+            message = self.wire.receive()
+            if message is not None and "error" in message:
+                self.error, message = str(message["error"]), None
+            return message
+
+    def ending(self) -> str:
+        """Wait for the process to end, and say how it did."""
+        code = self.process.wait()
+        while not self.error and self.answer() is not None:
+            pass
+        how = f"ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}"
+        return f"{how}: {self.error}" if self.error else how
+
+    def close(self) -> None:
+        """Let the process end: it does at the end of its stdin."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.wire.close()
+
+
+class Group:
+    """The ranks of one engine, started as processes of this machine; this process is rank 0.
+
+    `failed` is None, or why the group has ended. Raises ConfigError if there are fewer devices than ranks.
+    """
+
+    def __init__(self, world: int, device: str = "cpu") -> None:
+        devices = [choose_device(device, number) for number in range(world)]
+        if devices[0].type != "cpu" and len(set(devices)) < world:
+            raise ConfigError(f"--tp {world} needs {world} devices, and {device} gives {len(set(devices))}.")
+        self.world, self.device, self.failed = world, devices[0], None  # type: int, torch.device, str | None
+        self.collectives = Collectives(0, world, devices[0])
+        self._acts: list[Callable[[str], None]] = []
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._closing = False
+        threads = torch.get_num_threads()
+        if devices[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, threads // world)  # as many on every rank: the same bits where all compute the same
+            torch.set_num_threads(threads)
+        self._store, address = serve_store(LOOPBACK)
+        jobs = [{"world": world, "device": str(each), "store": address, "threads": threads} for each in devices]
+        self.followers = [Follower(rank, jobs[rank], threads) for rank in range(1, world)]
+        for follower in self.followers:
+            threading.Thread(target=self._watch, args=(follower,), name="glm5-tp", daemon=True).start()
+
+    def load(self, directory: Path, dtype: str) -> GLM5ForCausalLM:
+        """This rank's part of the model in a checkpoint directory, while the others load theirs. Raises like
+        `from_pretrained`, ConfigError for a model that cannot be divided, EngineLost."""
+        whole = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device="meta")
+        check_divisible(whole.config, self.world)
+        verify_checkpoint(directory)  # the others rely on it
+        self.tell({"do": "load", "directory": str(directory), "dtype": dtype})
+        model = load_part(whole, self.collectives)
+        sizes = [tensor_bytes(model), *(answer["bytes"] for answer in self.answers())]
+        log.info("%s: weights divided over %d ranks, MB on each: %s", directory, self.world,
+                 ", ".join(f"{size / 1e6:,.1f}" for size in sizes))  # fmt: skip
+        if not self.collectives.joined:
+            with self.together():
+                self.tell({"do": "join"})
+                self.collectives.join(dist.PrefixStore("tp", self._store))
+        return model
+
+    def tell(self, message: Mapping[str, Any], *payload: Any) -> None:
+        """Send every other rank a message. Raises EngineLost."""
+        with self.together():
+            for follower in self.followers:
+                follower.wire.send(message, *payload)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """The next answer of every other rank. Raises EngineLost."""
+        with self.together():
+            found = [(follower, follower.answer()) for follower in self.followers]
+            for follower, answer in found:
+                if answer is None:
+                    raise EngineError(follower.error or f"rank {follower.rank} does not answer")
+            return [answer for _, answer in found if answer is not None]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """For what all ranks must finish: an error in it, here or elsewhere, ends the group, and is raised as
+        EngineLost."""
+        if self.failed is not None:
+            raise EngineLost(self.failed)
+        try:
+            yield
+        except EngineLost:
+            raise
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt | SystemExit):
+                self._ended.wait(NEWS_SECONDS)
+            text = (str(error).splitlines() or [""])[0][:300]
+            self.fail(f"Rank 0 of --tp {self.world} failed ({type(error).__name__}: {text}); start the engine again.")
+            raise EngineLost(self.failed or "") from error
+
+    def fail(self, reason: str) -> None:
+        """End the group, once; the first reason stays."""
+        with self._lock:
+            if self.failed is not None:
+                return
+            self.failed, acts = reason, list(self._acts)
+        self._ended.set()
+        if not self._closing:
+            log.error("%s", reason)
+        self.collectives.abort()
+        for follower in self.followers:
+            follower.process.kill()
+        for act in acts:
+            act(reason)
+
+    def on_loss(self, act: Callable[[str], None]) -> None:
+        """See `Engine.on_loss`."""
+        with self._lock:
+            self._acts.append(act)
+            reason = self.failed
+        if reason is not None:
+            act(reason)
+
+    def close(self) -> None:
+        """End the other ranks, and wait for that."""
+        with self._lock:
+            self._closing, self._acts = True, []
+        self.fail("The engine was closed.")
+        for follower in self.followers:
+            follower.close()
+            follower.process.wait(END_SECONDS)
+
+    def _watch(self, follower: Follower) -> None:
+        how = follower.ending()
+        name = f"Rank {follower.rank} of --tp {self.world} (process {follower.process.pid})"
+        self.fail(f"{name} {how}; start the engine again.")
+
+
+def load_part(model: GLM5ForCausalLM, ranks: Collectives) -> GLM5ForCausalLM:
+    """Divide a deferred model, and load this rank's part of it."""
+    divide_model(model, ranks.rank, ranks.world, ranks.sum)
+    fill_divided(model, ranks.device)
+    return model.eval()
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights in a model."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor, copied to the host if it is not there."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+class SharedPool(KVPool):
+    """The pool of rank 0: what changes its pages outside of a forward pass is repeated on all ranks."""
+
+    def __init__(self, group: Group, *arguments: Any, **options: Any) -> None:
+        self._group = group
+        super().__init__(*arguments, **options)
+
+    def copy(self, source: int, target: int) -> None:
+        self._group.tell({"do": "copy", "pages": self.cache.rows, "source": source, "target": target})
+        super().copy(source, target)
+
+    def load(self, page: int, tokens: int, data: bytes) -> None:
+        super().load(page, tokens, data)
+        message = {"do": "page", "pages": self.cache.rows, "page": page, "tokens": tokens, "bytes": len(data)}
+        self._group.tell(message, data)
+
+
+class LeadingRunner(Runner):
+    """Runs every forward pass on all ranks at once."""
+
+    def __init__(self, group: Group, *arguments: Any) -> None:
+        self._group = group
+        self._entered: list[tuple[int, int, list[int]]] = []  # (row, first column, pages) new in the page table
+        super().__init__(*arguments)
+
+    def _table(self, request: Request) -> None:
+        known = request.entered
+        super()._table(request)
+        if request.entered != known:
+            self._entered.append((request.row, known, request.pages[known:]))
+
+    def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+        ids, ctx = self._inputs(feeds, first_key)
+        assert ctx.pages is not None and ctx.places is not None
+        numbers = torch.stack([ids.flatten(), ctx.pages.rows, ctx.positions.flatten(), ctx.places.flatten()])
+        entered, self._entered = self._entered, []
+        message = {
+            "do": "forward",
+            "shape": list(ids.shape),
+            "longest": ctx.key_length,
+            "first_key": first_key,
+            "mtp": hidden is not None,
+            "pages": self.pool.cache.rows,
+            "columns": self.table.shape[1],
+            "entered": entered,
+        }
+        ranks = self._group.collectives
+        with self._group.together():
+            self._group.tell(message)
+            ranks.copy(numbers)
+            if hidden is None:
+                out = self.model.model(ids, ctx)
+            else:
+                hidden = ranks.copy(hidden.contiguous())
+                out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
+        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
+
+
+class TpEngine(Engine):
+    """An engine whose layers are divided over the ranks of a group. Use it as any other engine, and `close` it.
+
+    Greedy tokens and log-probabilities equal those of one process up to rounding: sums are in another order. So with
+    `exact`, results do not depend on the batch, but are not bit for bit the learner's. After an error in a forward
+    pass, or the end of a rank, every call raises EngineLost. Raises EngineError for `host_cache_bytes` with GQA, whose
+    keys and values are divided too.
+    """
+
+    def __init__(
+        self, group: Group, model: GLM5ForCausalLM, tokenizer: Tokenizer | None = None, **options: Any
+    ) -> None:
+        if options.get("host_cache_bytes") and model.config.attention_type == "gqa":
+            raise EngineError("A host cache (--host-cache-mb) with --tp needs MLA: every rank has other keys of GQA.")
+        self.group = group
+        super().__init__(model, tokenizer, **options)
+
+    @classmethod
+    def start(
+        cls, directory: Path, tokenizer: Tokenizer | None, world: int, dtype: str, device: str, **options: Any
+    ) -> TpEngine:
+        """Start the processes, and load a checkpoint directory (see `Engine.from_pretrained`)."""
+        check_divisible(GLM5Config.load(directory), world)
+        group = Group(world, device)
+        try:
+            return cls(group, group.load(directory, dtype), tokenizer, **options)
+        except BaseException:
+            group.close()
+            raise
+
+    def close(self) -> None:
+        self.group.close()
+
+    def on_loss(self, act: Callable[[str], None]) -> None:
+        self.group.on_loss(act)
+
+    def digests(self) -> list[str]:
+        """SHA-256 of the cache of every rank, the same on all ranks of an MLA model."""
+        self.group.tell({"do": "digest"})
+        return [cache_digest(self.pool), *(answer["digest"] for answer in self.group.answers())]
+
+    def _new_pool(self) -> KVPool:
+        rows = self.max_batch + 1
+        build = {"do": "build", "tokens": self.cache_tokens, "rows": rows, "exact": self.exact}
+        self.group.tell(build)
+        options = {"states": rows, "dtype": self.model.dtype, "device": self.model.device}
+        return SharedPool(self.group, self.model.config, self.cache_tokens, **options)
+
+    def _new_runner(self) -> Runner:
+        return LeadingRunner(self.group, self.model, self.pool, self.max_batch, self.exact)
+
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        own, division = self.model.state_dict(), division_of(self.model)
+        assert division is not None
+        with self.group.together():
+            for name, whole in tensors.items():
+                own[name].copy_(division.part(name, whole, 0))
+                for follower in self.group.followers:
+                    part = bytes_of(division.part(name, whole, follower.rank).to(own[name].dtype))
+                    follower.wire.send({"do": "tensor", "name": name, "bytes": len(part)}, part)
+
+
+def cache_digest(pool: KVPool) -> str:
+    """SHA-256 of the pages of a pool except the dummy page."""
+    digest = hashlib.sha256()
+    for part in (pool.cache.latents, pool.cache.index_keys):
+        digest.update(bytes_of(part[:, 1:]))
+    return digest.hexdigest()
