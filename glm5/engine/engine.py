@@ -15,7 +15,6 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.device import AUTO, choose_device
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
-from glm5.engine.penalties import LOWEST_TEMPERATURE as LOWEST_TEMPERATURE
 from glm5.engine.penalties import SamplerState, check_params
 from glm5.engine.radix_cache import RadixCache
 from glm5.engine.request import Request
@@ -50,8 +49,7 @@ class Engine:
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
     dropped. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
     greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
-    drafts it has no effect, because the next plan depends on how many drafts are accepted. On a single core it saves no
-    time.
+    drafts it has no effect, because the next plan depends on how many drafts are accepted.
     """
 
     def __init__(
@@ -147,8 +145,8 @@ class Engine:
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
-        `chat_template` to `Tokenizer.load`, `options` to the constructor. With `tp`, layers are divided over that many
-        processes (see `tensor_parallel.TpEngine`), which end with `close`."""
+        `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
+        `tensor_parallel.TpEngine`); `close` ends them."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if tp > 1:
@@ -357,8 +355,7 @@ class Engine:
         }
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of every token given those before it: one list per row, with one entry fewer than the row has
-        tokens."""
+        """Log-probability of every token given those before it: one list per row, one entry shorter than the row."""
         return [completion.logprobs for completion in self.scored(rows, temperature)]
 
     def scored(
@@ -386,7 +383,6 @@ class Engine:
         self.scheduler.requeue()
         self.flush_cache()
 
-
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         own = self.model.state_dict()
         for name, tensor in tensors.items():
@@ -400,7 +396,5 @@ def _drafts(model: GLM5ForCausalLM, count: int) -> int:
     if count and model.mtp is None:
         raise EngineError("Speculative decoding needs an MTP layer; this checkpoint has none.")
     if count and model.config.has_recurrent_layers:
-        raise EngineError(
-            "Speculative decoding does not support layers with a recurrent state; rejected drafts would change it."
-        )
+        raise EngineError("Speculative decoding does not support a recurrent state: rejected drafts would change it.")
     return count

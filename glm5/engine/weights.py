@@ -82,8 +82,8 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     """Copy staged weights into the engine as `version`, between two of its steps.
 
     Running requests use the new weights from their next token. With `hashes`, the tensors that were neither converted
-    nor divided are read back from the engine and compared. Raises EngineError if the engine's memory differs from the staged
-    weights, which only a memory error can cause.
+    nor divided are read back from the engine and compared. Raises EngineError if the engine's memory differs from the
+    staged weights, which only a memory error can cause.
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")

@@ -118,9 +118,7 @@ def check_divisible(config: GLM5Config, world: int) -> None:
         sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
     for key, size in sizes.items():
         if size % world:
-            raise ConfigError(
-                f"--tp {world} does not divide this model: its {key} is {size}; choose a divisor of it."
-            )
+            raise ConfigError(f"--tp {world} does not divide this model: its {key} is {size}; choose a divisor of it.")
 
 
 def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverRanks) -> None:
@@ -155,7 +153,8 @@ def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverR
     for block in [*model.model.layers, *([] if model.mtp is None else [model.mtp.block])]:
         block.self_attn.register_forward_hook(lambda module, args, out: (reduce(out[0], args[1].exact), out[1]))
         block.mlp.register_forward_hook(lambda module, args, out: reduce(out, getattr(args[1], "exact", args[1])))
-    for part in [model.model, *([] if model.mtp is None else [model.mtp])]:
+    parts: list[Any] = [model.model, *([] if model.mtp is None else [model.mtp])]
+    for part in parts:
         part.fused_decode = _unfused  # it would run whole blocks, without the sums
 
 
