@@ -80,9 +80,14 @@ class Wire:
         """The `count` bytes after a message."""
         return self._reader.read(count)
 
-    def close(self) -> None:
+    def shut(self) -> None:
+        """Let reading end on both sides."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._socket.close()
 
 
 class Collectives:
@@ -171,12 +176,12 @@ class Follower:
         how = f"ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}"
         return f"{how}: {self.error}" if self.error else how
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """Let the process end: it does at the end of its stdin."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
-        self.wire.close()
+        self.wire.shut()
 
 
 class Group:
@@ -201,8 +206,9 @@ class Group:
         self._store, address = serve_store(LOOPBACK)
         jobs = [{"world": world, "device": str(each), "store": address, "threads": threads} for each in devices]
         self.followers = [Follower(rank, jobs[rank], threads) for rank in range(1, world)]
-        for follower in self.followers:
-            threading.Thread(target=self._watch, args=(follower,), name="glm5-tp", daemon=True).start()
+        self._watchers = [threading.Thread(target=self._watch, args=(each,), daemon=True) for each in self.followers]
+        for watcher in self._watchers:
+            watcher.start()
 
     def load(self, directory: Path, dtype: str) -> GLM5ForCausalLM:
         """This rank's part of the model in a checkpoint directory, while the others load theirs. Raises like
@@ -282,8 +288,10 @@ class Group:
             self._closing, self._acts = True, []
         self.fail("The engine was closed.")
         for follower in self.followers:
-            follower.close()
-            follower.process.wait(END_SECONDS)
+            follower.shut()
+        for watcher, follower in zip(self._watchers, self.followers, strict=True):
+            watcher.join(END_SECONDS)
+            follower.wire.close()
 
     def _watch(self, follower: Follower) -> None:
         how = follower.ending()
