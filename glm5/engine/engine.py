@@ -396,5 +396,5 @@ def _drafts(model: GLM5ForCausalLM, count: int) -> int:
     if count and model.mtp is None:
         raise EngineError("Speculative decoding needs an MTP layer; this checkpoint has none.")
     if count and model.config.has_recurrent_layers:
-        raise EngineError("Speculative decoding does not support a recurrent state: rejected drafts would change it.")
+        raise EngineError("Drafts: the engine does not support layers with a recurrent state; none can be taken back.")
     return count

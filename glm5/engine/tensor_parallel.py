@@ -100,12 +100,12 @@ class Collectives:
     def join(self, store: dist.Store) -> None:
         """Connect the ranks; returns when all have called. Raises RuntimeError if one does not within `SECONDS`."""
         if self.device.type in ("cpu", "cuda"):
-            backend = "gloo" if self.device.type == "cpu" else "nccl"
-            self._group = process_group(store, self.rank, self.world, backend, SECONDS, LOOPBACK)
+            backend, wait = ("gloo", SECONDS) if self.device.type == "cpu" else ("nccl", SECONDS / 10)
+            self._group = process_group(store, self.rank, self.world, backend, wait, LOOPBACK)  # times 10 with NCCL
             return
         backend = dist.get_default_backend_for_device(self.device)
-        wait = timedelta(seconds=SECONDS)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=wait)
+        timeout = timedelta(seconds=SECONDS)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=timeout)
         self._group = dist.group.WORLD
 
     @property
@@ -187,7 +187,8 @@ class Follower:
 class Group:
     """The ranks of one engine, started as processes of this machine; this process is rank 0.
 
-    `failed` is None, or why the group has ended. Raises ConfigError if there are fewer devices than ranks.
+    `failed` is None, or why the group has ended; `bytes` are those of the weights on every rank. Raises ConfigError if
+    there are fewer devices than ranks.
     """
 
     def __init__(self, world: int, device: str = "cpu") -> None:
@@ -196,6 +197,7 @@ class Group:
             raise ConfigError(f"--tp {world} needs {world} devices, and {device} gives {len(set(devices))}.")
         self.world, self.device, self.failed = world, devices[0], None  # type: int, torch.device, str | None
         self.collectives = Collectives(0, world, devices[0])
+        self.bytes = [0] * world
         self._acts: list[Callable[[str], None]] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._closing = False
@@ -218,9 +220,9 @@ class Group:
         verify_checkpoint(directory)  # the others rely on it
         self.tell({"do": "load", "directory": str(directory), "dtype": dtype})
         model = load_part(whole, self.collectives)
-        sizes = [tensor_bytes(model), *(answer["bytes"] for answer in self.answers())]
-        log.info("%s: weights divided over %d ranks, MB on each: %s", directory, self.world,
-                 ", ".join(f"{size / 1e6:,.1f}" for size in sizes))  # fmt: skip
+        self.bytes = [tensor_bytes(model), *(answer["bytes"] for answer in self.answers())]
+        megabytes = ", ".join(f"{size / 1e6:,.1f}" for size in self.bytes)
+        log.info("%s: weights divided over %d ranks, MB on each: %s", directory, self.world, megabytes)
         if not self.collectives.joined:
             with self.together():
                 self.tell({"do": "join"})

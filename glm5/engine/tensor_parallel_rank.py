@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm5.device import put
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.runner import SHIFT
 from glm5.engine.tensor_parallel import SECONDS, Collectives, Wire, cache_digest, load_part, tensor_bytes
@@ -92,7 +93,7 @@ class Rank:
             wider[:, : self.table.shape[1]] = self.table
             self.table = wider
         for row, first, own in entered:
-            self.table[row, first : first + len(own)] = torch.tensor(own, device=self.device)
+            self.table[row, first : first + len(own)] = put(own, self.device)
 
     def copy(self, pages: int, source: int, target: int) -> None:
         """See `KVPool.copy`."""

@@ -135,7 +135,7 @@ def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverR
             return tensor
         shape = list(tensor.shape)
         shape[cut.dim] = sum(count for _, count in cut.ranges)
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     replace_tensors(model, narrowed)
     heads = {"num_attention_heads": config.num_attention_heads // world}

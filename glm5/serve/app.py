@@ -208,9 +208,11 @@ def listen(
     settings = ServerConfig(app, limits, limits.stop_seconds + 2, **config)
     server = _Server(settings, app.state.service, ready)
     engine.on_loss(server.give_up)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
-    engine.close()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+    finally:
+        engine.close()
     if server.lost:
         raise EngineLost("The server has stopped, because a process of its engine has ended.")  # the log says which
 
