@@ -53,7 +53,8 @@ def serve(args: argparse.Namespace) -> None:
     import torch
 
     from glm5.engine.engine import Engine
-    from glm5.engine.tensor_parallel import TpEngine, tensor_bytes
+    from glm5.engine.tensor_parallel import TpEngine
+    from glm5.engine.tensor_parallel_group import tensor_bytes
 
     path = Path(args.folder)
     engine = Engine.from_pretrained(path, dtype=args.dtype, device="cpu", tp=args.contestant, exact=False)

@@ -1,5 +1,5 @@
 """One rank of a tensor-parallel engine: `python -m glm5.engine.tensor_parallel_process`, started only by
-`tensor_parallel`.
+`tensor_parallel_group`.
 
 Rank 0 writes one line of JSON to stdin and keeps that pipe open; this process ends with it. Everything else comes over
 a socket that it has inherited.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from glm5 import process
 
 if TYPE_CHECKING:
-    from glm5.engine.tensor_parallel import Wire
+    from glm5.engine.tensor_parallel_group import Wire
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def _serve(job: dict[str, Any]) -> None:
 
     import torch
 
-    from glm5.engine.tensor_parallel import Wire
+    from glm5.engine.tensor_parallel_group import Wire
 
     torch.set_num_threads(job["threads"])
     wire = Wire(socket.socket(fileno=job["socket"]))

@@ -1,4 +1,5 @@
-"""What the ranks of a tensor-parallel engine other than rank 0 do: one method per message of `tensor_parallel`."""
+"""What the ranks of a tensor-parallel engine other than rank 0 do: one method per message of `tensor_parallel` and
+`tensor_parallel_group`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from glm5.device import put
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.runner import SHIFT
-from glm5.engine.tensor_parallel import SECONDS, Collectives, Wire, cache_digest, load_part, tensor_bytes
+from glm5.engine.tensor_parallel_group import SECONDS, Collectives, Wire, cache_digest, load_part, tensor_bytes
 from glm5.engine.weight_group import connect
 from glm5.model.context import paged_context
 from glm5.model.glm5 import GLM5ForCausalLM

@@ -14,9 +14,10 @@ import torch
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
-from glm5.engine import tensor_parallel
+from glm5.engine import tensor_parallel_group
 from glm5.engine.engine import Engine
-from glm5.engine.tensor_parallel import Collectives, Group, TpEngine, load_part
+from glm5.engine.tensor_parallel import TpEngine
+from glm5.engine.tensor_parallel_group import Collectives, Group, load_part
 from glm5.engine.weight_group import Assembly, pack
 from glm5.engine.weights import apply, stage
 from glm5.errors import CheckpointError, ConfigError, EngineError, EngineLost, RequestFailed
@@ -233,7 +234,7 @@ ENDINGS = {
 def test_the_end_of_a_rank_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Whether or not rank 0 waits for an answer."""
     script = f"import json, os, signal, socket, sys; job = json.loads(sys.stdin.readline()); sys.stdin.read(1); {code}"
-    monkeypatch.setattr(tensor_parallel, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(tensor_parallel_group, "COMMAND", (sys.executable, "-c", script))
     group, told = Group(2), threading.Event()
     reasons: list[str] = []
     group.on_loss(lambda reason: (reasons.append(reason), told.set()))  # type: ignore[func-returns-value]
