@@ -50,6 +50,10 @@ class EngineBroken(EngineError):
     """The engine cannot compute any more: call `Engine.rebuild`, or restart."""
 
 
+class EngineLost(EngineBroken):
+    """A process of the engine has ended; only a new engine helps."""
+
+
 class RolloutError(Glm5Error):
     """An episode could not be completed for reasons that are not the policy's fault."""
 

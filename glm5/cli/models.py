@@ -150,6 +150,7 @@ def serve(
         list[str], typer.Option(help="Address whose X-Forwarded headers are trusted; repeatable.")
     ] = [],  # noqa: B006
     dp: Annotated[int, typer.Option(min=1, help="Engine processes; a router keeps each session on one.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Processes (devices) per engine; each has a part of every layer.")] = 1,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Engine: bitwise reproducible, or fast.")] = False,
     speculative: Annotated[int, typer.Option(min=0, help="Engine: tokens the MTP layer drafts per step.")] = 0,
     max_batch: Annotated[int, typer.Option(min=1, help="Engine: maximum samples per step.")] = 64,
@@ -176,7 +177,16 @@ def serve(
     key = find_key("api", api_key, api_key_file)
     access = Access(find_key("admin", None, admin_key_file), tuple(allowed_origin), tuple(trusted_proxy))
     options = EngineOptions(
-        exact, speculative, cache_tokens, host_cache_mb << 20, max_batch, dtype.value, chat_template, device, graphs
+        exact,
+        speculative,
+        cache_tokens,
+        host_cache_mb << 20,
+        max_batch,
+        dtype.value,
+        chat_template,
+        device,
+        tp,
+        graphs,
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,

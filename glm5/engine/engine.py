@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from glm5.device import AUTO, choose_device
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.graphs import CudaCapture
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
-from glm5.engine.penalties import LOWEST_TEMPERATURE as LOWEST_TEMPERATURE
 from glm5.engine.penalties import SamplerState, check_params
 from glm5.engine.radix_cache import RadixCache
 from glm5.engine.request import Request
@@ -51,8 +50,8 @@ class Engine:
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
     dropped. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
     greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
-    drafts it has no effect, because the next plan depends on how many drafts are accepted. On a single core it saves no
-    time; on an accelerator it is always on. `graphs` captures decoding on a CUDA device as CUDA graphs.
+    drafts it has no effect, because the next plan depends on how many drafts are accepted; on an accelerator it is
+    always on. `graphs` captures decoding on a CUDA device as CUDA graphs.
     """
 
     def __init__(
@@ -102,9 +101,7 @@ class Engine:
 
     def _build(self) -> None:
         """Pages, prefix cache, scheduler and runner, all empty."""
-        model, states = self.model, self.max_batch + 1  # one for the runner's spare row
-        device = model.device
-        self.pool = KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=device)
+        self.pool = self._new_pool()
         self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
         self.scheduler = Scheduler(
             self.pool,
@@ -114,7 +111,7 @@ class Engine:
             drafts=self.drafts,
             bring_back=self.drafts > 0,
         )
-        self.runner = Runner(model, self.pool, self.max_batch, self.exact, self._capture and self._capture())
+        self.runner = self._new_runner()
         self.steps = Steps(
             self.scheduler,
             self.runner,
@@ -123,6 +120,13 @@ class Engine:
             max_length=self.max_length,
             overlap=self._overlap,
         )
+
+    def _new_pool(self) -> KVPool:
+        model, states = self.model, self.max_batch + 1  # one for the runner's spare row
+        return KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=model.device)
+
+    def _new_runner(self) -> Runner:
+        return Runner(self.model, self.pool, self.max_batch, self.exact, self._capture and self._capture())
 
     @torch.no_grad()
     def rebuild(self) -> None:
@@ -141,14 +145,26 @@ class Engine:
         dtype: str = "float32",
         device: str = AUTO,
         chat_template: str | None = None,
+        tp: int = 1,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
-        `chat_template` to `Tokenizer.load`, `options` to the constructor."""
+        `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
+        `tensor_parallel.TpEngine`); `close` ends them."""
         directory = Path(path)
-        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
+        if tp > 1:
+            from glm5.engine.tensor_parallel import TpEngine
+
+            return TpEngine.start(directory, tokenizer, tp, dtype, device, **options)
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
         return cls(model, tokenizer, **options)
+
+    def close(self) -> None:
+        """End the processes of a tensor-parallel engine. Any other engine has none."""
+
+    def on_loss(self, act: Callable[[str], None]) -> None:
+        """Call `act` with the reason, in another thread, if a process of a tensor-parallel engine ends too early."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -343,8 +359,7 @@ class Engine:
         }
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probability of every token given those before it: one list per row, with one entry fewer than the row has
-        tokens."""
+        """Log-probability of every token given those before it: one list per row, one entry shorter than the row."""
         return [completion.logprobs for completion in self.scored(rows, temperature)]
 
     def scored(
@@ -364,15 +379,18 @@ class Engine:
         """Replace all weights; `tensors` has the names of `state_dict`. Running requests continue: their caches are
         recomputed with the new weights before their next token, so exactly one version produces each token."""
         check_fit(self.model, tensors)
-        own = self.model.state_dict()
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor, non_blocking=True)
+        self._copy_weights(tensors)
         self.weight_version = version
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             if request.score:
                 request.completion = Completion()  # a score must not mix two versions
         self.scheduler.requeue()
         self.flush_cache()
+
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor, non_blocking=True)
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:
@@ -382,7 +400,5 @@ def _drafts(model: GLM5ForCausalLM, count: int) -> int:
     if count and model.mtp is None:
         raise EngineError("Speculative decoding needs an MTP layer; this checkpoint has none.")
     if count and model.config.has_recurrent_layers:
-        raise EngineError(
-            "Speculative decoding does not support layers with a recurrent state; rejected drafts would change it."
-        )
+        raise EngineError("Drafts: the engine does not support layers with a recurrent state; none can be taken back.")
     return count

@@ -248,6 +248,8 @@ class Steps:
             if error is None:
                 continue
             self.counts.failed_steps += 1
+            if isinstance(error, EngineBroken):
+                raise error
             if attempts == 1:
                 log.warning("A step of %d requests failed; searching for the request that caused it.", len(part),
                             exc_info=error)  # fmt: skip

@@ -26,6 +26,7 @@ from glm5.engine.weights import Staged, check_fit, tensor_hash
 from glm5.errors import EngineError
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.parallel.tensor import whole_state
 
 SECONDS = 60.0
 """Longest time for all ranks to join a group, and for one buffer to arrive."""
@@ -99,7 +100,7 @@ class Assembly:
 
     def __init__(self, model: GLM5ForCausalLM) -> None:
         self._model = model
-        self._state = {k: torch.empty_like(v, device="cpu") for k, v in model.state_dict().items()}
+        self._state = {k: torch.empty(v.shape, dtype=v.dtype) for k, v in whole_state(model).items()}
         self._targets = disk_tensors(model, self._state)
         self._missing = set(self._targets)
 
@@ -163,7 +164,7 @@ class WeightGroup:
         try:
             for prefix in (name, f"{name}/", f"{self.device.type}/"):
                 store = dist.PrefixStore(prefix, store)
-            self._group: Any = _backend(store, rank, world, backend, seconds, host)
+            self._group: Any = process_group(store, rank, world, backend, seconds, host)
         except (RuntimeError, OSError) as error:
             raise GroupError(joining + _short(error)) from None
 
@@ -245,7 +246,8 @@ def _own_address(address: tuple[str, int]) -> str:
         return str(connection.getsockname()[0])
 
 
-def _backend(store: dist.Store, rank: int, world: int, backend: str, seconds: float, host: str) -> Any:
+def process_group(store: dist.Store, rank: int, world: int, backend: str, seconds: float, host: str) -> Any:
+    """A "gloo" or "nccl" group that is not torch's default group. gloo listens on the address `host`."""
     options: Any
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

@@ -22,6 +22,7 @@ from glm5.config.model import GLM5Config
 from glm5.device import on_host, put
 from glm5.errors import CheckpointError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.parallel.tensor import whole_config, whole_state
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
@@ -81,9 +82,9 @@ def stage(
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
-    Running requests use the new weights from their next token. With `hashes`, the tensors whose type was not converted
-    are read back from the engine and compared. Raises EngineError if the engine's memory differs from the staged
-    weights, which only a memory error can cause.
+    Running requests use the new weights from their next token. With `hashes`, the tensors that were neither converted
+    nor divided are read back from the engine and compared. Raises EngineError if the engine's memory differs from the
+    staged weights, which only a memory error can cause.
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")
@@ -92,7 +93,8 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     seconds = time.perf_counter() - begun
     if hashes is not None:
         own = engine.model.state_dict()
-        same = {name: own[name] for name, tensor in staged.tensors.items() if own[name].dtype == tensor.dtype}
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
+        same = {name: own[name] for name, kind in kinds.items() if (own[name].dtype, own[name].shape) == kind}
         for name, tensor in same.items():
             if tensor_hash(tensor) != hashes[name].lower():
                 raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
@@ -131,7 +133,7 @@ def _read(model: GLM5ForCausalLM, path: Path, tokenizer: Tokenizer | None) -> Ma
     """The weights of a directory in host memory. Compares configuration and tokenizer first."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory.")
-    ours, theirs = _meaning(model.config), _meaning(GLM5Config.load(path))
+    ours, theirs = _meaning(whole_config(model)), _meaning(GLM5Config.load(path))
     differs = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if differs:
         key = differs[0]
@@ -149,8 +151,8 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise EngineError unless the tensors are a complete set of weights for the model."""
-    own = model.state_dict()
+    """Raise EngineError unless the tensors are a complete set of weights for the model, undivided."""
+    own = whole_state(model)
     for name in sorted(own.keys() ^ tensors.keys()):
         what = "is missing" if name in own else "is not in the model"
         raise EngineError(f'Weight update does not fit the model: tensor "{name}" {what}.')

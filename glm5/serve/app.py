@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import asdict
@@ -18,7 +20,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
-from glm5.errors import CheckpointError, ConfigError, Glm5Error
+from glm5.errors import CheckpointError, ConfigError, EngineLost, Glm5Error
 from glm5.files import read_small
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
@@ -114,6 +116,8 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
 
 _MAX_DEFAULTS_BYTES = 1 << 20
+LAST_SECONDS = 10.0
+"""After the loss of the engine: time to stop, beyond that for running answers, before the process is ended."""
 
 
 def load_defaults(directory: Path) -> SamplingParams:
@@ -197,12 +201,20 @@ def run(
 def listen(
     app: FastAPI, listener: socket.socket, ready: Callable[[Iterable[socket.socket]], None], **config: Any
 ) -> None:
-    """Answer requests until interrupted; `ready` is called once. `config` goes to uvicorn."""
+    """Answer requests until interrupted; `ready` is called once. `config` goes to uvicorn. Raises EngineLost if a
+    process of the engine ends too early."""
     # The engine thread stops first, so streams end with an error event rather than a broken connection.
-    limits = app.state.service.limits
+    limits, engine = app.state.service.limits, app.state.service.thread.engine
     settings = ServerConfig(app, limits, limits.stop_seconds + 2, **config)
-    with contextlib.suppress(KeyboardInterrupt):
-        _Server(settings, app.state.service, ready).run(sockets=[listener])
+    server = _Server(settings, app.state.service, ready)
+    engine.on_loss(server.give_up)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+    finally:
+        engine.close()
+    if server.lost:
+        raise EngineLost("The server has stopped, because a process of its engine has ended.")  # the log says which
 
 
 class _Server(Server):
@@ -213,6 +225,15 @@ class _Server(Server):
     ) -> None:
         super().__init__(config, ready)
         self._service = service
+        self.lost = False
+
+    def give_up(self, reason: str) -> None:
+        """Stop from any thread, because the engine is lost. It may wait for a lost rank in a thread that nothing
+        ends; the process then ends without it."""
+        self.lost = self.should_exit = True
+        last = threading.Timer(self._service.limits.stop_seconds + LAST_SECONDS, os._exit, (1,))
+        last.daemon = True
+        last.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.ensure_future(

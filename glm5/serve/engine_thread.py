@@ -1,7 +1,7 @@
 """The bridge between asyncio and the engine: one thread owns the engine, takes requests and streams tokens.
 
-The engine is not thread-safe, so only this thread calls it. The asyncio side queues small jobs (start prompts, cancel a
-sample, run a function) under a condition variable. The thread also sleeps on that condition when it has nothing to do.
+Only this thread calls the engine. The asyncio side queues small jobs (start prompts, cancel a sample, run a function)
+under a condition variable, on which the thread also sleeps when it has nothing to do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from glm5.engine.engine import Engine
 from glm5.engine.steps import caught
-from glm5.errors import EngineError, Glm5Error, RequestFailed
+from glm5.errors import EngineError, EngineLost, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
@@ -39,9 +39,9 @@ FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0
 class EngineThread:
     """Runs the engine's step loop in a thread of its own. `max_samples` bounds waiting plus running samples.
 
-    A request that cannot be computed fails alone (see `Engine.step`). After a failure of the engine itself, all
-    requests in progress end with EngineFailed, and the engine is rebuilt on the same weights. A failed rebuild is tried
-    again later; `check` raises meanwhile.
+    A request that cannot be computed fails alone (see `Engine.step`). After a failure of the engine itself, requests in
+    progress end with EngineFailed, and the engine is rebuilt with its weights, later again if that fails; meanwhile
+    `check` raises. A lost engine is not rebuilt.
     """
 
     def __init__(self, engine: Engine, max_samples: int = 256, metrics: Metrics | None = None) -> None:
@@ -70,8 +70,7 @@ class EngineThread:
     def stop(self, seconds: float = 10.0) -> None:
         """Refuse new requests, let running ones finish for `seconds`, then end the thread. Blocks until it ends."""
         with self._wake:
-            wanted = time.monotonic() + seconds
-            self._deadline = wanted if self._deadline is None else min(self._deadline, wanted)
+            self._deadline = min(time.monotonic() + seconds, self._deadline or float("inf"))
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
@@ -229,7 +228,8 @@ class EngineThread:
                 self._flush()
             self._end_all(Stopping("The server shut down before the answer was complete."))
         except BaseException as error:
-            log.exception("The engine's thread failed; the server cannot answer requests any more.")
+            if not isinstance(error, EngineLost):  # which has logged its reason
+                log.exception("The engine's thread failed; the server cannot answer requests any more.")
             self._error = error
             self._end_all(EngineFailed(BROKEN))
         self._flush()
@@ -262,8 +262,7 @@ class EngineThread:
                     return False
         if self._error is not None:
             self._rebuild()
-        failure = caught(self._round, jobs) if self._error is None else None
-        if failure is not None:
+        if self._error is None and (failure := caught(self._round, jobs)) is not None:
             self._replace(failure)
         return True
 
@@ -286,7 +285,9 @@ class EngineThread:
         self._tell(stream.loop, partial(stream.put, error))
 
     def _replace(self, failure: BaseException) -> None:
-        """After a failure that no single request caused: end all requests in progress, and rebuild the engine."""
+        """After a failure that no single request caused: end all requests, and rebuild the engine unless it is lost."""
+        if isinstance(failure, EngineLost):
+            raise failure
         log.error("The engine failed and is restarted; its requests end with an error.", exc_info=failure)
         self.metrics.engine_failures += 1
         self._error = failure

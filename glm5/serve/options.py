@@ -49,8 +49,10 @@ class EngineOptions:
         max_batch: maximum samples per step.
         dtype: of weights and cache; "bfloat16" takes half the memory of "float32" and less time.
         chat_template: a version such as "5.2" or the path of a Jinja file; None uses the checkpoint's template.
-        device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1".
-        graphs: capture decoding on a CUDA device as CUDA graphs.
+        device: "auto" (CUDA, then another accelerator, then the CPU), "cpu", or a name such as "cuda:1". With `tp`,
+            names may be divided by commas, one per rank.
+        tp: processes over which every layer is divided.
+        graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
     """
 
     exact: bool = False
@@ -61,4 +63,5 @@ class EngineOptions:
     dtype: str = "float32"
     chat_template: str | None = None
     device: str = "auto"
+    tp: int = 1
     graphs: bool = True

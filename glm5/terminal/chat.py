@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.engine.engine import LOWEST_TEMPERATURE, Engine
+from glm5.engine.engine import Engine
+from glm5.engine.penalties import LOWEST_TEMPERATURE
 from glm5.errors import CheckpointError, EngineError, Glm5Error, UsageError, nearest
 from glm5.records import Message, SamplingParams, ToolCall
 from glm5.serve.app import load_defaults

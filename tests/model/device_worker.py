@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from glm5.ops.dense import range_mask
 from glm5.ops.operators import TORCH_FORMS
 from glm5.ops.pages import Pages
 from glm5.optim import Muon, muon_groups
+from glm5.parallel.tensor import OwnExperts, divide_model
 from glm5.train.losses import IndexerLoss, language_loss, summed_logprobs
 from glm5.train.router_balance import balance_loss, expert_loads, update_router_bias
 from tests.pretended import DEVICE, Pretender, Pretending
@@ -149,6 +151,13 @@ def decode(model: GLM5ForCausalLM, batch: Batch) -> None:
     model.model(batch.ids, cached(model, batch.ids))
 
 
+@torch.no_grad()
+def decode_part(model: GLM5ForCausalLM, batch: Batch) -> None:
+    """On one of two ranks of tensor parallelism."""
+    divide_model(model, 1, 2, lambda share, exact: share)
+    decode(model, batch)
+
+
 GROUPED = dict(name="glm4.5", num_experts_per_tok=4, **LAYERS)
 SMALL_GROUPED = dict(attention_type="gqa", num_key_value_heads=2, head_dim=32, use_dsa=False, index_topk=None)
 SMALL_GROUPED |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
@@ -162,6 +171,7 @@ PARTS: dict[str, tuple[dict[str, Any], Callable[[GLM5ForCausalLM, Batch], object
     "SimpleGDN": (GROUPED | dict(attention_pattern="FS", efficient_attention="simple_gdn"), train),
     "scoring": ({}, score),
     "decoding": ({}, decode),
+    "decoding, one of two ranks": ({}, decode_part),
 }
 
 
@@ -294,6 +304,13 @@ def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tens
         for exact in (False, True) if model.config.selects_keys else (False,):
             ctx = cached(model, batch.ids, exact=exact)
             numbers[f"cached, exact={exact}"] = ctx.rows(model.model(batch.ids, ctx))
+        moe: Any = model.model.layers[1].mlp
+        x = model.model.embed_tokens(batch.ids.flatten())
+        weights, experts, _ = moe.gate(x)
+        for rank in range(2):
+            stacks = {n: p.chunk(2)[rank] for n, p in moe.experts.named_parameters()}
+            share: Any = OwnExperts(len(stacks["down_proj"]) * rank)
+            numbers[f"experts of rank {rank}"] = share(SimpleNamespace(**stacks), x, weights, experts)
     ctx = train(model, batch, watch=watch)
     loads = expert_loads(ctx.router_stats or [], batch.documents, model.config.n_routed_experts)
     numbers |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}

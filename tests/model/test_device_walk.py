@@ -20,6 +20,7 @@ PARTS = (
     "SimpleGDN",
     "scoring",
     "decoding",
+    "decoding, one of two ranks",
 )
 MOST_FORWARD, MOST_BACKWARD, MOST_DECODING = 40, 90, 13
 

@@ -79,7 +79,9 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     # slow clients itself, so the limit here is longer.
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
     access: dict[str, Any] = {"api_key": job.key} if job.host else {"trusted": True}
-    options = replace(job.options, device=str(choose_device(job.options.device, job.number)))
+    tp = job.options.tp
+    devices = [str(choose_device(job.options.device, job.number * tp + rank)) for rank in range(tp)]
+    options = replace(job.options, device=",".join(devices))
     app = load_app(Path(job.directory), limits, options, model_name=job.model_name, **access)
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:

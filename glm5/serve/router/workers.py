@@ -167,7 +167,7 @@ async def launch(rank: int, count: int, job: WorkerJob, seconds: float) -> Worke
         *COMMAND,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=_environment(count),
+        env=_environment(count * job.options.tp),
         start_new_session=True,  # so that Ctrl-C goes only to the router, which lets answers finish
     )
     worker = Worker(rank, process, Path(job.socket))
@@ -209,7 +209,7 @@ class WorkerError(Glm5Error):
 
 
 def _environment(count: int) -> dict[str, str]:
-    """Share the cores among the workers, unless the user has set the number of threads."""
+    """Share the cores among `count` processes, unless the user has set the number of threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, "PYTHONPATH": python_path()}
 

@@ -1,0 +1,234 @@
+"""Tensor parallelism for inference: every layer's heads, experts and MLP columns are divided over ranks.
+
+Each rank computes a share of attention and of the feed-forward from the whole residual stream; one sum over the ranks
+after each makes the stream whole again. Routers, indexers, norms, latent projections and the embedding are the same on
+every rank, so every rank selects the same keys and the same experts. The output matrix is whole on rank 0 and absent
+elsewhere: tokens are drawn from whole rows of logits, on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5.config.model import GLM5Config
+from glm5.errors import ConfigError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.gqa import GQA
+from glm5.model.mla import MLA
+from glm5.model.moe import Experts
+from glm5.model.weight_source import RowPart, WeightSource, replace_tensors
+from glm5.ops.elementwise import swiglu
+from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+
+SumOverRanks = Callable[[Tensor, bool], Tensor]
+"""(share of this rank, exact) -> the sum of all ranks' shares. With `exact`, in rank order for every element."""
+
+READ_BYTES = 1 << 26
+"""Most bytes of whole rows read at a time, of which a rank keeps some columns."""
+
+_HEADS = re.compile(r"\.self_attn\.(q_b_proj|kv_b_proj|q_proj|k_proj|v_proj)\.(weight|bias)$")
+_EXPERTS = re.compile(r"\.mlp\.experts\.\w+$")
+_GATE_UP = re.compile(r"\.mlp\.(shared_experts\.)?gate_up_proj\.weight$")
+_COLUMNS = re.compile(r"\.(self_attn\.o_proj|mlp\.(shared_experts\.)?down_proj)\.weight$")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank keeps of a tensor: (first, count) ranges of one dimension, one after the other."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The kept part of a whole tensor."""
+        if not self.ranges:
+            return whole.narrow(self.dim, 0, 0)
+        return torch.cat([whole.narrow(self.dim, first, count) for first, count in self.ranges], dim=self.dim)
+
+
+def cut_of(name: str, shape: torch.Size, rank: int, world: int) -> Cut | None:
+    """The part of a tensor, by its name in memory, that a rank keeps; None for all of it."""
+
+    def share(total: int, start: int = 0) -> tuple[int, int]:
+        return start + rank * (total // world), total // world
+
+    if name == "lm_head.weight":
+        return Cut(0, ()) if rank else None
+    if _HEADS.search(name) or _EXPERTS.search(name):
+        return Cut(0, (share(shape[0]),))
+    if _GATE_UP.search(name):
+        half = shape[0] // 2
+        return Cut(0, (share(half), share(half, half)))
+    return Cut(1, (share(shape[1]),)) if _COLUMNS.search(name) else None
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model was divided: its undivided configuration and `state_dict` (on the meta device), and the ranks."""
+
+    config: GLM5Config
+    state: Mapping[str, Tensor]
+    rank: int
+    world: int
+
+    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """What `rank` keeps of a whole tensor."""
+        cut = cut_of(name, whole.shape, rank, self.world)
+        return whole if cut is None else cut.of(whole)
+
+
+def division_of(model: nn.Module) -> Division | None:
+    """How `divide_model` divided a model; None if it is whole."""
+    return getattr(model, "division", None)
+
+
+def whole_state(model: nn.Module) -> Mapping[str, Tensor]:
+    """The `state_dict` of the undivided model; of a divided one only shapes and types."""
+    division = division_of(model)
+    return model.state_dict() if division is None else division.state
+
+
+def whole_config(model: GLM5ForCausalLM) -> GLM5Config:
+    """The configuration of the undivided model."""
+    division = division_of(model)
+    return model.config if division is None else division.config
+
+
+def check_divisible(config: GLM5Config, world: int) -> None:
+    """Raise ConfigError for a model that cannot be divided over `world` ranks."""
+    if config.has_recurrent_layers:
+        raise ConfigError(
+            "Tensor parallelism does not divide layers with a recurrent state (Gated DeltaNet, SimpleGDN); serve this "
+            "model with --tp 1."
+        )
+    layers = range(config.num_hidden_layers)
+    sizes = {"num_attention_heads": config.num_attention_heads}
+    if config.attention_type == "gqa":
+        sizes["num_key_value_heads"] = config.num_key_value_heads
+    if any(config.is_dense_layer(layer) for layer in layers):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.num_nextn_predict_layers or not all(config.is_dense_layer(layer) for layer in layers):
+        sizes["n_routed_experts"] = config.n_routed_experts
+        sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
+    for key, size in sizes.items():
+        if size % world:
+            raise ConfigError(f"--tp {world} does not divide this model: its {key} is {size}; choose a divisor of it.")
+
+
+def divide_model(model: GLM5ForCausalLM, rank: int, world: int, reduce: SumOverRanks) -> None:
+    """Narrow a deferred model to this rank's part, in place; `fill_divided` gives it its weights. Call it under
+    `torch.no_grad` only. `model.config` then counts this rank's heads, as the cache needs it."""
+    config = model.config
+    check_divisible(config, world)
+    division = Division(config, dict(model.state_dict()), rank, world)
+    cuts = {id(tensor): cut_of(name, tensor.shape, rank, world) for name, tensor in _tensors(model)}
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        cut = cuts[id(tensor)]
+        if cut is None:
+            return tensor
+        shape = list(tensor.shape)
+        shape[cut.dim] = sum(count for _, count in cut.ranges)
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    replace_tensors(model, narrowed)
+    heads = {"num_attention_heads": config.num_attention_heads // world}
+    if config.attention_type == "gqa":
+        heads["num_key_value_heads"] = config.num_key_value_heads // world
+    model.config = config.replace(**heads)
+    model.division = division  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, MLA | GQA):
+            module.heads = config.num_attention_heads // world
+        if isinstance(module, GQA):
+            module.groups = config.num_key_value_heads // world
+        if isinstance(module, Experts):
+            module.dispatch = OwnExperts(rank * (config.n_routed_experts // world))
+    for block in [*model.model.layers, *([] if model.mtp is None else [model.mtp.block])]:
+        block.self_attn.register_forward_hook(lambda module, args, out: (reduce(out[0], args[1].exact), out[1]))
+        block.mlp.register_forward_hook(lambda module, args, out: reduce(out, getattr(args[1], "exact", args[1])))
+    parts: list[Any] = [model.model, *([] if model.mtp is None else [model.mtp])]
+    for part in parts:
+        part.fused_decode = _unfused  # it would run whole blocks, without the sums
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _unfused(*arguments: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """The `dispatch` of a layer whose stacks hold the experts from number `first` on: the weighted sum over those of a
+    token's experts that are here. Every rank has every token, so none is sent."""
+
+    first: int
+
+    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """x [M, D], weights and experts [M, K] (global expert ids) -> [M, D]."""
+        own = module.gate_up_proj.shape[0]
+        local = experts - self.first
+        # Choices of other ranks form a last group, which is not multiplied.
+        local = torch.where((local >= 0) & (local < own), local, own)
+        slot_of, source, bounds, _ = expert_layout(local, own + 1)
+        bounds = bounds[: own + 1]
+        if x.is_cpu:
+            # The first row of the last group stands for all of them: the products leave zeros there.
+            end = int(bounds[-1])
+            source, slot_of = source[: end + 1], slot_of.clamp_max(end)
+        grouped = permute(x, slot_of, source, experts.shape[1])
+        grouped = grouped_matmul(swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds)), module.down_proj, bounds)
+        if not x.is_cpu:  # the number of rows stays on the device, and so do those without a product, uninitialised
+            rows = torch.arange(grouped.shape[0], device=x.device)
+            grouped = grouped.masked_fill((rows >= bounds[-1]).unsqueeze(1), 0)
+        return combine(grouped, slot_of, weights)
+
+
+@torch.no_grad()
+def fill_divided(model: GLM5ForCausalLM, device: torch.device) -> None:
+    """Give a divided, deferred model its memory on `device`, and read its part of the weights from its source.
+
+    Rows are read without the rest of a tensor. Of matrices divided by columns, blocks of whole rows are read.
+    """
+    source, division = model.weight_source, division_of(model)
+    if source is None or division is None:
+        raise ValueError("fill_divided takes a deferred model that divide_model has divided")
+    replace_tensors(model, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device) if t.is_meta else t)
+    passes: list[dict[str, RowPart]] = [{}, {}]
+    columns: dict[str, Cut] = {}
+    own = model.state_dict()
+    for name, tensor in own.items():
+        total = division.state[name].shape
+        cut = cut_of(name, total, division.rank, division.world)
+        if cut is None:
+            passes[0][name] = RowPart(tensor, 0, total[0])
+        elif cut.dim:
+            columns[name] = cut
+        else:
+            at = 0
+            for number, (first, count) in enumerate(cut.ranges):
+                passes[number][name] = RowPart(tensor[at : at + count], first, total[0])
+                at += count
+    for parts in passes:
+        source.fill(parts)
+    for name, cut in columns.items():
+        _fill_columns(source, name, own[name], cut, division.state[name].shape)
+    model.weight_source = None
+
+
+def _fill_columns(source: WeightSource, name: str, target: Tensor, cut: Cut, shape: torch.Size) -> None:
+    each = max(1, READ_BYTES // max(1, shape[1] * target.element_size()))
+    for first in range(0, shape[0], each):
+        count = min(each, shape[0] - first)
+        rows = torch.empty(count, shape[1], dtype=target.dtype)
+        source.fill({name: RowPart(rows, first, shape[0])})
+        target[first : first + count].copy_(cut.of(rows))
