@@ -27,8 +27,10 @@ Attention = Literal["dense", "sparse", "warmup"]
 class Forward:
     """One forward pass of a training step: `rows` x `length` tokens, `item` bytes per value of the compute dtype.
 
-    `attention`: "dense", "sparse" (over selected keys), or "warmup" (dense, and only the indexers learn). `learns_index`:
-    the indexers' loss is part of a sparse step. `depths` of MTP. `cpu`: what the forms for a CPU keep besides.
+    `attention`: "dense", "sparse" (over selected keys), or "warmup" (dense, and only the indexers learn).
+    `learns_index`: the indexers' loss is part of a sparse step. `depths` of MTP. `balance`: the loss of expert balance.
+    `all_keys`: sparse attention that selects every key, as in exact mode. `cpu`: what the forms for a CPU keep as
+    well.
     """
 
     rows: int
@@ -59,10 +61,11 @@ def kept_by_heads(config: GLM5Config, step: Forward) -> int:
     if step.attention == "warmup":
         return 0
     values = config.hidden_size * step.item
-    # The norm's input and the hidden states; those of a depth count in `_mtp_depth`.
-    trunk = 2 * values + WIDE
-    loss = (values if step.cpu else 0) + INDEX + 3 * WIDE  # a CPU picks the rows that have a target
-    return step.tokens * (trunk + (1 + step.depths) * loss)
+    # Of the trunk the norm's input and the hidden states; those of a depth count in `_mtp_depth`.
+    found = 2 * values + WIDE + (1 + step.depths) * (INDEX + 3 * WIDE)
+    if step.cpu:  # copies the rows that have a target, and the last hidden states are freed
+        found += step.depths * values
+    return step.tokens * found
 
 
 def working_bytes(config: GLM5Config, step: Forward) -> int:
@@ -127,9 +130,11 @@ def _mtp_depth(config: GLM5Config, step: Forward) -> int:
     layer = _layer(config, step, config.num_hidden_layers)
     if step.attention == "warmup":
         return layer
-    if step.recompute is True:
-        return layer + step.tokens * hidden  # the layer's inputs are the embedding and the state before it
-    joined = 3 * hidden + 2 * WIDE + (hidden if step.recompute == "selective" else 0)
+    if step.recompute is True:  # the layer's inputs are the embedding and the state before it
+        return layer + step.tokens * hidden
+    if step.recompute == "selective":  # the embedding; the projection's result is the layer's input
+        return layer + step.tokens * 2 * hidden
+    joined = 3 * hidden + 2 * WIDE
     return layer + step.tokens * (joined + 2 * hidden + WIDE)
 
 
@@ -203,9 +208,9 @@ def _feed_forward(config: GLM5Config, step: Forward, dense: bool) -> float:
     c, item = config, step.item
     if step.recompute == "selective":
         if dense:
-            return 2 * c.intermediate_size * item
+            return (2 * c.intermediate_size + c.hidden_size) * item
         routed = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
-        shared = 2 * c.n_shared_experts * c.moe_intermediate_size
+        shared = 2 * c.n_shared_experts * c.moe_intermediate_size + c.hidden_size
         return (routed * _padding(c, step) + shared) * item + _routing(c, step, widened=False)
     before = 2 * c.hidden_size * item + WIDE
     if dense:

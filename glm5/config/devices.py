@@ -29,8 +29,8 @@ DEVICES: Mapping[str, Device] = {
     "b200": Device(180 * GB, 2250e12, 75e12, 8.0e12),  # as in DGX B200: 1,440 GB over eight
     # AMD's data sheet.
     "mi300x": Device(192 * GB, 1307e12, 163.4e12, 5.3e12),
-    # arXiv 2506.12708 (CloudMatrix384), §3.2: a package of two dies with these figures each. Neither the paper nor a data
-    # sheet has a rate for fp32; a quarter of the bf16 rate is assumed.
+    # arXiv 2506.12708 (CloudMatrix384), §3.2: the package, and one of its two dies. It has no rate for
+    # fp32; a quarter of the bf16 rate is assumed.
     "ascend-910b": Device(64 * GB, 376e12, 94e12, 1.6e12),
     "ascend-910c": Device(128 * GB, 752e12, 188e12, 3.2e12),
 }

@@ -14,8 +14,8 @@ ORTHOGONALISED, ORTHOGONALISED_ON_CPU = 1 << 26, 1 << 19
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters by where they are: `layers` of the trunk and then, if there is one, of the MTP layer, each divided into
-    (routed experts, all else); `ends`: embedding, output head and final norm."""
+    """Parameters. `layers`: (routed experts, all else) of every layer of the trunk and, if there is one, of the MTP
+    layer. `ends`: embedding, output head and final norm. `indexer`: those of one of the `indexers`."""
 
     layers: tuple[tuple[int, int], ...]
     ends: int
@@ -78,7 +78,7 @@ def step_memory(config: GLM5Config, setting: Setting) -> dict[str, int]:
         "weights": WIDE * size.total // world,
         "low_precision_copy": forward.item * size.total if copied else 0,
         "optimizer": _optimizer_state(size, setting, count) // world,
-        "gradients": WIDE * count // world,
+        "gradients": max(WIDE * count // world, _summed_before(size, setting, count)),
         "activations": 0,
         "logits": logits_bytes(config, forward),
         "working": working_bytes(config, forward),
@@ -96,6 +96,15 @@ def step_memory(config: GLM5Config, setting: Setting) -> dict[str, int]:
 
 
 PHASES = ("loss", "backward", "optimizer")
+
+
+def _summed_before(size: Sizes, setting: Setting, count: int) -> int:
+    """Gradients of earlier micro-batches; whole ones if processes sum them once per step."""
+    if setting.parts == 1:
+        return 0
+    if setting.world == 1 or not setting.reduce_once or setting.trains == "indexers":
+        return WIDE * count // setting.world
+    return WIDE * (sum(experts // setting.ep + rest for experts, rest in size.layers) + size.ends)
 
 
 def _optimizer_state(size: Sizes, setting: Setting, count: int) -> int:
@@ -131,8 +140,6 @@ def _phases(
     mtp = [sum(layer) * WIDE // world if learning else 0 for layer in size.layers[config.num_hidden_layers :]]
     ends = size.ends * forward.item if learning else 0  # the sum over losses, in the compute dtype
     before = found["gradients"] if setting.parts > 1 else 0
-    if setting.parts > 1 and setting.reduce_once and world > 1:
-        before = WIDE * (sum(experts // setting.ep + rest for experts, rest in size.layers) + size.ends)
     loss = fixed + before + found["activations"] + found["logits"] + ends
     backward, grown = 0, ends + sum(mtp)
     for number in reversed(range(len(kept))):

@@ -107,7 +107,7 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
     memory["host_while_saving"] = 0
     if recipe.parallel.async_save:
         memory["host_while_saving"] = memory["weights"] + memory["optimizer"]
-    flops = _flops(config, setting.forward)
+    flops = model_flops(config, setting.forward)
     rate = device.flops if setting.forward.item < WIDE else device.flops_fp32
     again = 4 / 3 if setting.forward.recompute is True else 1.0
     speed = gpus * mfu * rate / (flops * again)
@@ -124,9 +124,7 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
     }
 
 
-def _problems(
-    recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int
-) -> list[str]:
+def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
     found = []
     try:
         check_layout(recipe.parallel, gpus, config.n_routed_experts or None)
@@ -137,8 +135,8 @@ def _problems(
     usable = device.memory * (1 - RESERVED)
     if peak > usable:
         found.append(
-            f"does not fit: {peak / 1e9:,.1f} GB are needed and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB can "
-            f"be used. {_advice(stage, gpus)}"
+            f"does not fit: it needs {peak / 1e9:,.1f} GB, and {usable / 1e9:,.1f} of {device.memory / 1e9:,.0f} GB "
+            f"can be used. {_advice(stage, gpus)}"
         )
     return found
 
@@ -153,9 +151,7 @@ def _advice(stage: Stage, gpus: int) -> str:
     return f"Take {', '.join([*changes, 'more GPUs' if gpus > 1 else 'more than one GPU'])} or a smaller model."
 
 
-def _gradient_setting(
-    recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int
-) -> tuple[Setting, int]:
+def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
     """How the stage's steps run on a process, and the tokens of a whole step."""
     own = -(-stage.rows // gpus)
     micro = min(stage.micro_rows or own, own)
@@ -205,7 +201,7 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
     sparse = config.selects_keys or exact
     forward = Forward(
         rows,
-        max(stage.row_length, min(stage.max_context, stage.row_length)),
+        stage.row_length,
         WIDE,
         "sparse" if sparse else "dense",
         balance=False,
@@ -249,7 +245,7 @@ def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int
     }
 
 
-def _flops(config: GLM5Config, forward: Forward) -> float:
+def model_flops(config: GLM5Config, forward: Forward) -> float:
     """Model FLOPs of forward and backward per token: 3 x (2 x active parameters + attention) with every MTP depth (see
     `size_report`). Computing something again does not count."""
     dense = config.replace(use_dsa=False) if config.use_dsa and forward.attention != "sparse" else config
@@ -289,11 +285,9 @@ def table(found: Report) -> str:
     for stage in found["stages"]:
         part = stage["memory"]
         weights = part["weights"] + part["low_precision_copy"]
-        other = part["peak"] - weights - part["optimizer"]
         hours = "" if stage["seconds"] is None else f"{stage['seconds'] / 3600:,.1f}"
         numbers = [weights, part["gradients"], part["optimizer"], part["activations"]]
         extra = sum(part.get(k, 0) for k in ("logits", "working", "communication", "engine", "other_models"))
-        del other
         cells = "".join(f"{n / 1e9:>{w},.1f}" for n, w in zip([part["peak"], *numbers, extra], (9, 9, 7, 7, 8, 7)))
         lines.append(f"{stage['name']:<14}{cells}{stage['tokens_per_second']:>12,.0f}{hours:>7}")
         lines += [f"  {problem}" for problem in stage["problems"]]
