@@ -25,10 +25,11 @@ from glm5.config.recipe import (
     TokenizerStage,
 )
 from glm5.config.step_memory import PHASES, Setting, sizes, step_memory
-from glm5.engine.engine import CACHE_BYTES
 from glm5.errors import ConfigError, UsageError
-from glm5.parallel.ranks import check_layout
-from glm5.rl.learner import ROWS_PER_STEP
+
+# Those of `glm5/engine/engine.py` and `glm5/rl/learner.py`, whose import would load torch; a test compares them.
+CACHE_BYTES = 1 << 29
+ROWS_PER_STEP = 16
 
 RESERVED = 0.1
 """Share of a device's memory that is assumed to go to the driver, communication libraries and fragmentation."""
@@ -125,11 +126,11 @@ def _stage(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, devic
 
 
 def _problems(recipe: RunRecipe, stage: Stage, config: GLM5Config, gpus: int, device: Device, peak: int) -> list[str]:
-    found = []
-    try:
-        check_layout(recipe.parallel, gpus, config.n_routed_experts or None)
-    except ConfigError as error:
-        found.append(str(error))
+    found, ep = [], recipe.parallel.ep
+    if gpus % ep:
+        found.append(f"parallel.ep = {ep} does not divide {gpus} processes; choose a divisor.")
+    if config.n_routed_experts % ep:
+        found.append(f"parallel.ep = {ep} does not divide the {config.n_routed_experts} experts of a layer.")
     if isinstance(stage, PolicyStage) and gpus > 1 and recipe.launch is None:
         found.append("RL on several processes needs a section [launch]; run this stage with one.")
     usable = device.memory * (1 - RESERVED)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
+import glm5.launch.plan as launch_plan
+from glm5 import ops
+from glm5.config import activations, step_memory
 from glm5.config.activations import Forward
 from glm5.config.arithmetic import size_report
 from glm5.config.load import load_recipe
 from glm5.config.model import GLM5Config
 from glm5.config.recipe import RunRecipe
+from glm5.engine import engine
 from glm5.errors import UsageError
 from glm5.launch.plan import load_and_plan, model_flops, plan, table
+from glm5.ops import cross_entropy
+from glm5.optim import newton_schulz
+from glm5.rl import learner
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GPUS = {"one-gpu.toml": 1, "eight-gpu.toml": 8}
@@ -95,12 +99,8 @@ def test_bad_arguments(gpus: int, device: str, mfu: float) -> None:
         plan(recipe, gpus, device, mfu)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "glm5", "plan", str(RECIPES / "eight-gpu.toml"), "--gpus", "8", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=RECIPES.parent)
-
-    done = run("--json", "--set", "stages.pretrain.micro_rows=32")
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == 1 and not found["fits"] and found["assumed"] == {"mfu": 0.15, "reserved": 0.1}
-    assert run("--device", "h10").returncode == 2
+def test_constants_are_those_of_the_code() -> None:
+    assert launch_plan.CACHE_BYTES == engine.CACHE_BYTES and launch_plan.ROWS_PER_STEP == learner.ROWS_PER_STEP
+    assert activations.LOGIT_ROWS == cross_entropy.CHUNK_ROWS and activations.ROW_TILE == ops.ROW_TILE
+    for device, elements in (("cpu", step_memory.ORTHOGONALISED_ON_CPU), ("cuda", step_memory.ORTHOGONALISED)):
+        assert newton_schulz.chunk_length(1, 1, torch.device(device)) == elements
