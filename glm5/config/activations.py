@@ -65,6 +65,8 @@ def kept_by_heads(config: GLM5Config, step: Forward) -> int:
     found = 2 * values + WIDE + (1 + step.depths) * (INDEX + 3 * WIDE)
     if step.cpu:  # copies the rows that have a target, and the last hidden states are freed
         found += step.depths * values
+    if step.all_keys:  # one table for all layers
+        found += step.length * INDEX
     return step.tokens * found
 
 
@@ -139,8 +141,7 @@ def _mtp_depth(config: GLM5Config, step: Forward) -> int:
 
 
 def _indices(config: GLM5Config, step: Forward) -> int:
-    keys = step.length if step.all_keys else min(config.index_topk or step.length, step.length)
-    return keys * INDEX
+    return 0 if step.all_keys else min(config.index_topk or step.length, step.length) * INDEX
 
 
 def _learning_index(config: GLM5Config, step: Forward, layer: int) -> int:
