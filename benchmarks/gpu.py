@@ -1,14 +1,28 @@
-"""The GPU kernels on a GPU: first whether they are right, then how long they take. Without a GPU it says so and ends.
+"""Kernels, training steps and the engine on a GPU: first whether they are right, then how fast they are.
 
     python benchmarks/gpu.py kernels [--preset glm5] [--only attend] [--rounds 20] [--json FILE]
+    python benchmarks/gpu.py train [--preset small --preset base] [--shape 8x4096 1x32768] [--json FILE]
+    python benchmarks/gpu.py serve [--preset base] [--prompt 512 4096] [--batch 1 16 64] [--context 1024 65536]
 
-Right: every kernel against its torch form in fp64 on the CPU, in fp32 (root mean square of the error at most 1e-5 of
-the values) and in bf16 (at most twice the error of the torch form in bf16, or 2^-8); whole numbers must be equal. A
-kernel that is wrong is not timed, and the exit status is 1.
+Without a GPU it says so and ends. `train --quick` and `serve --quick` run all of it at tiny sizes on the CPU. What is
+wrong is not timed, and the exit status is then 1.
 
-Times: at the preset's shapes in bf16, medians over rounds in which kernel and torch form take turns, with an empty
-cache. `share` is the least time that the GPU's data sheet allows (see `glm5 kernels`) over the median. Beside them, if
-they run: torch's own functions, FlashMLA, and for sparse prefill dense flash attention over the same 128k tokens.
+kernels. Right: every kernel against its torch form in fp64 on the CPU, in fp32 (root mean square of the error at most
+1e-5 of the values) and in bf16 (at most twice the error of the torch form in bf16, or 2^-8); whole numbers must be
+equal. Times: at the preset's shapes in bf16, medians over rounds in which kernel and torch form take turns, with an
+empty cache. `share` is the least time that the GPU's data sheet allows (see `glm5 kernels`) over the median. Beside
+them, if they run: torch's own functions, FlashMLA, and for sparse prefill dense flash attention over the same 128k
+tokens.
+
+train. Right: the losses of four bf16 steps, with and without `compile` and in every mode of recomputation, are within
+2^-7 of those of fp32 without either, on the same device. Then tokens per second, model FLOPs over the peak that a large
+bf16 product reached in the same run (`mfu.measured`) and over the data sheet's, the optimizer's share of a step, peak
+memory beside the predicted one, and how often the host waits for the device in a step.
+
+serve. Right: log-probabilities of greedy tokens are within 2^-5 nats, on average, of the same weights in fp32. Then
+prefill by length and decoding by batch and context, for sparse and dense attention; `share_of_memory_bound` is the time
+to read what a step must read, at the bandwidth of a large copy in the same run, over the measured time. Beside them
+transformers, vLLM and SGLang, if they are installed.
 """
 
 from __future__ import annotations
@@ -17,6 +31,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -25,9 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu_clock import Clock
 from _gpu_inputs import SMALL, WORK, Draw
 from torch import Tensor
 
+from glm5.device import choose_device
 from glm5.launch.kernels import shape_of
 from glm5.ops.indexer import select_topk
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
@@ -183,18 +200,9 @@ def least_us(case_names: str, shape: Shape) -> float | None:
     return 1e6 * sum(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kernels"], nargs="?", default="kernels")
-    parser.add_argument("--preset", default="glm5")
-    parser.add_argument("--only", action="append", choices=[*WORK], default=None)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    told = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("No GPU: nothing was run. `glm5 kernels` compiles the kernels without one.")
-        return
-    shape, names = shape_of(told.preset), told.only or [*WORK]
+def kernels(told: argparse.Namespace) -> dict[str, Any]:
+    """Check, then time the kernels that are right."""
+    shape, names = shape_of(told.preset[0] if told.preset else "glm5"), told.only or [*WORK]
     checked = [check(name, replace(shape, **SMALL), "cuda") for name in names]
     for row in checked:
         told_of = json.dumps(row["errors"]) + row.get("error", "")
@@ -205,10 +213,64 @@ def main() -> None:
             rows.append(measure(row["name"], shape, told.rounds))
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "checked": checked, "times": rows}
+    return {"device": torch.cuda.get_device_name(), "checked": checked, "times": rows}
+
+
+def model(told: argparse.Namespace) -> dict[str, Any]:
+    """`train` or `serve` on the device that `choose_device` finds; prints the result."""
+    from glm5.process import tune
+
+    tune()
+    clock, quick = Clock(choose_device("cpu" if told.quick else "auto")), told.quick
+    rounds = 2 if quick else told.rounds
+    if told.what == "train":
+        import _gpu_train
+
+        shapes = [(2, 64)] if quick else [(int(r), int(n)) for r, n in (s.split("x") for s in told.shape)]
+        found = _gpu_train.run(["nano"] if quick else told.preset or ["small", "base"], shapes, clock, rounds, quick)
+    else:
+        import _gpu_serve
+
+        sizes = ([64], [1, 2], [64]) if quick else (told.prompt, told.batch, told.context)
+        preset = "nano" if quick else (told.preset or ["base"])[0]
+        found = _gpu_serve.run(preset, clock, *sizes, rounds, quick)
+    found = {"device": clock.name(), "quick": quick, **found}
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["kernels", "train", "serve"], nargs="?", default="kernels")
+    parser.add_argument("--preset", action="append", help="repeatable for train; default glm5, small and base, base")
+    parser.add_argument("--only", action="append", choices=[*WORK], default=None)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="train, serve: tiny sizes on the CPU; shows that it runs")
+    parser.add_argument("--shape", nargs="+", default=["8x4096", "1x32768"], help="train: ROWSxLENGTH of a step")
+    parser.add_argument("--prompt", nargs="+", type=int, default=[512, 4096, 32768], help="serve: prompt lengths")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 64], help="serve: sequences at once")
+    parser.add_argument("--context", nargs="+", type=int, default=[1024, 16384, 65536], help="serve: tokens before")
+    told = parser.parse_args()
+    if bad := [shape for shape in told.shape if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)]:
+        parser.error(f"--shape takes ROWSxLENGTH such as 8x4096, not {bad[0]!r:.40}")
+    if min([told.rounds, *told.prompt, *told.batch, *told.context]) < 1:
+        parser.error("--rounds, --prompt, --batch and --context are at least 1")
+    return told
+
+
+def main() -> None:
+    told = options()
+    if told.what == "kernels" and not torch.cuda.is_available():
+        print("No GPU: nothing was run. `glm5 kernels` compiles the kernels without one.")
+        return
+    if told.what != "kernels" and not told.quick and choose_device().type == "cpu":
+        print("No GPU: nothing was run. `--quick` runs everything at tiny sizes on the CPU.")
+        return
+    found = (kernels if told.what == "kernels" else model)(told) | {"torch": torch.__version__}
     if told.json:
         told.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if not all(row["right"] for row in checked):
+    if not all(row["right"] for row in found["checked"]):
         raise SystemExit(1)
 
 

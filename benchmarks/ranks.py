@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,57 +39,10 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tracker() -> Any:
-    """A mode that counts the bytes of the storages that are alive."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Alive(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sizes: dict[int, int] = {}
-            self.now = self.peak = self.largest = 0
-            resize = torch.UntypedStorage.resize_
-
-            def resized(storage: Any, size: int) -> Any:
-                out = resize(storage, size)
-                self.count(storage)
-                return out
-
-            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-
-        def count(self, storage: Any) -> None:
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.sizes:
-                weakref.finalize(storage, self.freed, key)
-            self.now += size - self.sizes.get(key, 0)
-            self.sizes[key] = size
-            self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-
-        def freed(self, key: int) -> None:
-            self.now -= self.sizes.pop(key)
-
-        def phase(self) -> dict[str, int]:
-            """Bytes since the last call: peak, largest tensor, and those that are alive now."""
-            found = {"peak": self.peak, "largest": self.largest, "end": self.now}
-            self.peak, self.largest = self.now, 0
-            return found
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                    tensor = getattr(tensor, "_local_tensor", tensor)
-                    self.count(tensor.untyped_storage())
-            return out
-
-    return Alive()
-
-
 def work(told: argparse.Namespace) -> None:
     """One rank."""
     import torch
+    from _alive import Alive
 
     from glm5.config.model import GLM5Config
     from glm5.config.optim import OptimConfig
@@ -154,7 +106,7 @@ def work(told: argparse.Namespace) -> None:
         if told.times:
             found = timed()
         else:
-            with tracker() as alive:
+            with Alive() as alive:
                 found = measured(alive)
         every = ranks.gather(found)
     if ranks.main:

@@ -177,3 +177,11 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     command = f"( sleep 0.2; {sys.executable} -m glm5 size nano; echo ended with $? >&2 ) | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr == "ended with 1\n"
+
+
+def test_a_plan_that_does_not_fit_fails(glm5: Glm5) -> None:
+    done = glm5("plan", "recipes/eight-gpu.toml", "--gpus", "8", "--json", "--set", "stages.pretrain.micro_rows=32")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["fits"] and found["assumed"] == {"mfu": 0.15, "reserved": 0.1}
+    done = glm5("plan", "recipes/eight-gpu.toml", "--device", "h10")
+    assert done.returncode == 2 and 'did you mean "h100"?' in done.stderr and len(done.stderr.splitlines()) == 1

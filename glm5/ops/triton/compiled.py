@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from glm5.config import devices
 from glm5.errors import MissingExtraError, UsageError
 from glm5.ops.triton import TARGETS, Case, Shape
 
@@ -52,20 +53,8 @@ _LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
 _TRAP = re.compile(r"^\s*(?:trap;|s_trap)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Device:
-    """Peak rates of a GPU: dense bf16 FLOP/s and bytes per second, from its data sheet."""
-
-    flops: float
-    bandwidth: float
-
-
-DEVICES = {
-    "H100": Device(989e12, 3.35e12),
-    "H200": Device(989e12, 4.8e12),
-    "B200": Device(2250e12, 8.0e12),
-    "MI300X": Device(1307e12, 5.3e12),
-}
+DEVICES = {name.upper(): devices.DEVICES[name] for name in ("h100", "h200", "b200", "mi300x")}
+"""By the names that the drivers use."""
 
 
 @dataclass(frozen=True)

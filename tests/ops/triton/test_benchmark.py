@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from glm5.config.arithmetic import size_report
+from glm5.config.model import GLM5Config
 from glm5.launch.kernels import shape_of
 from glm5.ops import operators
 from glm5.ops.operators import TRITON_KERNELS
@@ -73,9 +76,69 @@ def test_the_least_time_of_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert least["select_8bit"] == pytest.approx(least["select"] / 2, rel=0.01)
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, FILE, "kernels"], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.startswith("No GPU: nothing was run.")
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
+    monkeypatch.syspath_prepend(FILE.parent)
+    GPU["main"]()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", ["kernels", "train", "serve"])
+def test_without_a_gpu_it_says_so(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, what)
+    assert capsys.readouterr().out.startswith("No GPU: nothing was run.")
+
+
+@pytest.mark.parametrize("bad", [("--shape", "8"), ("--shape", "0x8"), ("--batch", "0"), ("--prompt", "many")])
+def test_bad_shapes(bad: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "train", *bad)
+    assert bad[0] in capsys.readouterr().err
+
+
+def test_bytes_of_a_decoding_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence reads the active weights; many read more experts, and at most all of them. Sparse attention reads
+    the selected latents and all index keys."""
+    monkeypatch.syspath_prepend(FILE.parent)
+    bytes_of = importlib.import_module("_gpu_serve").step_bytes
+    config = GLM5Config.preset("tiny", num_nextn_predict_layers=0)
+    report = size_report(config, 1024)
+    index, latents = 2 * 64 * 6, 2 * 80 * 6
+    assert bytes_of(config, 1, 1024) == 2 * report["active_params"] + 1024 * index + 256 * latents
+    assert bytes_of(config, 1, 100) == 2 * report["active_params"] + 100 * (index + latents)
+    dense = config.replace(use_dsa=False, index_topk=None)
+    assert bytes_of(dense, 1, 1024) == 2 * size_report(dense, 1024)["active_params"] + 1024 * latents
+    everything = 2 * (report["total_params"] - report["components"]["embedding"])
+    assert bytes_of(config, 10_000, 1) == pytest.approx(everything + 10_000 * (index + latents))
+
+
+@pytest.mark.slow
+def test_a_training_step_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "train", "--quick", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["checked"]) == len(found["times"]) == 3
+    for row in found["times"]:
+        assert 0 < row["optimizer_share"]["median"] < 1 and row["predicted_peak_bytes"] > 1e6
+        assert row["mfu"]["measured"]["median"] > 0 and row["tokens_per_second"]["n"] == 2
+    monkeypatch.setattr("_gpu_train.ROUNDED", 0.0)  # bf16 then is wrong
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch, "train", "--quick", "--json", tmp_path / "wrong.json")
+    wrong = json.loads((tmp_path / "wrong.json").read_text())
+    assert wrong["times"] == [] and not any(row["right"] for row in wrong["checked"])
+
+
+@pytest.mark.slow
+def test_the_engine_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "serve", "--quick", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"sparse", "dense", "transformers"} <= found["times"].keys()
+    for name in ("sparse", "dense", "transformers"):
+        part = found["times"][name]
+        assert [row["length"] for row in part["prefill"]] == [64] and [row["batch"] for row in part["decode"]] == [1, 2]
+        assert all(row["tokens_per_second"]["median"] > 0 for row in (*part["prefill"], *part["decode"]))
+    assert [row["batch"] for row in found["dense_over_sparse"]] == [1, 2]
 
 
 def meta(results: Any) -> list[tuple[Any, ...]]:

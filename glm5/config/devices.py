@@ -1,0 +1,43 @@
+"""Accelerators that plans and kernel predictions know: memory and peak rates by data sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glm5.errors import UsageError, nearest
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """`memory` in bytes, `flops` per second of dense bf16 products, `flops_fp32` per second of fp32 arithmetic (no
+    TF32), `bandwidth` of the memory in bytes per second."""
+
+    memory: float
+    flops: float
+    flops_fp32: float
+    bandwidth: float
+
+
+DEVICES: Mapping[str, Device] = {
+    # NVIDIA's data sheets, SXM modules, without sparsity.
+    "a100": Device(80 * GB, 312e12, 19.5e12, 2.039e12),
+    "h100": Device(80 * GB, 989e12, 67e12, 3.35e12),
+    "h200": Device(141 * GB, 989e12, 67e12, 4.8e12),
+    "b200": Device(180 * GB, 2250e12, 75e12, 8.0e12),  # as in DGX B200: 1,440 GB over eight
+    # AMD's data sheet.
+    "mi300x": Device(192 * GB, 1307e12, 163.4e12, 5.3e12),
+    # arXiv 2506.12708 (CloudMatrix384), §3.2: the package, and one of its two dies. It has no rate for
+    # fp32; a quarter of the bf16 rate is assumed.
+    "ascend-910b": Device(64 * GB, 376e12, 94e12, 1.6e12),
+    "ascend-910c": Device(128 * GB, 752e12, 188e12, 3.2e12),
+}
+
+
+def device_named(name: str) -> Device:
+    """Raises UsageError for a name that is not in the table."""
+    if name.lower() not in DEVICES:
+        raise UsageError(f"No device {name!r:.40}{nearest(name, DEVICES)}. There are: {', '.join(DEVICES)}.")
+    return DEVICES[name.lower()]

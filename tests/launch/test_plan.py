@@ -1,0 +1,106 @@
+"""`glm5 plan`: recipes for GPUs say what it says, and what does not fit gets a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import glm5.launch.plan as launch_plan
+from glm5 import ops
+from glm5.config import activations, step_memory
+from glm5.config.activations import Forward
+from glm5.config.arithmetic import size_report
+from glm5.config.load import load_recipe
+from glm5.config.model import GLM5Config
+from glm5.config.recipe import RunRecipe
+from glm5.engine import engine
+from glm5.errors import UsageError
+from glm5.launch.plan import load_and_plan, model_flops, plan, table
+from glm5.ops import cross_entropy
+from glm5.optim import newton_schulz
+from glm5.rl import learner
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPUS = {"one-gpu.toml": 1, "eight-gpu.toml": 8}
+
+
+@pytest.mark.parametrize(("name", "gpus"), GPUS.items())
+def test_the_header_of_a_recipe_is_its_plan(name: str, gpus: int) -> None:
+    found = load_and_plan(RECIPES / name, [], gpus, "h100")
+    text = (RECIPES / name).read_text(encoding="utf-8")
+    assert "".join(f"# {line}".rstrip() + "\n" for line in table(found).splitlines()) in text
+    assert f"glm5 plan recipes/{name} --gpus {gpus} --device h100" in text
+    assert found["fits"] and found["stages"][0]["kind"] == "pretrain"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(path: Path) -> None:
+    found = load_and_plan(path, [], GPUS.get(path.name, 1), "h100")
+    trained = [stage for stage in load_recipe(path, RunRecipe).stages if stage.kind != "tokenizer"]
+    assert [stage["name"] for stage in found["stages"]] == [stage.name for stage in trained]
+    assert found["fits"] and all(0 < s["memory"]["weights"] < s["memory"]["peak"] for s in found["stages"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "said"),
+    [
+        (["stages.pretrain.micro_rows=128", "stages.pretrain.recompute=false"], 1, "does not fit: it needs"),
+        (["parallel.ep=3"], 1, "parallel.ep = 3 does not divide"),
+        (["parallel.ep=128"], 128, "does not divide the 64 experts"),
+        ([], 4, r"needs a section \[launch\]"),
+    ],
+)
+def test_problems(changes: list[str], gpus: int, said: str) -> None:
+    found = load_and_plan(RECIPES / "one-gpu.toml", changes, gpus, "h100")
+    problems = [problem for stage in found["stages"] for problem in stage["problems"]]
+    assert not found["fits"]
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError("\n".join(problems))
+    assert all(problem in table(found) for problem in problems)
+
+
+def test_more_memory_fits_more() -> None:
+    changes = ["stages.pretrain.micro_rows=20"]
+    small, large = (load_and_plan(RECIPES / "one-gpu.toml", changes, 1, name) for name in ("h100", "b200"))
+    assert small["stages"][0]["memory"] == large["stages"][0]["memory"]
+    assert not small["fits"] and large["fits"]
+    assert large["stages"][0]["tokens_per_second"] > 2 * small["stages"][0]["tokens_per_second"]
+
+
+def test_flops() -> None:
+    """Without MTP those of `size_report`; a depth adds a layer with experts, its projection and the output head."""
+    config = GLM5Config.preset("tiny", use_dsa=False)
+    plain = model_flops(config, Forward(1, 512))
+    assert plain == size_report(config, 512)["train_flops_per_token"]
+    hidden, expert, heads = 256, 3 * 256 * 128, 4
+    attention = hidden * 128 + 128 + 128 * heads * 64 + hidden * 80 + 64 + 64 * heads * (48 + 64) + heads * 64 * hidden
+    layer = attention + 16 * (hidden + 1) + 5 * expert + 2 * hidden**2 + 3 * hidden + 4096 * hidden
+    scores = 2 * heads * (64 + 64) * 256
+    assert model_flops(config, Forward(1, 512, depths=2)) - plain == pytest.approx(2 * 3 * (2 * layer + scores))
+    assert model_flops(GLM5Config.preset("tiny"), Forward(1, 512, attention="warmup")) < plain
+
+
+def test_other_models_and_the_engine_are_beside_the_learner() -> None:
+    found = {
+        stage["name"]: stage["memory"] for stage in load_and_plan(RECIPES / "laptop.toml", [], 1, "h100")["stages"]
+    }
+    weights = found["reasoning-rl"]["weights"]
+    assert found["reasoning-rl"]["other_models"] == 0 and found["general-rl"]["other_models"] == weights
+    assert found["distill"]["other_models"] == 4 * weights
+    assert found["reasoning-rl"]["engine"] > weights and "engine" not in found["sft"]
+
+
+@pytest.mark.parametrize(("gpus", "device", "mfu"), [(0, "h100", 0.1), (1, "h10", 0.1), (1, "h100", 0.0)])
+def test_bad_arguments(gpus: int, device: str, mfu: float) -> None:
+    recipe = load_recipe(RECIPES / "laptop.toml", RunRecipe)
+    with pytest.raises(UsageError):
+        plan(recipe, gpus, device, mfu)
+
+
+def test_constants_are_those_of_the_code() -> None:
+    assert launch_plan.CACHE_BYTES == engine.CACHE_BYTES and launch_plan.ROWS_PER_STEP == learner.ROWS_PER_STEP
+    assert activations.LOGIT_ROWS == cross_entropy.CHUNK_ROWS and activations.ROW_TILE == ops.ROW_TILE
+    for device, elements in (("cpu", step_memory.ORTHOGONALISED_ON_CPU), ("cuda", step_memory.ORTHOGONALISED)):
+        assert newton_schulz.chunk_length(1, 1, torch.device(device)) == elements
