@@ -103,22 +103,13 @@ class Engine:
         """Pages, prefix cache, scheduler and runner, all empty."""
         self.pool = self._new_pool()
         self.radix = RadixCache(self.pool, self._host_cache_bytes) if self._prefix_cache else None
+        batch, chunk, drafts = self.max_batch, self.chunk, self.drafts
         self.scheduler = Scheduler(
-            self.pool,
-            self.radix,
-            max_batch=self.max_batch,
-            chunk=self.chunk,
-            drafts=self.drafts,
-            bring_back=self.drafts > 0,
+            self.pool, self.radix, max_batch=batch, chunk=chunk, drafts=drafts, bring_back=drafts > 0
         )
         self.runner = self._new_runner()
         self.steps = Steps(
-            self.scheduler,
-            self.runner,
-            self.counts,
-            drafts=self.drafts,
-            max_length=self.max_length,
-            overlap=self._overlap,
+            self.scheduler, self.runner, self.counts, drafts=drafts, max_length=self.max_length, overlap=self._overlap
         )
 
     def _new_pool(self) -> KVPool:
