@@ -41,7 +41,7 @@ def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
         except RuntimeError:
             raise ConfigError(f'device = "{name:.40}" is none that torch knows; {_here()}') from None
     if device.type == "cpu":
-        return device
+        return torch.device("cpu")  # tensors have no number there
     back_end = _back_end(device)
     if back_end is None:
         raise ConfigError(f'device = "{name:.40}" is not available on this machine; {_here()}')
@@ -56,6 +56,13 @@ def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
             "processes on it, or choose another."
         )
     return device if index is None else torch.device(device.type, index)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device with a number the current one of this process. What names no device, such as page-locked memory,
+    would use the first one, and every process would take some hundred megabytes there."""
+    if device.index is not None:
+        torch.get_device_module(device).set_device(device)
 
 
 def _first_accelerator() -> torch.device | None:

@@ -76,7 +76,7 @@ def test_a_device_that_is_not_here_is_refused_in_a_sentence(name: str) -> None:
 def test_without_an_accelerator_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert choose_device() == choose_device("cpu") == torch.device("cpu")
-    assert choose_device("auto,cpu", 1) == torch.device("cpu")
+    assert choose_device("auto,cpu", 1) == choose_device("cpu:3") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

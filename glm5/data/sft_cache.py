@@ -117,6 +117,8 @@ def read_cache(folder: Path) -> CacheInfo | None:
         plain = json.loads(read_small(folder / CACHE, _MOST_CACHE))
         counts = RowCounts(**{field.name: int(plain["counts"][field.name]) for field in fields(RowCounts)})
         sources = {str(name): (int(first), int(last)) for name, (first, last) in plain["sources"].items()}
+        if not isinstance(plain["key"], dict):
+            raise TypeError("the key is not an object")
         return CacheInfo(plain["key"], sources, counts, str(plain["sha256"]), list(map(str, plain["warnings"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(f"{folder / CACHE} is damaged.") from None
@@ -129,6 +131,7 @@ def open_rows(folder: Path, info: CacheInfo, tokenizer: Tokenizer) -> dict[str, 
         mask = map_array(folder / f"{SPLIT}.mask", np.dtype(np.bool_))
     except (OSError, ValueError):
         mask = np.empty(0, np.bool_)
-    if len(mask) != len(shard.tokens) or any(not 0 <= a <= b <= len(shard) for a, b in info.sources.values()):
+    fit = bool(info.sources) and all(0 <= a < b <= len(shard) for a, b in info.sources.values())
+    if not fit or len(mask) != len(shard.tokens):
         raise DataError(f"The rows of {folder} do not fit each other; delete it.")
     return {name: MappedRows(shard, mask, first, last) for name, (first, last) in info.sources.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Engine:
         # A recurrent state cannot be rolled back to the end of a cached prefix.
         self._prefix_cache = prefix_cache and not config.has_recurrent_layers
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
-        self._capture = CudaCapture if graphs and model.device.type == "cuda" else None
+        self._capture = partial(CudaCapture, model.device) if graphs and model.device.type == "cuda" else None
         self.weight_version = 0
         self.counts = Counts([0] * self.drafts)
         self._paused = False

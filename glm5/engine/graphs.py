@@ -116,20 +116,24 @@ def power_of_two(number: int, least: int) -> int:
 
 
 class CudaCapture:
-    """`Capture` on a CUDA device. All graphs share their memory."""
+    """`Capture` on a CUDA device, which need not be the process's current one. All graphs share their memory."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        apart = torch.cuda.Stream()
-        apart.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(apart):  # kernels are compiled and loaded, and libraries get their memory, before
-            for _ in range(2):
-                function()
-        torch.cuda.current_stream().wait_stream(apart)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = function()
+        with torch.cuda.device(self._device):
+            # torch's own stream for captures is on the device of its first use: work of another is not captured.
+            self._stream = apart = self._stream or torch.cuda.Stream(self._device)
+            apart.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(apart):  # kernels are compiled and loaded, and libraries get their memory, before
+                for _ in range(2):
+                    function()
+            torch.cuda.current_stream().wait_stream(apart)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as those that build batches, may lock memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"):
+                out = function()
         return graph.replay, out

@@ -40,8 +40,6 @@ class TorchRanks(Ranks):
         timeout = timedelta(seconds=layout.timeout_seconds)
         super().__init__(choose_device(layout.device))
         kind = self.device.type
-        if kind != "cpu":
-            torch.get_device_module(self.device).set_device(self.device)
         self._joined = not dist.is_initialized()
         if self._joined:
             dist.init_process_group(dist.get_default_backend_for_device(kind), timeout=timeout)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.config.parallel import Layout
-from glm5.device import choose_device
+from glm5.device import choose_device, make_current
 from glm5.errors import ConfigError, Glm5Error
 from glm5.files import publish_dir
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -47,6 +47,7 @@ class Ranks:
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
+        make_current(self.device)
 
     @property
     def main(self) -> bool:

@@ -85,8 +85,8 @@ class StateSaver:
     def _copied(self, pieces: Pieces) -> Pieces:
         """The same pieces in host memory that training does not change."""
         found = {name: (self._copy(name, tensor), region) for name, (tensor, region) in pieces.items()}
-        if self._pinned:
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor, _ in pieces.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # that of the current device may be another
         return found
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
@@ -103,6 +105,19 @@ def test_a_stage_that_fails_gives_its_last_state_time(
     assert [p.name for p in tmp_path.iterdir()] == (["step-00000001"] if finished else [])
     slow.go.set()
     saver.wait()
+
+
+def test_copies_from_another_gpu_than_the_current_one_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    stream = lambda device=None: SimpleNamespace(synchronize=lambda: waited.append(device))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    saver, region = StateSaver(tmp_path, Ranks()), Ranks().shard_slice(torch.zeros(2))
+    monkeypatch.setattr(saver, "_copy", lambda name, tensor: torch.zeros(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        saver._copied({name: (torch.empty(2, device=name), region) for name in ("cuda:1", "cpu")})
+    assert waited == [torch.device("cuda:1")]
 
 
 def test_without_async_save(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

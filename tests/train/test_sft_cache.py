@@ -110,7 +110,7 @@ def test_rows_of_other_code_are_made_again(
 FILES = ("cache.json", "manifest.json", "rows.tokens", "rows.mask", "rows.borders", "rows.bytes", "rows.paths")
 
 
-@pytest.mark.parametrize("name", [*FILES, "sources", "counts"])
+@pytest.mark.parametrize("name", [*FILES, "sources", "counts", "key"])
 @pytest.mark.parametrize("how", ["cut", "missing"])
 def test_damaged_rows_are_made_again(
     name: str, how: str, data: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -125,7 +125,7 @@ def test_damaged_rows_are_made_again(
             (cache / name).write_bytes(whole[: len(whole) // 2])
     else:  # the hashes are right, and what they are of is not
         values = json.loads((cache / "cache.json").read_text())
-        values[name] = {"all": [3, 10**9]} if how == "cut" else []
+        values[name] = {"all": [3, 10**9]} if how == "cut" and name != "key" else []
         (cache / "cache.json").write_text(json.dumps(values))
         write_manifest(cache)
     caplog.clear()
@@ -133,6 +133,19 @@ def test_damaged_rows_are_made_again(
     assert content(batches) == expected and same == info
     assert caplog.records[0].getMessage().startswith("The tokenised rows are made again: ")
     assert read_cache(cache) is not None
+
+
+@pytest.mark.parametrize("sources", [{}, {"all": [0, 0]}, {"all": [2, 1]}])
+def test_rows_without_a_source_are_made_again(
+    sources: Any, data: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "sft"
+    _, info = sft.prepare(stage_of(data), tokenizer, folder, 0)
+    file = folder / "tokenized" / "cache.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sources": sources}))
+    write_manifest(file.parent)
+    assert sft.prepare(stage_of(data), tokenizer, folder, 0)[1] == info
+    assert "do not fit each other" in caplog.text
 
 
 def test_data_must_be_files_that_can_be_read(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def main() -> None:
 
 def _serve(job: WorkerJob, control: TextIO) -> None:
     # torch takes seconds to import. The router may end meanwhile, so the thread that watches it must run already.
-    from glm5.device import choose_device
+    from glm5.device import choose_device, make_current
     from glm5.serve.app import listen, load_app
 
     # The client of this process is the router, which reads only as fast as its own client. The router disconnects
@@ -80,8 +80,9 @@ def _serve(job: WorkerJob, control: TextIO) -> None:
     limits = fitted(replace(job.limits, send_seconds=2 * job.limits.send_seconds))
     access: dict[str, Any] = {"api_key": job.key} if job.host else {"trusted": True}
     tp = job.options.tp
-    devices = [str(choose_device(job.options.device, job.number * tp + rank)) for rank in range(tp)]
-    options = replace(job.options, device=",".join(devices))
+    devices = [choose_device(job.options.device, job.number * tp + rank) for rank in range(tp)]
+    make_current(devices[0])
+    options = replace(job.options, device=",".join(map(str, devices)))
     app = load_app(Path(job.directory), limits, options, model_name=job.model_name, **access)
     app.state.service.thread.engine.weight_version = job.version
     with bind(job.host, 0) if job.host else socket.socket(socket.AF_UNIX) as listener:
