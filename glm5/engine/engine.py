@@ -118,7 +118,9 @@ class Engine:
         return KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=model.device)
 
     def _new_runner(self) -> Runner:
-        return Runner(self.model, self.pool, self.max_batch, self.exact, self._capture and self._capture())
+        return Runner(
+            self.model, self.pool, self.max_batch, self.exact, None if self._capture is None else self._capture()
+        )
 
     @torch.no_grad()
     def rebuild(self) -> None:
