@@ -53,10 +53,13 @@ class _Compiler:
 
     def __init__(self, kind: str, backend: str) -> None:
         from torch._dynamo import exc, maybe_mark_dynamic  # takes seconds
+        from torch._functorch import config
 
         self.kind, self.failed = kind, False
         self.errors = exc.TorchDynamoException, exc.FailOnRecompileLimitHit
         self.may_vary = maybe_mark_dynamic
+        # Without it, a backward graph that cannot be compiled would fail in backward, where no layer can run instead.
+        self.with_backward = config.patch(force_non_lazy_backward_lowering=True)
         # Code of its own: torch counts graphs per code object, and stops at a number.
         own = FunctionType(_run.__code__.replace(co_name=f"run_{kind}"), _run.__globals__, f"run_{kind}")
         own.__kwdefaults__ = _run.__kwdefaults__
@@ -102,7 +105,8 @@ class CompiledLayer:
         self._vary(3, ctx.positions, ctx.documents, *rest, *(edge for pair in ranges.values() for edge in pair))
         flags = ctx.attend_dense, ctx.observer is not None, ctx.router_stats is not None, ctx.recompute == SELECTIVE
         try:
-            out, notes = self.compiler.run(self.eager, x, rest, ctx.positions, ctx.documents, rope, ranges, flags)
+            with self.compiler.with_backward:
+                out, notes = self.compiler.run(self.eager, x, rest, ctx.positions, ctx.documents, rope, ranges, flags)
         except self.compiler.errors as error:
             self.compiler.fail(error)
             return self.eager(x, ctx, *rest)

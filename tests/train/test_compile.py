@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GradientStage
@@ -80,12 +81,15 @@ def test_one_graph_serves_other_shapes_and_what_is_not_training_stays_eager(smal
     assert graphs() == before + 1
 
 
+@pytest.mark.parametrize("part", ["all", "backward"])
 def test_layers_stay_eager_with_a_warning_if_compiling_fails(
-    small: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    small: Callable[..., Any], caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
+    if part == "backward":
+        broken = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
     changes = dict(num_hidden_layers=2, first_k_dense_replace=2, num_nextn_predict_layers=0, **DENSE)
     eager, compiled = small(seed=2, **changes), small(seed=2, **changes)
     compile_layers(compiled, backend=broken)
