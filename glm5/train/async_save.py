@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
 from glm5.train.checkpoint import save_state, state_pieces, write_state
 from glm5.train.shard_files import Pieces
+
+_log = get_logger(__name__)
 
 LEAVING_SECONDS = 30.0
 """How long a stage that ends with an error waits for the state that is being written."""
@@ -74,6 +77,10 @@ class StateSaver:
             self.wait()
         elif self._thread is not None:
             self._thread.join(LEAVING_SECONDS)
+            if self._thread.is_alive():
+                _log.warning("%s: the last state was not written within %g seconds.", self._path, LEAVING_SECONDS)
+            elif self._error is not None:  # the stage raises its own error
+                _log.warning("%s: the last state was not written: %s", self._path, self._error)
 
     def _write(self, pieces: Pieces, step: int, extra: dict[str, Any]) -> None:
         try:

@@ -91,9 +91,23 @@ def test_an_error_is_raised_at_the_next_save(trained: Any, tmp_path: Path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
+def test_a_stage_that_fails_says_that_its_last_state_failed_too(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_files, "save_file", full)
+    saver = StateSaver(tmp_path, Ranks())
+    with pytest.raises(ValueError, match="the stage"), saver:
+        saver.save(*trained, 1)
+        raise ValueError("the stage")
+    assert "the last state was not written: No space left" in caplog.text
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_stage_that_fails_gives_its_last_state_time(
-    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finished: bool
 ) -> None:
     slow, saver = Slow(monkeypatch), StateSaver(tmp_path, Ranks())
     monkeypatch.setattr(async_save, "LEAVING_SECONDS", 60.0 if finished else 0.01)
@@ -103,6 +117,7 @@ def test_a_stage_that_fails_gives_its_last_state_time(
             slow.go.set()
         raise ValueError("the stage")
     assert [p.name for p in tmp_path.iterdir()] == (["step-00000001"] if finished else [])
+    assert ("not written within 0.01 seconds" in caplog.text) != finished
     slow.go.set()
     saver.wait()
 
