@@ -123,10 +123,9 @@ def publish_dir(path: Path, *, foreign: bool = False, unlike: str = "") -> Itera
 
     An earlier `path` is replaced only after everything is on disk. If the block or the disk fails, `path` is unchanged.
     Raises CheckpointError while another process writes it, and for a `path` that is a file, or a folder with content
-    but no manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too, unless `path` is a
-    link. A folder with a file like the pattern `unlike` is of another kind, and never replaced.
+    but no manifest: a mistyped name destroys nothing. With `foreign` such a folder is replaced too. A folder with a
+    file like the pattern `unlike` is of another kind, and never replaced.
     """
-    foreign = foreign and not path.is_symlink()  # what a link leads to may be anybody's
     path = Path(os.path.realpath(path))  # a link to a folder stays one
     if path.exists() and not (path.is_dir() and (foreign or (path / MANIFEST).exists() or not any(path.iterdir()))):
         raise CheckpointError(f"{path} exists and is not a folder that glm5 wrote; choose another one, or remove it.")

@@ -281,21 +281,6 @@ def test_hostile_manifests(tmp_path: Path, name: str) -> None:
         verify_manifest(folder)
 
 
-def test_what_a_link_leads_to_is_not_replaced_without_a_manifest(tmp_path: Path) -> None:
-    """A folder of ours that is a link to a disk with other things on it."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "precious").write_text("x")
-    (tmp_path / "ours").symlink_to("disk")
-    with pytest.raises(CheckpointError, match=r"disk exists and is not a folder that glm5 wrote"):
-        with publish_dir(tmp_path / "ours", foreign=True):
-            pass
-    assert (tmp_path / "disk" / "precious").read_text() == "x"
-    (tmp_path / "disk" / "precious").unlink()
-    with publish_dir(tmp_path / "ours", foreign=True) as folder:
-        (folder / "a.txt").write_text("1")
-    assert (tmp_path / "ours").is_symlink() and (tmp_path / "disk" / "a.txt").exists()
-
-
 def test_a_manifest_cannot_reach_outside_through_a_link(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")

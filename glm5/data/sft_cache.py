@@ -95,7 +95,8 @@ class CacheWriter:
 @contextmanager
 def publish_cache(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[CacheWriter, Callable[[CacheInfo], None]]]:
     """Yield a writer of rows, and a function that takes the info at the end. `folder` is replaced after the block."""
-    with publish_dir(folder, foreign=True) as aside, closing(CacheWriter(aside, tokenizer)) as writer:
+    foreign = not folder.is_symlink()  # what a link leads to may have other content
+    with publish_dir(folder, foreign=foreign) as aside, closing(CacheWriter(aside, tokenizer)) as writer:
 
         def finish(info: CacheInfo) -> None:
             writer.close()

@@ -17,7 +17,7 @@ from glm5.config.optim import OptimConfig
 from glm5.config.recipe import FamilyConfig, SftStage
 from glm5.data.sft_cache import MappedRows, open_rows, publish_cache, read_cache
 from glm5.data.sft_rows import RowCounts, SftRow
-from glm5.errors import DataError, Glm5Error
+from glm5.errors import CheckpointError, DataError, Glm5Error
 from glm5.files import write_manifest
 from glm5.train import sft
 from tests.thread_ranks import on_ranks
@@ -146,6 +146,20 @@ def test_rows_without_a_source_are_made_again(
     write_manifest(file.parent)
     assert sft.prepare(stage_of(data), tokenizer, folder, 0)[1] == info
     assert "do not fit each other" in caplog.text
+
+
+def test_what_a_link_leads_to_is_kept(data: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Rows on another disk: used if the folder is empty or ours, refused if other files are there."""
+    folder, disk = tmp_path / "sft", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    (folder / "tokenized").symlink_to(disk)
+    (disk / "precious").touch()
+    with pytest.raises(CheckpointError, match=r"disk exists and is not a folder that glm5 wrote"):
+        sft.prepare(stage_of(data), tokenizer, folder, 0)
+    (disk / "precious").unlink()
+    sft.prepare(stage_of(data), tokenizer, folder, 0)
+    assert (folder / "tokenized").is_symlink() and (disk / "rows.tokens").exists()
 
 
 def test_data_must_be_files_that_can_be_read(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
