@@ -39,7 +39,7 @@ def choose_device(name: str = AUTO, number: int | None = None) -> torch.device:
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise ConfigError(f'device = "{name:.40}" is none that torch knows; {_here()}') from None
+            raise ConfigError(f'device = "{name:.40}" is not a device of torch; {_here()}') from None
     if device.type == "cpu":
         return torch.device("cpu")  # tensors have no number there
     back_end = _back_end(device)

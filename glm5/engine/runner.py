@@ -94,7 +94,7 @@ class Runner:
 
     def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         ids, ctx = self._inputs(feeds, first_key)
-        return self._compute(ids, hidden, ctx)
+        return forward_pass(self.model, ids, hidden, ctx)
 
     def _inputs(self, feeds: Sequence[Feed], first_key: int) -> tuple[Tensor, ForwardContext]:
         """Token ids [B, T], and the context."""
@@ -104,53 +104,42 @@ class Runner:
         if max(counts) == 1:
             # Numbers that are known here cost less in one tensor than from operations on tensors.
             ids, rows, positions, places = put(_columns(feeds, first_key), self.device).unbind()
-            pages = Pages(self.table, rows, PAGE, SHIFT)
         else:
             ids = put([token for feed in feeds for token in feed.ids], self.device)
             ranges = [torch.arange(feed.start, feed.start + n) for feed, n in zip(feeds, counts, strict=True)]
             rows = put(torch.tensor(own).repeat_interleave(torch.tensor(counts)), self.device)
             positions = put(torch.cat(ranges), self.device)
-            pages = Pages(self.table, rows, PAGE, SHIFT)
             if not first_key and any(feed.start < feed.request.stored for feed in feeds):
                 # Tokens of reused pages are recomputed only for their hidden states; their cache entries exist already.
                 stored = torch.tensor([feed.request.stored for feed in feeds]).repeat_interleave(torch.tensor(counts))
-                places = pages.place(rows, positions).masked_fill(positions < put(stored, self.device), 0)
+                places = Pages(self.table, rows, PAGE, SHIFT).place(rows, positions)
+                places = places.masked_fill(positions < put(stored, self.device), 0)
         self._fill_in(ids, feeds)
         shape = (1, -1) if self.flat else (len(feeds), -1)
-        ctx = paged_context(
-            self.pool.cache,
-            pages,
-            positions.view(shape),
-            longest=max(feed.start + n for feed, n in zip(feeds, counts, strict=True)),
-            places=places,
-            state_rows=None if self.flat else put(own, self.device),
-            first_key=first_key,
-            exact=self.exact,
-        )
-        return ids.view(shape), ctx
+        longest = max(feed.start + n for feed, n in zip(feeds, counts, strict=True))
+        return ids.view(shape), self._context(rows, positions.view(shape), places, longest, first_key)
 
     def _pass(self, columns: Tensor, hidden: Tensor | None, *, count: int, longest: int, first_key: int) -> Tensor:
         """The forward pass of `DecodeGraphs`, from tensors alone."""
         ids, rows, positions, places = columns.unbind()
         shape = (1, -1) if self.flat else (-1, count)
-        ctx = paged_context(
+        ctx = self._context(rows, positions.view(shape), places, longest, first_key)
+        return forward_pass(self.model, ids.view(shape), hidden, ctx)
+
+    def _context(
+        self, rows: Tensor, positions: Tensor, places: Tensor | None, longest: int, first_key: int
+    ) -> ForwardContext:
+        """The context of tokens at positions [B, T], whose rows of the page table and slots are flat."""
+        return paged_context(
             self.pool.cache,
             Pages(self.table, rows, PAGE, SHIFT),
-            positions.view(shape),
+            positions,
             longest=longest,
             places=places,
-            state_rows=None if self.flat else rows.view(shape)[:, 0],
+            state_rows=None if self.flat else rows.view(positions.shape)[:, 0],
             first_key=first_key,
             exact=self.exact,
         )
-        return self._compute(ids.view(shape), hidden, ctx)
-
-    def _compute(self, ids: Tensor, hidden: Tensor | None, ctx: ForwardContext) -> Tensor:
-        if hidden is None:
-            out = self.model.model(ids, ctx)
-        else:
-            out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
-        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
 
     def _fill_in(self, ids: Tensor, feeds: Sequence[Feed]) -> None:
         """Write the ids [n] that only the device knows into their places."""
@@ -166,11 +155,26 @@ class Runner:
         if known == len(pages):
             return
         if len(pages) > self.table.shape[1]:
-            wider = self.table.new_zeros(self.table.shape[0], max(len(pages), 2 * self.table.shape[1]))
-            wider[:, : self.table.shape[1]] = self.table
-            self.table = wider
+            self.table = widened(self.table, max(len(pages), 2 * self.table.shape[1]))
         self.table[request.row, known : len(pages)] = put(pages[known:], self.device)
         request.entered = len(pages)
+
+
+def forward_pass(model: GLM5ForCausalLM, ids: Tensor, hidden: Tensor | None, ctx: ForwardContext) -> Tensor:
+    """The trunk's states after the final norm for tokens ids [B, T], or with the trunk's `hidden` [B * T, D] those of
+    the MTP layer: [B * T, D]."""
+    if hidden is None:
+        out = model.model(ids, ctx)
+    else:
+        out = model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
+    return out if out.shape[0] == ids.numel() else out[: ids.numel()]
+
+
+def widened(table: Tensor, columns: int) -> Tensor:
+    """A page table with more columns."""
+    wider = table.new_zeros(table.shape[0], columns)
+    wider[:, : table.shape[1]] = table
+    return wider
 
 
 def _columns(feeds: Sequence[Feed], first_key: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.engine.kv_pool import KVPool
 from glm5.engine.request import Request
-from glm5.engine.runner import Feed, Runner
+from glm5.engine.runner import Feed, Runner, forward_pass
 from glm5.engine.tensor_parallel_group import Group, bytes_of, cache_digest
 from glm5.errors import EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -88,12 +88,9 @@ class LeadingRunner(Runner):
         with self._group.together():
             self._group.tell(message)
             ranks.copy(numbers)
-            if hidden is None:
-                out = self.model.model(ids, ctx)
-            else:
+            if hidden is not None:
                 hidden = ranks.copy(hidden.contiguous())
-                out = self.model.mtp_hidden(ids, ctx.flat(hidden.view(*ids.shape, -1)), ctx)
-        return out if out.shape[0] == ids.numel() else out[: ids.numel()]
+            return forward_pass(self.model, ids, hidden, ctx)
 
 
 class TpEngine(Engine):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm5.device import put
+from glm5.device import make_current, put
 from glm5.engine.kv_pool import PAGE, KVPool
-from glm5.engine.runner import SHIFT
+from glm5.engine.runner import SHIFT, forward_pass, widened
 from glm5.engine.tensor_parallel_group import SECONDS, Collectives, Wire, cache_digest, load_part, tensor_bytes
 from glm5.engine.weight_group import connect
 from glm5.model.context import paged_context
@@ -29,8 +29,7 @@ class Rank:
     table: Tensor
 
     def __init__(self, rank: int, world: int, device: torch.device, store: tuple[str, int], wire: Wire) -> None:
-        if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
+        make_current(device)
         self.device, self._wire = device, wire
         self._store = (store[0], store[1])
         self._ranks = Collectives(rank, world, device)
@@ -79,20 +78,16 @@ class Rank:
             first_key=first_key,
             exact=self._exact,
         )
-        ids = ids.view(shape)
-        if not mtp:
-            self.model.model(ids, ctx)
-            return
-        width = self.model.config.hidden_size
-        hidden = self._ranks.copy(torch.empty(count, width, dtype=self.model.dtype, device=self.device))
-        self.model.mtp_hidden(ids, ctx.flat(hidden.view(*shape, -1)), ctx)
+        hidden = None
+        if mtp:
+            width = self.model.config.hidden_size
+            hidden = self._ranks.copy(torch.empty(count, width, dtype=self.model.dtype, device=self.device))
+        forward_pass(self.model, ids.view(shape), hidden, ctx)
 
     def _follow(self, pages: int, columns: int, entered: list[tuple[int, int, list[int]]]) -> None:
         self.cache.cache.grow(pages)
         if columns > self.table.shape[1]:
-            wider = self.table.new_zeros(self.table.shape[0], columns)
-            wider[:, : self.table.shape[1]] = self.table
-            self.table = wider
+            self.table = widened(self.table, columns)
         for row, first, own in entered:
             self.table[row, first : first + len(own)] = put(own, self.device)
 

@@ -101,7 +101,7 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     return WeightUpdate(version, len(staged.tensors), staged.bytes, seconds, staged.source)
 
 
-def check_copy(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def check_copy(model: nn.Module, tensors: Mapping[str, Tensor], version: int) -> None:
     """Raise EngineError for a tensor of the model that differs in any bit from that in `tensors`, after conversion to
     its type. Compares on the model's device; the host waits for it once."""
     own = {name: tensor for name, tensor in model.state_dict().items() if tensor.numel()}
@@ -111,11 +111,11 @@ def check_copy(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         same.append(_bits(tensor).eq(_bits(source)).all())
     for name, good in zip(own, on_host(torch.stack(same)).tolist(), strict=True):
         if not good:
-            raise EngineError(f'Weight push: tensor "{name}" differs in the engine after the copy.')
+            raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensor_hash(tensor: Tensor) -> str:

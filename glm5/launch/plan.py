@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,18 +179,20 @@ def _gradient_setting(recipe: RunRecipe, stage: GradientStage, config: GLM5Confi
         stage.recompute,
         balance=isinstance(stage, CorpusStage) and bool(stage.balance_weight),
     )
-    setting = Setting(
+    setting = replace(_job(recipe, stage, forward, gpus), parts=-(-own // micro), offload=stage.offload, trains=trains)
+    return setting, stage.rows * stage.row_length
+
+
+def _job(recipe: RunRecipe, stage: GradientStage | PolicyStage, forward: Forward, gpus: int) -> Setting:
+    """What the processes and the optimizer decide of a setting."""
+    return Setting(
         forward,
-        parts=-(-own // micro),
         world=gpus,
         ep=recipe.parallel.ep if gpus % recipe.parallel.ep == 0 else 1,
         optimizer=stage.optim.kind,
         ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
         reduce_once=recipe.parallel.reduce_once,
-        offload=stage.offload,
-        trains=trains,
     )
-    return setting, stage.rows * stage.row_length
 
 
 def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> tuple[Setting, int]:
@@ -208,18 +211,8 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
         balance=False,
         all_keys=exact and not config.selects_keys,
     )
-    setting = Setting(
-        forward,
-        parts=-(-own // rows),
-        world=gpus,
-        ep=recipe.parallel.ep if gpus % recipe.parallel.ep == 0 else 1,
-        optimizer=stage.optim.kind,
-        ns_item=2 if stage.optim.ns_dtype == "bfloat16" else WIDE,
-        reduce_once=recipe.parallel.reduce_once,
-        trains="backbone",
-        low_precision_copy=False,
-    )
-    return setting, tokens
+    job = _job(recipe, stage, forward, gpus)
+    return replace(job, parts=-(-own // rows), trains="backbone", low_precision_copy=False), tokens
 
 
 def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
