@@ -37,30 +37,33 @@ class Router(nn.Module):
         )
 
 
+Shared = Callable[[], Tensor]
+
+
 class Experts(nn.Module):
     """All routed experts as two stacks of matrices.
 
-    If `dispatch` is set, it replaces `forward`: (module, x, weights, experts) -> [M, D]. Expert parallelism uses it;
-    the stacks then contain the local experts only.
+    If `dispatch` is set, it replaces `forward`: (module, x, weights, experts, shared) -> [M, D]. Expert and tensor
+    parallelism use it; the stacks then contain the local experts only.
     """
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
-        self.dispatch: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
+        self.dispatch: Callable[[Experts, Tensor, Tensor, Tensor, Shared], Tensor] | None = None
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
         declare_split(self.gate_up_proj, (inner, inner))
         declare_split(self.down_proj, (hidden,))
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
+        """shared() + weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
         if self.dispatch is not None:
-            return self.dispatch(self, x, weights, experts)
+            return self.dispatch(self, x, weights, experts, shared)
         slot_of, source, bounds, _ = expert_layout(experts, self.gate_up_proj.shape[0])
         grouped = permute(x, slot_of, source, experts.shape[1])
         grouped = grouped_matmul(swiglu(grouped_matmul(grouped, self.gate_up_proj, bounds)), self.down_proj, bounds)
-        return combine(grouped, slot_of, weights)
+        return combine(grouped, slot_of, weights) + shared()
 
 
 class MoE(nn.Module):
@@ -84,4 +87,4 @@ class MoE(nn.Module):
         weights, experts, scores = gate(x)
         if ctx.router_stats is not None:
             ctx.note_routing(self.layer, scores, experts)
-        return self.experts(x, weights, experts) + self.shared_experts(x, ctx.exact)
+        return self.experts(x, weights, experts, lambda: self.shared_experts(x, ctx.exact))

@@ -19,6 +19,7 @@ from glm5.optim.table import GroupRow, block_shapes, describe
 __all__ = ["Muon", "newton_schulz"]
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class Piece(NamedTuple):
@@ -109,11 +110,12 @@ class Muon(torch.optim.Optimizer):
 
         def fill(cut: CutBlock, first: int, last: int, out: Tensor) -> None:
             rows = plan.local_rows(cut, first, last)
-            accumulate(shards[cut.parameter].momentum[rows], shards[cut.parameter].gradient[rows], momentum, out)
+            accumulate([shards[cut.parameter].momentum[rows]], [shards[cut.parameter].gradient[rows]], momentum, [out])
 
         def apply(cut: CutBlock, first: int, last: int, update: Tensor) -> None:
             shard = shards[cut.parameter]
-            self._apply(shard.parameter, shard.weight[plan.local_rows(cut, first, last)], update, cut.shape, group)
+            weight = shard.weight[plan.local_rows(cut, first, last)]
+            self._apply([shard.parameter], [weight], [update], cut.shape, group)
 
         momentum = group["momentum"]
         for exchange in exchanges:
@@ -141,17 +143,21 @@ class Muon(torch.optim.Optimizer):
         for batch in chunks(((len(piece.weight), piece) for piece in pieces), limit):
             counts = [stop - start for _, start, stop in batch]
             parts = work[: sum(counts)].split(counts)
-            for (piece, start, stop), part in zip(batch, parts):
-                accumulate(piece.momentum[start:stop], piece.gradient[start:stop], group["momentum"], part)
-            for (piece, start, stop), part in zip(batch, iterate(work[: sum(counts)]).split(counts)):
-                self._apply(piece.parameter, piece.weight[start:stop], part, shape, group)
+            momenta, gradients = ([p[i][a:b] for p, a, b in batch] for i in (1, 2))
+            accumulate(momenta, gradients, group["momentum"], parts)
+            updates = iterate(work[: sum(counts)]).split(counts)
+            self._apply([p.parameter for p, _, _ in batch], [p.weight[a:b] for p, a, b in batch], updates, shape, group)
 
-    def _apply(self, parameter: Tensor, weight: Tensor, update: Tensor, shape: Shape, group: dict[str, Any]) -> None:
-        """Decay the weight and apply an orthogonalised update of the same shape, part of a block of `shape`."""
+    def _apply(
+        self, parameters: Tensors, weights: Tensors, updates: Tensors, shape: Shape, group: dict[str, Any]
+    ) -> None:
+        """Decay the weights and apply orthogonalised updates of the same shapes, parts of blocks of `shape`."""
         scale = 0.2 * max(shape) ** 0.5
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+        torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-group["lr"] * scale)
         if self.watch_updates:
-            self._watch(parameter, shape, update.float().mul(scale))
+            for parameter, update in zip(parameters, updates, strict=True):
+                self._watch(parameter, shape, update.float().mul(scale))
 
     def _watch(self, parameter: Tensor, shape: Shape, update: Tensor) -> None:
         square = update.square().sum().float()
@@ -216,7 +222,13 @@ class Muon(torch.optim.Optimizer):
         return local(state["m"]) / (1 - beta1**count) / scale
 
 
-def accumulate(buffer: Tensor, gradient: Tensor, momentum: float, out: Tensor) -> None:
+def accumulate(buffers: Tensors, gradients: Tensors, momentum: float, out: Tensors) -> None:
     """buffer <- momentum * buffer + gradient; out <- gradient + momentum * buffer, cast to the dtype of `out`."""
-    torch.add(gradient, buffer, alpha=momentum, out=buffer)
-    torch.add(gradient, buffer, alpha=momentum, out=out)
+    if buffers[0].is_cpu:
+        for buffer, gradient, part in zip(buffers, gradients, out, strict=True):
+            torch.add(gradient, buffer, alpha=momentum, out=buffer)
+            torch.add(gradient, buffer, alpha=momentum, out=part)
+        return
+    # One kernel for all parts, where the memory for it is no cost: on a GPU a launch takes longer than a small part.
+    torch._foreach_copy_(buffers, torch._foreach_add(gradients, buffers, alpha=momentum))
+    torch._foreach_copy_(out, torch._foreach_add(gradients, buffers, alpha=momentum))

@@ -11,28 +11,66 @@ from torch import Tensor, nn
 
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.moe import Experts
+from glm5.model.moe import Experts, Shared
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute, unpermute
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows [M, D]: `leave[r]` rows go to rank r, `arrive[r]` come from it. Gradients go back."""
+class Transfer:
+    """An all-to-all of rows [M, D] beside other work: `leave[r]` rows go to rank r, `arrive[r]` come from it.
+
+    `send` starts it and `receive` waits for it. Backward, `receive` sends the gradients and `send` waits for them, so
+    what is computed between the two overlaps both ways.
+    """
+
+    def __init__(self, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> None:
+        self.leave, self.arrive, self.group = leave, arrive, group
+        self.under_way: tuple[dist.Work | None, Tensor, Tensor] | None = None
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Memory for the rows that arrive; only `receive` may read it."""
+        return _Send.apply(rows, self)
+
+    def receive(self, memory: Tensor) -> Tensor:
+        """The rows that arrived in `memory`."""
+        return _Receive.apply(memory, self)
+
+    def start(self, rows: Tensor, leave: list[int], arrive: list[int]) -> Tensor:
+        rows, memory = rows.contiguous(), rows.new_empty(sum(arrive), rows.shape[1])
+        work = dist.all_to_all_single(memory, rows, arrive, leave, group=self.group, async_op=True)
+        self.under_way = work, rows, memory  # the rows stay until they have left
+        return memory
+
+    def wait(self) -> Tensor:
+        assert self.under_way is not None
+        work, _, memory = self.under_way
+        if work is not None:
+            work.wait()
+        self.under_way = None
+        return memory
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.start(rows, transfer.leave, transfer.arrive)
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.leave, ctx.arrive, ctx.group = leave, arrive, group
-        return _exchange(rows, leave, arrive, group)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.wait(), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.wait().view_as(memory)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.arrive, ctx.leave, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, leave: list[int], arrive: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(arrive), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), arrive, leave, group=group)
-    return out
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.start(grads[0], ctx.transfer.arrive, ctx.transfer.leave)
+        return grads[0], None  # only for its shape: `_Send` returns what arrives
 
 
 @dataclass(frozen=True)
@@ -41,12 +79,13 @@ class ExpertExchange:
 
     Each rank sends a token once per chosen expert. It computes the received tokens with its own experts and sends the
     results back, to be weighted and summed. Token counts are exchanged first. A rank that receives no tokens computes
-    nothing, but takes part in every exchange, forward and backward.
+    nothing, but takes part in every exchange, forward and backward. The shared expert is computed while tokens travel
+    to their ranks.
     """
 
     group: dist.ProcessGroup
 
-    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
         """x [M, D], weights and experts [M, K] (global expert ids) -> [M, D]."""
         ranks, own, top_k = self.group.size(), module.gate_up_proj.shape[0], experts.shape[1]
         slot_of, source, counts = _by_expert(experts, ranks * own)
@@ -54,15 +93,18 @@ class ExpertExchange:
         dist.all_to_all_single(incoming, counts, group=self.group)
         # The only wait for the device: both transfers need their sizes on the host.
         leave, arrive = torch.stack([counts, incoming]).view(2, ranks, own).sum(2).tolist()
-        rows = _AllToAll.apply(permute(x, slot_of, source, top_k), leave, arrive, self.group)
+        there = Transfer(leave, arrive, self.group)
+        memory = there.send(permute(x, slot_of, source, top_k))
+        beside = shared()
         # Rows arrive by rank and, within a rank, by expert.
         numbers = torch.arange(own, device=x.device).repeat(ranks)
         numbers = numbers.repeat_interleave(incoming, output_size=sum(arrive)).unsqueeze(1)
         local_slot, local_source, bounds, _ = expert_layout(numbers, own)
-        grouped = permute(rows, local_slot, local_source, 1)
+        grouped = permute(there.receive(memory), local_slot, local_source, 1)
         grouped = swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds))
         results = unpermute(grouped_matmul(grouped, module.down_proj, bounds), local_slot)
-        return combine(_AllToAll.apply(results, arrive, leave, self.group), slot_of, weights)
+        back = Transfer(arrive, leave, self.group)
+        return combine(back.receive(back.send(results)), slot_of, weights) + beside
 
 
 def _by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.gqa import GQA
 from glm5.model.mla import MLA
-from glm5.model.moe import Experts
+from glm5.model.moe import Experts, Shared
 from glm5.model.weight_source import RowPart, WeightSource, replace_tensors
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
@@ -173,7 +173,7 @@ class OwnExperts:
 
     first: int
 
-    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(self, module: Experts, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
         """x [M, D], weights and experts [M, K] (global expert ids) -> [M, D]."""
         own = module.gate_up_proj.shape[0]
         local = experts - self.first
@@ -190,7 +190,7 @@ class OwnExperts:
         if not x.is_cpu:  # the number of rows stays on the device, and so do those without a product, uninitialised
             rows = torch.arange(grouped.shape[0], device=x.device)
             grouped = grouped.masked_fill((rows >= bounds[-1]).unsqueeze(1), 0)
-        return combine(grouped, slot_of, weights)
+        return combine(grouped, slot_of, weights) + shared()
 
 
 @torch.no_grad()

@@ -310,7 +310,7 @@ def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tens
         for rank in range(2):
             stacks = {n: p.chunk(2)[rank] for n, p in moe.experts.named_parameters()}
             share: Any = OwnExperts(len(stacks["down_proj"]) * rank)
-            numbers[f"experts of rank {rank}"] = share(SimpleNamespace(**stacks), x, weights, experts)
+            numbers[f"experts of rank {rank}"] = share(SimpleNamespace(**stacks), x, weights, experts, lambda: x)
     ctx = train(model, batch, watch=watch)
     loads = expert_loads(ctx.router_stats or [], batch.documents, model.config.n_routed_experts)
     numbers |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -23,9 +23,10 @@ def test_shares_of_experts_add_up(small: Callable[..., GLM5ForCausalLM], backend
     weights = torch.linspace(0.1, 1.0, 2 * tokens, dtype=x.dtype).view(tokens, 2)
     if tokens > 1:
         x[0] = torch.nan
-    expected = module(x, weights, experts)
+    expected = module(x, weights, experts, lambda: torch.zeros(()))
     stacks = [{name: p.chunk(4)[rank] for name, p in module.named_parameters()} for rank in range(4)]
-    shares = [OwnExperts(2 * rank)(SimpleNamespace(**own), x, weights, experts) for rank, own in enumerate(stacks)]  # type: ignore[arg-type]
+    rest = (x, weights, experts, lambda: torch.zeros(()))
+    shares = [OwnExperts(2 * rank)(SimpleNamespace(**own), *rest) for rank, own in enumerate(stacks)]  # type: ignore[arg-type]
     assert torch.allclose(torch.stack(shares).sum(0), expected, atol=1e-6, equal_nan=True)
     assert not shares[2].any()
     assert shares[1][1::2].isfinite().all() and not shares[1][1::2].any()
