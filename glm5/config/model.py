@@ -65,6 +65,8 @@ class GLM5Config(BaseModel):
     (SFSF…) and "searched" (the paper's layout for 40 layers) are names for patterns. The efficient forms (§2.1.2) are a
     sliding window of `sliding_window` keys ("swa"), Gated DeltaNet ("gdn", with convolutions of `gdn_conv_kernel` taps)
     and SimpleGDN ("simple_gdn": decay and writing strength are the constants `simple_gdn_alpha`, `simple_gdn_beta`).
+
+    `rotated_residual`: the residual stream is rotated, and the final norms turn it back (see `glm5.quant.rotation`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -123,6 +125,7 @@ class GLM5Config(BaseModel):
     gdn_conv_kernel: Size = 4
     simple_gdn_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     simple_gdn_beta: Annotated[NonNegativeFloat, Field(le=2)] = 1.0
+    rotated_residual: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -364,7 +367,9 @@ class GLM5Config(BaseModel):
         """The `config.json` that other tools read: Hugging Face names, redundant keys kept consistent."""
         gqa = self.attention_type == "gqa"
         foreign = MLA_KEYS if gqa else GQA_KEYS | {"use_dsa", "indexer_adapted", "indexer_types", "latent_norm_eps"}
-        values = self.model_dump(exclude={"rope_theta", *VARIANT_KEYS, *foreign})
+        values = self.model_dump(exclude={"rope_theta", "rotated_residual", *VARIANT_KEYS, *foreign})
+        if self.rotated_residual:
+            values["rotated_residual"] = True
         values["rope_parameters"] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         values["eos_token_id"] = list(self.eos_token_id) or None
         if gqa:

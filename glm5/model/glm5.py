@@ -18,7 +18,7 @@ from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN
 from glm5.model.gqa import GQA
 from glm5.model.layer_call import call
-from glm5.model.layers import MLP, Embedding, Linear, RMSNorm
+from glm5.model.layers import MLP, Embedding, Linear, RMSNorm, final_norm
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE, Router
 from glm5.model.mtp import MTPLayer
@@ -68,7 +68,7 @@ class GLM5Model(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = final_norm(config)
         self.fused_decode = FusedDecode(config, self.layers)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:

@@ -23,9 +23,9 @@ from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, publish_dir, verify_manifest
 from glm5.model.disk_names import disk_rows, disk_tensors
-from glm5.model.fp8 import block_size
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.load_plan import FolderWeights, make_plan
+from glm5.model.quantised_files import block_size
 from glm5.model.tensor_files import (
     INDEX,
     SINGLE,
@@ -212,7 +212,7 @@ def load_checkpoint(
         path, model, stored, block, _pattern(allow_missing, "missing"), _pattern(allow_unexpected, "unexpected")
     )
     model.census = plan.census()
-    model.weight_source = FolderWeights(plan, config, block, RandomWeights(seed, config.initializer_range))
+    model.weight_source = FolderWeights(plan, config, RandomWeights(seed, config.initializer_range))
     if device.type != "meta":
         try:
             allocate(model, device)

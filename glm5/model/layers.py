@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm5.config.model import GLM5Config
 from glm5.ops import small_batch
 from glm5.ops.elementwise import rms_norm, swiglu
 
@@ -19,6 +21,30 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class RestoringNorm(RMSNorm):
+    """RMSNorm at the end of a trunk whose residual stream is rotated (QuaRot, §5): it turns the normed rows back.
+
+    Without it, the gain of the norm would have to move into the output matrix. That changes what the MTP layer reads:
+    its own norm divides by the length of the hidden state with the gain.
+    """
+
+    rotation: Tensor
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        self.register_buffer("rotation", torch.eye(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [M, D] in the rotated basis, a row times `rotation` [D, D] -> normed rows in the basis before."""
+        return F.linear(rms_norm(x, torch.ones_like(self.weight), self.eps), self.rotation) * self.weight
+
+
+def final_norm(config: GLM5Config) -> RMSNorm:
+    """The norm after the last layer of a trunk or an MTP layer."""
+    kind = RestoringNorm if config.rotated_residual else RMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
 
 
 class Embedding(nn.Embedding):

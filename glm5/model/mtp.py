@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.fused_decode import FusedDecode
-from glm5.model.layers import RMSNorm, linear
+from glm5.model.layers import RMSNorm, final_norm, linear
 
 
 class SharedHead(nn.Module):
@@ -16,7 +16,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = final_norm(config)
 
 
 class MTPLayer(nn.Module):

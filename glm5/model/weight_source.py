@@ -61,7 +61,10 @@ class RandomWeights:
 
 
 def initialise_tensor(name: str, tensor: Tensor, std: float, seed: int) -> None:
-    """Matrices: Normal(0, std); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`."""
+    """Matrices: Normal(0, std); norms: 1; biases: 0; Gated DeltaNet gates: `initialise_gate`; rotations: none."""
+    if name.endswith("norm.rotation"):
+        tensor.zero_().fill_diagonal_(1.0)
+        return
     generator = _generator(seed, name)
     if initialise_gate(name, tensor, std, generator):
         return

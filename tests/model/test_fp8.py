@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5.errors import CheckpointError
-from glm5.model.fp8 import dequantise, scale_shape
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import INDEX, SINGLE, disk_tensors
+from glm5.model.quantised_files import dequantise, scale_shape
 
 Build = Callable[..., GLM5ForCausalLM]
 # Rows and columns around the block size: 150 and 186 + 6 rows end in half blocks, as kv_a_proj's 576 rows do.

@@ -1,0 +1,1 @@
+"""Quantization of checkpoints (§5): rotation, smoothing, calibration, schemes, formats."""
