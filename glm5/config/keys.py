@@ -40,5 +40,5 @@ BOOKKEEPING_KEYS = frozenset(
     "bos_token_id index_share_for_mtp_iteration auto_map quantization_config output_hidden_states return_dict "
     "output_attentions chunk_size_feed_forward is_encoder_decoder problem_type id2label label2id _name_or_path "
     "output_router_logits router_aux_loss_coef use_sliding_window partial_rotary_factor num_local_experts "
-    "rope_scaling add_cross_attention cross_attention_hidden_size".split()
+    "rope_scaling add_cross_attention cross_attention_hidden_size glm5_quantization".split()
 )

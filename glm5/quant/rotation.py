@@ -92,28 +92,28 @@ def rotate_block(block: Any, rotations: Rotations) -> None:
     attention, mlp, hidden = block.self_attn, block.mlp, rotations.hidden
     fold_gain(block.input_layernorm, input_readers(attention))
     for weight in input_readers(attention):
-        _read(weight, hidden)
+        rotate_columns(weight, hidden)
     if isinstance(attention, MLA):
         _rotate_inside(attention, rotations)
-    _write(attention.o_proj.weight, hidden)
+    rotate_rows(attention.o_proj.weight, hidden)
     fold_gain(block.post_attention_layernorm, feed_forward_readers(mlp))
     for weight in feed_forward_readers(mlp):
-        _read(weight, hidden)
+        rotate_columns(weight, hidden)
     for part in feed_forward_parts(mlp):
-        _write(part.down_proj if isinstance(part.down_proj, Tensor) else part.down_proj.weight, hidden)
+        rotate_rows(part.down_proj if isinstance(part.down_proj, Tensor) else part.down_proj.weight, hidden)
 
 
 def _rotate_inside(attention: MLA, rotations: Rotations) -> None:
     queries, values, latents = rotations.queries, rotations.values, rotations.latents
     assert queries is not None and values is not None and latents is not None
     fold_gain(attention.q_a_layernorm, query_readers(attention))
-    _write(attention.q_a_proj.weight, queries)
+    rotate_rows(attention.q_a_proj.weight, queries)
     for weight in query_readers(attention):
-        _read(weight, queries)
+        rotate_columns(weight, queries)
     fold_gain(attention.kv_a_layernorm, [attention.kv_b_proj.weight])
-    _write(attention.kv_a_proj_with_mqa.weight[: attention.latent], latents)  # the rest has RoPE
-    _read(attention.kv_b_proj.weight, latents)
-    _write(value_rows(attention), values)
+    rotate_rows(attention.kv_a_proj_with_mqa.weight[: attention.latent], latents)  # the rest has RoPE
+    rotate_columns(attention.kv_b_proj.weight, latents)
+    rotate_rows(value_rows(attention), values)
     by_head = attention.o_proj.weight.unflatten(1, (attention.heads, attention.v_dim))
     by_head.copy_(values.right(by_head))
 
@@ -125,8 +125,8 @@ def rotate_mtp_inputs(mtp: Any, rotations: Rotations) -> None:
     half = mtp.enorm.weight.shape[0]
     embedded = mtp.eh_proj.weight[:, :half]
     fold_gain(mtp.enorm, [embedded])
-    _read(embedded, rotations.hidden)
-    _write(mtp.eh_proj.weight, rotations.hidden)
+    rotate_columns(embedded, rotations.hidden)
+    rotate_rows(mtp.eh_proj.weight, rotations.hidden)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def rotate_end(norm: RMSNorm, head: Tensor, rotations: Rotations) -> None:
         norm.rotation.copy_(rotations.hidden.matrix(norm.rotation.dtype))
         return
     fold_gain(norm, [head])
-    _read(head, rotations.hidden)
+    rotate_columns(head, rotations.hidden)
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def rotate(model: GLM5ForCausalLM, seed: int = 0) -> GLM5ForCausalLM:
     rotations = Rotations.of(model.config, seed)
     config = model.config.replace(rotated_residual=model.mtp is not None)
     rotated = model.clone(config)
-    _read(rotated.model.embed_tokens.weight, rotations.hidden)
+    rotate_columns(rotated.model.embed_tokens.weight, rotations.hidden)
     for block in rotated.model.layers:
         rotate_block(block, rotations)
     rotate_end(rotated.model.norm, rotated.lm_head.weight, rotations)
@@ -200,14 +200,14 @@ def fold_gain(norm: RMSNorm, readers: list[Tensor]) -> None:
     norm.weight.fill_(1.0)
 
 
-def _read(weight: Tensor, rotation: Rotation) -> None:
+def rotate_columns(weight: Tensor, rotation: Rotation) -> None:
     """Rotate the columns [..., size] of a matrix that reads rotated rows; a view is written through. One matrix of a
     stack at a time, to bound memory."""
     for part in weight if weight.ndim == 3 else (weight,):
         part.copy_(rotation.right(part))
 
 
-def _write(weight: Tensor, rotation: Rotation) -> None:
+def rotate_rows(weight: Tensor, rotation: Rotation) -> None:
     """Rotate the rows [..., size, columns] of a matrix whose output is rotated."""
     for part in weight if weight.ndim == 3 else (weight,):
         part.copy_(rotation.left(part))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError, nearest
 from glm5.ops.quantisers import (
@@ -15,7 +17,10 @@ from glm5.ops.quantisers import (
     INT4_GROUP_128,
     INT8_CHANNEL,
     INT8_TOKEN,
+    Quantised,
     Quantiser,
+    least_squares,
+    quantise,
 )
 
 STEPS = ("quarot", "awq", "smooth", "ssz")
@@ -28,6 +33,11 @@ class Form:
 
     weight: Quantiser
     activation: Quantiser | None = None
+
+
+def round_weight(weight: Tensor, form: Form, *, ssz: bool) -> Quantised:
+    """The rounded weight; with `ssz`, scales of 4-bit weights minimise the squared error."""
+    return least_squares(weight, form.weight) if ssz and form.weight.bits == 4 else quantise(weight, form.weight)
 
 
 W8A8 = Form(INT8_CHANNEL, INT8_TOKEN)

@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.config.model import GLM5Config
+from glm5.model.disk_names import disk_rows
 from glm5.model.mla import MLA
 from glm5.model.moe import MoE
-from glm5.ops.quantisers import least_squares, quantise
+from glm5.ops.quantisers import quantise
 from glm5.ops.wide import wide
 from glm5.quant.rotation import feed_forward_readers, input_readers, query_readers, value_rows
-from glm5.quant.schemes import Form
+from glm5.quant.schemes import Form, round_weight
 
 ALPHAS = tuple(step / 20 for step in range(21))
 """Exponents of the mean magnitude of a channel that are tried; 0 leaves everything as it is."""
 LEAST_MAGNITUDE = 1e-4
 """Smallest magnitude of a channel, as a share of their mean: a channel that was never active is not scaled away."""
+
+JUDGED = 4
+"""Experts of a layer whose errors count where all read the same channels."""
 
 FormOf = Callable[[str], Form | None]
 
@@ -34,8 +39,8 @@ class Junction:
     """One place in a layer: `rows` is the name of its observed activations [n, channels] (see `calibration.observe`),
     `step` the step of a scheme that it belongs to.
 
-    `divided` and `multiplied` are views of weights; `axis` is that of the channels in a divided one. Readers are
-    multiplied in their last axis. `names` gives the tensors of `multiplied` whose form counts.
+    `divided` are views of weights and the axis of the channels in them; `multiplied` are readers, by name in the layer,
+    with the channels in their last axis.
     """
 
     rows: str
@@ -55,19 +60,19 @@ class Junction:
             weight.copy_(weight.to(wide(weight.dtype)) * scales.to(wide(weight.dtype)))
 
 
-def junctions(block: Any) -> Iterator[Junction]:
+def junctions(block: Any, config: GLM5Config) -> Iterator[Junction]:
     """All junctions of a layer. Names of readers are those on disk, without the layer."""
     attention, mlp = block.self_attn, block.mlp
     inputs = input_readers(attention)
-    yield Junction("input", "smooth", ((block.input_layernorm.weight, 0),), _named(block, inputs))
+    yield Junction("input", "smooth", ((block.input_layernorm.weight, 0),), _named(block, config, inputs))
     if isinstance(attention, MLA):
-        queries = _named(block, query_readers(attention))
+        queries = _named(block, config, query_readers(attention))
         yield Junction("queries", "smooth", ((attention.q_a_layernorm.weight, 0),), queries)
         values = value_rows(attention)
         for head in range(attention.heads):
             columns = attention.o_proj.weight[:, head * attention.v_dim : (head + 1) * attention.v_dim]
             yield Junction(f"values.{head}", "smooth", ((values[head], 0),), (("self_attn.o_proj.weight", columns),))
-    readers = _named(block, feed_forward_readers(mlp))
+    readers = _named(block, config, feed_forward_readers(mlp))
     yield Junction("feed_forward", "smooth", ((block.post_attention_layernorm.weight, 0),), readers)
     if isinstance(mlp, MoE):
         inner = mlp.experts.down_proj.shape[2]
@@ -81,9 +86,10 @@ def junctions(block: Any) -> Iterator[Junction]:
     yield Junction("down", "smooth", ((up[down.shape[1] :], 0),), ((f"{prefix}.down_proj.weight", down),))
 
 
-def _named(block: Any, tensors: list[Tensor]) -> tuple[tuple[str, Tensor], ...]:
+def _named(block: Any, config: GLM5Config, tensors: list[Tensor]) -> tuple[tuple[str, Tensor], ...]:
+    """Tensors of a layer with their names on disk; a stack has that of its first matrix."""
     names = {id(parameter): name for name, parameter in block.named_parameters()}
-    return tuple((names[id(tensor)], tensor) for tensor in tensors)
+    return tuple((next(disk_rows(names[id(t)], config, t, 0, len(t)))[0], t) for t in tensors)
 
 
 @torch.no_grad()
@@ -110,10 +116,9 @@ def search(rows: Tensor, readers: list[tuple[Tensor, Form]], *, ssz: bool) -> tu
 def _error(rows: Tensor, scales: Tensor, readers: list[tuple[Tensor, Form]], ssz: bool) -> float:
     total = 0.0
     for weight, form in readers:
-        for matrix in weight if weight.ndim == 3 else (weight,):
+        for matrix in weight[:: -(-len(weight) // JUDGED)] if weight.ndim == 3 else (weight,):
             matrix = matrix.to(rows.dtype)
-            rounded = least_squares if ssz and not form.weight.fp8 else quantise
-            weights = rounded(matrix * scales, form.weight).dequantise(rows.dtype)
+            weights = round_weight(matrix * scales, form, ssz=ssz).dequantise(rows.dtype)
             seen = rows / scales
             if form.activation is not None:
                 seen = quantise(seen, form.activation).dequantise(rows.dtype)
@@ -124,11 +129,13 @@ def _error(rows: Tensor, scales: Tensor, readers: list[tuple[Tensor, Form]], ssz
 
 
 @torch.no_grad()
-def smooth(block: Any, observed: dict[str, Tensor], form_of: FormOf, steps: tuple[str, ...]) -> list[dict[str, Any]]:
+def smooth(
+    block: Any, config: GLM5Config, observed: dict[str, Tensor], form_of: FormOf, steps: tuple[str, ...]
+) -> list[dict[str, Any]]:
     """Search and apply the scales of every junction of a layer that `steps` name and something was observed at.
     `form_of` gives the form of a reader by its name in the layer. Returns the error of each with and without scales."""
     report = []
-    for junction in junctions(block):
+    for junction in junctions(block, config):
         rows = observed.get(junction.rows)
         forms = [(weight, form_of(name)) for name, weight in junction.multiplied]
         readers = [(weight, form) for weight, form in forms if form is not None]

@@ -242,7 +242,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         edit(lambda t: t.update({"model.norm.weight": torch.ones(150).to(torch.float8_e4m3fn)})),
         'tensor "model.norm.weight" is stored as torch.float8_e4m3fn',
     ),
-    "other method": (config(quant_method="modelopt"), "quant_method is 'modelopt', but only \"fp8\" can be read"),
+    "other method": (config(quant_method="modelopt"), "quant_method is 'modelopt', but only \"fp8\" and"),
     "no method": (config(quant_method=None), "quant_method is None"),
     "other format": (config(fmt="e5m2"), "fmt is 'e5m2', but only \"e4m3\" can be read"),
     "one scale per tensor": (config(weight_block_size=None), "weight_block_size is None; it must be two sizes"),

@@ -1,0 +1,147 @@
+"""Quantised checkpoints: what is read back is what the quantisers say, and steps before rounding keep the function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm5.errors import ConfigError
+from glm5.model.disk_names import disk_tensors
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.ops.quantisers import quantise
+from glm5.quant import convert
+from glm5.quant.convert import REPORT, quantise_checkpoint
+from glm5.quant.rotation import rotate
+from glm5.quant.schemes import SCHEMES, Scheme, scheme_named
+from tests.quant.same_function import lively, same_function
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=128, intermediate_size=128, moe_intermediate_size=128, q_lora_rank=128, kv_lora_rank=32, v_head_dim=64,
+    num_hidden_layers=3, num_nextn_predict_layers=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(small: Callable[..., GLM5ForCausalLM], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quant") / "plain"
+    lively(small(**SIZES)).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("a file of others")
+    return folder
+
+
+def text(rows: int = 4, length: int = 48) -> Tensor:
+    return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.steps])
+def test_what_is_read_is_what_the_quantisers_say(source: Path, tmp_path: Path, name: str) -> None:
+    scheme = scheme_named(name)
+    report = quantise_checkpoint(source, tmp_path / name, scheme)
+    plain = GLM5ForCausalLM.from_pretrained(source)
+    found = disk_tensors(GLM5ForCausalLM.from_pretrained(tmp_path / name))
+    rounded = 0
+    for disk, tensor in disk_tensors(plain).items():
+        form = scheme.form(disk, plain.config)
+        rounded += form is not None
+        expected = tensor if form is None else quantise(tensor, form.weight).dequantise()
+        assert torch.equal(found[disk], expected), disk
+    assert rounded == sum(len(piece["tensors"]) for piece in report["pieces"].values()) > 0
+    assert report["bytes_after"] < report["bytes_before"]
+    assert (tmp_path / name / "chat_template.jinja").exists()
+    assert json.loads((tmp_path / name / REPORT).read_text())["scheme"] == name
+
+
+def test_what_is_never_rounded(source: Path) -> None:
+    plain = GLM5ForCausalLM.from_pretrained(source, device="meta")
+    paper = scheme_named("paper-w4a8")
+    for scheme in SCHEMES.values():
+        kept = {name for name in disk_tensors(plain) if scheme.form(name, plain.config) is None}
+        for part in (
+            "embed_tokens",
+            "lm_head",
+            "norm",
+            ".mlp.gate.",
+            "kv_b_proj",
+            "indexer.wk.",
+            "weights_proj",
+            "eh_proj",
+        ):
+            assert any(part in name for name in kept)
+            assert all(name in kept for name in disk_tensors(plain) if part in name)
+    assert all(paper.form(name, plain.config) is None for name in disk_tensors(plain) if ".layers.3." in name)
+
+
+@pytest.mark.parametrize("steps", [("quarot",), ("awq", "smooth", "ssz"), ("quarot", "awq", "smooth", "ssz")])
+def test_steps_before_rounding_keep_the_function(
+    source: Path, tmp_path: Path, steps: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, with the form of every matrix taken away after the search."""
+    monkeypatch.setattr(convert.Conversion, "_rounded_form", lambda self, name: None)
+    monkeypatch.setattr(convert, "stored_dtype", lambda source: torch.float64)
+    monkeypatch.setattr(convert, "WORKING", torch.float64)
+    scheme = Scheme("paper", scheme_named("paper-w4a8").forms, steps, mtp=False)
+    report = quantise_checkpoint(source, tmp_path / "out", scheme, text())
+    plain = GLM5ForCausalLM.from_pretrained(source, dtype=torch.float64)
+    changed = GLM5ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert not torch.allclose(
+        changed.model.layers[1].mlp.experts.down_proj, plain.model.layers[1].mlp.experts.down_proj
+    )
+    assert same_function(plain, changed) == []
+    found = [junction for piece in report["pieces"].values() for junction in piece["junctions"]]
+    assert ("awq" in steps) == any(junction["junction"].startswith("experts") for junction in found)
+    assert all(junction["error"] <= junction["without"] for junction in found)
+
+
+def test_layer_by_layer_is_the_whole_model(source: Path, tmp_path: Path) -> None:
+    scheme = Scheme("rotated", SCHEMES["w8a8"].forms, ("quarot",))
+    quantise_checkpoint(source, tmp_path / "out", scheme, seed=3)
+    whole = rotate(GLM5ForCausalLM.from_pretrained(source), seed=3)
+    found = disk_tensors(GLM5ForCausalLM.from_pretrained(tmp_path / "out"))
+    for disk, tensor in disk_tensors(whole).items():
+        form = scheme.form(disk, whole.config)
+        assert torch.equal(found[disk], tensor if form is None else quantise(tensor, form.weight).dequantise()), disk
+
+
+def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None:
+    scheme, calls = scheme_named("paper-w4a8"), []
+    quantise_checkpoint(source, tmp_path / "whole", scheme, text())
+
+    def stop(name: str, done: int, total: int) -> None:
+        calls.append(name)
+        if name == "layer 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantise_checkpoint(source, tmp_path / "out", scheme, text(), progress=stop)
+    assert not (tmp_path / "out").exists()
+    original, again = convert.Conversion.convert, []
+
+    def noted(self: Any, piece: Any) -> Any:
+        again.append(piece.name)
+        return original(self, piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert.Conversion, "convert", noted)
+        quantise_checkpoint(source, tmp_path / "out", scheme, text())
+    assert again == ["layer 2", "end", "MTP layer"]
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").glob("model*")}
+    assert whole == {file.name: file.read_bytes() for file in (tmp_path / "out").glob("model*")}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_refusals(source: Path, tmp_path: Path, small: Callable[..., GLM5ForCausalLM]) -> None:
+    with pytest.raises(ConfigError, match='no scheme "w8a9"'):
+        scheme_named("w8a9")
+    with pytest.raises(ConfigError, match='needs calibration text for its step "awq"'):
+        quantise_checkpoint(source, tmp_path / "out", scheme_named("paper-w4a8"))
+    with pytest.raises(ConfigError, match='has no step "awq"; it has: none'):
+        scheme_named("w8a8").without("awq")
+    small().save_pretrained(tmp_path / "narrow")
+    with pytest.raises(ConfigError, match="groups of 32 do not divide 16 columns"):
+        quantise_checkpoint(tmp_path / "narrow", tmp_path / "out", scheme_named("w4a16"))
