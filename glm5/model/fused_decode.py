@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from glm5.config.model import GLM5Config
 from glm5.model.context import ForwardContext
 from glm5.model.dsa import Indexer
-from glm5.model.layers import MLP
+from glm5.model.layers import MLP, Linear
 from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
 from glm5.ops import small_batch
@@ -49,7 +49,7 @@ class FusedDecode:
         plan = self._plan
         if plan is None or plan.dtype != x.dtype:
             plan = self._plan = _Plan(self._config, list(self._blocks), x.dtype)
-        if not plan.suits or any(experts.dispatch is not None for experts in plan.experts):
+        if not plan.suits or not all(experts.plain for experts in plan.experts):
             return None
         if any(indexer.rule is not None for indexer in plan.indexers):
             return None
@@ -113,6 +113,7 @@ class _Plan:
         self.suits = (
             config.selects_keys
             and all(isinstance(attention, MLA) for attention in self.attention)
+            and not any(isinstance(m, Linear) and m.activation for block in blocks for m in block.modules())
             and all(type(p) in (nn.Parameter, FakeTensor) and p.dtype == dtype and p.is_contiguous() for p in weights)
             and all(b.dtype == torch.float32 for block in blocks for b in block.buffers())
         )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 from glm5.model.context import ForwardContext, padded_context
-from glm5.model.dsa import Indexer
 from glm5.model.fused_decode import FusedDecode
 from glm5.model.gdn import GatedDeltaNet, SimpleGDN
 from glm5.model.gqa import GQA
@@ -31,6 +30,9 @@ from glm5.model.weight_source import (
     whole_parts,
 )
 from glm5.ops.wide import wide
+
+CARRIED = ("rule", "activation", "weight_form")
+"""What a clone takes over beside the weights: rules of selection, and how a layer rounds."""
 
 
 def attention(config: GLM5Config, layer: int) -> nn.Module:
@@ -161,10 +163,11 @@ class GLM5ForCausalLM(nn.Module):
         with torch.no_grad():
             for name, tensor in kept.items():
                 own[name].copy_(tensor)  # on the meta device, this only compares the shapes
-        rules = {name: module.rule for name, module in self.named_modules() if isinstance(module, Indexer)}
+        modules = dict(self.named_modules())
         for name, module in fresh.named_modules():
-            if isinstance(module, Indexer):
-                module.rule = rules.get(name)
+            for key in CARRIED:
+                if hasattr(module, key) and name in modules:
+                    setattr(module, key, getattr(modules[name], key, None))
         return fresh
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:

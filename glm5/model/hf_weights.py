@@ -26,6 +26,7 @@ from glm5.model.disk_names import disk_rows, disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.load_plan import FolderWeights, make_plan
 from glm5.model.quantised_files import block_size
+from glm5.model.rounding import activations_of, round_activations
 from glm5.model.tensor_files import (
     INDEX,
     SINGLE,
@@ -208,6 +209,7 @@ def load_checkpoint(
         warnings.warn(f"{path} announces an MTP layer but holds no tensor of it; loading the trunk only.", stacklevel=3)
         config = config.replace(num_nextn_predict_layers=0)
     model = _skeleton(path, config, stored).cast(dtype or torch.float32)
+    round_activations(model, activations_of(raw.get("quantization_config"), str(path / "config.json")))
     plan = make_plan(
         path, model, stored, block, _pattern(allow_missing, "missing"), _pattern(allow_unexpected, "unexpected")
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.ops import small_batch
 from glm5.ops.elementwise import rms_norm, swiglu
+from glm5.ops.quantisers import Quantiser, fake_quantise
 
 
 class RMSNorm(nn.Module):
@@ -56,12 +57,19 @@ class Embedding(nn.Embedding):
 
 
 class Linear(nn.Linear):
-    """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`)."""
+    """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`).
+
+    `activation`, if set, rounds every row of the input (see `model.rounding`).
+    """
+
+    activation: Quantiser | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        if self.activation is not None:
+            x = fake_quantise(x, self.activation)
         return super().forward(x) if exact or self.bias is not None else small_batch.linear(x, self.weight)
 
 
@@ -101,7 +109,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
-        native = None if exact else small_batch.kernels_for(x, up, down)
+        native = None if exact or self.down_proj.activation is not None else small_batch.kernels_for(x, up, down)
         if native is not None:
             return small_batch.mlp(native, x, up, down)
         return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)

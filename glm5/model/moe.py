@@ -13,6 +13,7 @@ from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+from glm5.ops.quantisers import Quantiser, fake_quantise
 from glm5.ops.route import route
 from glm5.ops.wide import wide_linear
 
@@ -45,7 +46,13 @@ class Experts(nn.Module):
 
     If `dispatch` is set, it replaces `forward`: (module, x, weights, experts, shared) -> [M, D]. Expert and tensor
     parallelism use it; the stacks then contain the local experts only.
+
+    `weight_form` rounds the matrices before they multiply (quantization-aware training), `activation` every row that
+    they read (see `model.rounding`).
     """
+
+    weight_form: Quantiser | None = None
+    activation: Quantiser | None = None
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
@@ -56,14 +63,29 @@ class Experts(nn.Module):
         declare_split(self.gate_up_proj, (inner, inner))
         declare_split(self.down_proj, (hidden,))
 
+    @property
+    def plain(self) -> bool:
+        """Whether kernels may multiply with the matrices as they are."""
+        return self.dispatch is None and self.weight_form is None and self.activation is None
+
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
         """shared() + weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
         if self.dispatch is not None:
             return self.dispatch(self, x, weights, experts, shared)
         slot_of, source, bounds, _ = expert_layout(experts, self.gate_up_proj.shape[0])
-        grouped = permute(x, slot_of, source, experts.shape[1])
-        grouped = grouped_matmul(swiglu(grouped_matmul(grouped, self.gate_up_proj, bounds)), self.down_proj, bounds)
+        grouped = expert_products(self, permute(x, slot_of, source, experts.shape[1]), bounds)
         return combine(grouped, slot_of, weights) + shared()
+
+
+def expert_products(module: Experts, rows: Tensor, bounds: Tensor) -> Tensor:
+    """Both products of the experts of `module`, with SwiGLU between them: rows [N, D] by expert -> [N, D]."""
+    gate_up, down, form, activation = module.gate_up_proj, module.down_proj, module.weight_form, module.activation
+    if form is not None:
+        gate_up, down = fake_quantise(gate_up, form), fake_quantise(down, form)  # type: ignore[assignment]
+    if activation is None:
+        return grouped_matmul(swiglu(grouped_matmul(rows, gate_up, bounds)), down, bounds)
+    inner = swiglu(grouped_matmul(fake_quantise(rows, activation), gate_up, bounds))
+    return grouped_matmul(fake_quantise(inner, activation), down, bounds)
 
 
 class MoE(nn.Module):
@@ -78,7 +100,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         gate = self.gate
-        if not ctx.exact and ctx.router_stats is None and self.experts.dispatch is None:
+        if not ctx.exact and ctx.router_stats is None and self.experts.plain:
             routed = (self.experts.gate_up_proj, self.experts.down_proj)
             shared = (self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight)
             if small_batch.suits(x, gate.weight, *routed, *shared):

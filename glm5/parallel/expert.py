@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.moe import Experts, Shared
-from glm5.ops.elementwise import swiglu
-from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute, unpermute
+from glm5.model.moe import Experts, Shared, expert_products
+from glm5.ops.experts import combine, expert_layout, permute, unpermute
 
 
 class Transfer:
@@ -101,8 +100,7 @@ class ExpertExchange:
         numbers = numbers.repeat_interleave(incoming, output_size=sum(arrive)).unsqueeze(1)
         local_slot, local_source, bounds, _ = expert_layout(numbers, own)
         grouped = permute(there.receive(memory), local_slot, local_source, 1)
-        grouped = swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds))
-        results = unpermute(grouped_matmul(grouped, module.down_proj, bounds), local_slot)
+        results = unpermute(expert_products(module, grouped, bounds), local_slot)
         back = Transfer(arrive, leave, self.group)
         return combine(back.receive(back.send(results)), slot_of, weights) + beside
 

@@ -21,10 +21,9 @@ from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.gqa import GQA
 from glm5.model.mla import MLA
-from glm5.model.moe import Experts, Shared
+from glm5.model.moe import Experts, Shared, expert_products
 from glm5.model.weight_source import RowPart, WeightSource, replace_tensors
-from glm5.ops.elementwise import swiglu
-from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+from glm5.ops.experts import combine, expert_layout, permute
 
 SumOverRanks = Callable[[Tensor, bool], Tensor]
 """(share of this rank, exact) -> the sum of all ranks' shares. With `exact`, in rank order for every element."""
@@ -186,7 +185,7 @@ class OwnExperts:
             end = int(bounds[-1])
             source, slot_of = source[: end + 1], slot_of.clamp_max(end)
         grouped = permute(x, slot_of, source, experts.shape[1])
-        grouped = grouped_matmul(swiglu(grouped_matmul(grouped, module.gate_up_proj, bounds)), module.down_proj, bounds)
+        grouped = expert_products(module, grouped, bounds)
         if not x.is_cpu:  # the number of rows stays on the device, and so do those without a product, uninitialised
             rows = torch.arange(grouped.shape[0], device=x.device)
             grouped = grouped.masked_fill((rows >= bounds[-1]).unsqueeze(1), 0)

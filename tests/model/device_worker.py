@@ -50,6 +50,9 @@ def is_launch(func: Any) -> bool:
     return not views and func.overloadpacket not in NO_LAUNCHES
 
 
+PLAIN = {"weight_form": None, "activation": None}  # of experts
+
+
 class Walk(TorchDispatchMode):
     """Counts the launches of an operator by its name, and passes every result to `look`. With `apart`, the torch forms
     of our operators run instead of counting as one."""
@@ -310,7 +313,9 @@ def measured(model: GLM5ForCausalLM, batch: Batch, watch: str) -> dict[str, Tens
         for rank in range(2):
             stacks = {n: p.chunk(2)[rank] for n, p in moe.experts.named_parameters()}
             share: Any = OwnExperts(len(stacks["down_proj"]) * rank)
-            numbers[f"experts of rank {rank}"] = share(SimpleNamespace(**stacks), x, weights, experts, lambda: x)
+            numbers[f"experts of rank {rank}"] = share(
+                SimpleNamespace(**stacks, **PLAIN), x, weights, experts, lambda: x
+            )
     ctx = train(model, batch, watch=watch)
     loads = expert_loads(ctx.router_stats or [], batch.documents, model.config.n_routed_experts)
     numbers |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -12,6 +12,8 @@ import torch
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import OwnExperts
 
+PLAIN = {"weight_form": None, "activation": None}  # of experts
+
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_shares_of_experts_add_up(small: Callable[..., GLM5ForCausalLM], backend: str, tokens: int) -> None:
@@ -26,7 +28,7 @@ def test_shares_of_experts_add_up(small: Callable[..., GLM5ForCausalLM], backend
     expected = module(x, weights, experts, lambda: torch.zeros(()))
     stacks = [{name: p.chunk(4)[rank] for name, p in module.named_parameters()} for rank in range(4)]
     rest = (x, weights, experts, lambda: torch.zeros(()))
-    shares = [OwnExperts(2 * rank)(SimpleNamespace(**own), *rest) for rank, own in enumerate(stacks)]  # type: ignore[arg-type]
+    shares = [OwnExperts(2 * rank)(SimpleNamespace(**own, **PLAIN), *rest) for rank, own in enumerate(stacks)]  # type: ignore[arg-type]
     assert torch.allclose(torch.stack(shares).sum(0), expected, atol=1e-6, equal_nan=True)
     assert not shares[2].any()
     assert shares[1][1::2].isfinite().all() and not shares[1][1::2].any()

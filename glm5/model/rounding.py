@@ -1,0 +1,85 @@
+"""Rounded arithmetic on a model with plain weights: what W8A8 and W4A8 compute, and quantization-aware training.
+
+A checkpoint with int8 activations is read with dequantised weights, and its layers round what they read. A product of
+these equals the product of the integers times their scales, up to the rounding of its sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from glm5.errors import CheckpointError
+from glm5.model.disk_names import disk_name, disk_parts
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.layers import Linear
+from glm5.model.moe import Experts
+from glm5.ops.quantisers import INT8_TOKEN, Quantiser
+
+
+def round_activations(model: GLM5ForCausalLM, form_of: Callable[[str], Quantiser | None]) -> None:
+    """Let every linear layer and every MoE layer round the rows that it reads, as `form_of` says for the disk name of
+    its (first) matrix without ".weight"."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            first = disk_parts(f"{name}.weight", model.config, module.weight)[0]
+            module.activation = form_of(first.removesuffix(".weight"))
+        elif isinstance(module, Experts):
+            module.activation = form_of(f"{disk_name(name, model.config)}.0.down_proj")
+
+
+def round_experts(model: nn.Module, form: Quantiser | None) -> None:
+    """Quantization-aware training of the routed experts (§2.4): they multiply rounded matrices, and gradients go to the
+    matrices that are rounded. None ends it."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.weight_form = form
+
+
+def activations_of(quantization: Any, where: str = "config.json") -> Callable[[str], Quantiser | None]:
+    """The `form_of` of a `quantization_config`: int8 per token for the targets of groups that say so.
+
+    Raises CheckpointError for lists of targets that are none, and for expressions that could take forever.
+    """
+    groups = quantization.get("config_groups") if isinstance(quantization, Mapping) else None
+    targets: list[str] = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        seen = group.get("input_activations") if isinstance(group, Mapping) else None
+        if isinstance(seen, Mapping) and (seen.get("num_bits"), seen.get("type", "int")) == (8, "int"):
+            targets += _texts(group.get("targets"), where)
+    chosen = [_matcher(target, where) for target in targets]
+    left_out = [_matcher(name, where) for name in _texts(quantization.get("ignore"), where)] if targets else []
+
+    def form_of(name: str) -> Quantiser | None:
+        found = any(matches(name) for matches in chosen) and not any(matches(name) for matches in left_out)
+        return INT8_TOKEN if found else None
+
+    return form_of
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise CheckpointError(f"{where}: targets and ignore of quantization_config must be lists of names.")
+    return value
+
+
+def _matcher(target: str, where: str) -> Callable[[str], bool]:
+    """A target is a name, "re:" and an expression that matches from the start, or "Linear" for all."""
+    if not target.startswith("re:"):
+        return lambda name: target in (name, "Linear")
+    text = target.removeprefix("re:")
+    # Repeated groups and many repetitions can take exponential time, and the file may come from anybody.
+    if len(text) > 500 or re.search(r"\)[*+{]", text) or len(re.findall(r"[*+{]", text)) > 4:
+        raise CheckpointError(
+            f"{where}: the target {target!r:.80} of quantization_config is too complex to be trusted."
+        )
+    try:
+        match = re.compile(text).match
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where}: the target {target!r:.80} is no regular expression ({error}).") from None
+    return lambda name: match(name) is not None
