@@ -137,6 +137,10 @@ class SftStage(GradientStage):
     mtp_weight: float = 0.0
     mtp_depths: int = Field(1, ge=0, le=MOST_DEPTHS)
     bias_rate: float = 0.0
+    qat: Literal["w4a16", "w4a8", "w8a8"] | None = None
+    """Quantization-aware training (§2.4): matrices, and activations if the scheme has them, are rounded as `glm5
+    quantize --scheme` rounds them, and gradients pass straight through. "w4a16" rounds the routed experts to int4 in
+    groups of 32. The checkpoint has the weights before rounding; quantizing it gives what was trained, bit for bit."""
 
     @model_validator(mode="after")
     def _shares_name_all(self) -> Self:

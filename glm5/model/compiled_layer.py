@@ -93,7 +93,7 @@ class CompiledLayer:
             return False
         if ctx.exact or ctx.cache is not None or ctx.max_logits is not None:
             return False
-        return not any(e.dispatch is not None for e in self.experts) and not any(i.rule for i in self.indexers)
+        return all(e.plain for e in self.experts) and not any(i.rule for i in self.indexers)
 
     def __call__(self, x: Tensor, ctx: ForwardContext, *rest: Tensor | None) -> Any:
         if not self.takes(x, ctx):

@@ -113,7 +113,7 @@ class _Plan:
         self.suits = (
             config.selects_keys
             and all(isinstance(attention, MLA) for attention in self.attention)
-            and not any(isinstance(m, Linear) and m.activation for block in blocks for m in block.modules())
+            and all(m.plain for block in blocks for m in block.modules() if isinstance(m, Linear))
             and all(type(p) in (nn.Parameter, FakeTensor) and p.dtype == dtype and p.is_contiguous() for p in weights)
             and all(b.dtype == torch.float32 for block in blocks for b in block.buffers())
         )

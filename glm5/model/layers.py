@@ -59,18 +59,26 @@ class Embedding(nn.Embedding):
 class Linear(nn.Linear):
     """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`).
 
-    `activation`, if set, rounds every row of the input (see `model.rounding`).
+    `activation`, if set, rounds every row of the input, `weight_form` the weight (see `model.rounding`).
     """
 
     activation: Quantiser | None = None
+    weight_form: Quantiser | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
-        if self.activation is not None:
-            x = fake_quantise(x, self.activation)
+        if not self.plain:
+            x = x if self.activation is None else fake_quantise(x, self.activation)
+            weight = self.weight if self.weight_form is None else fake_quantise(self.weight, self.weight_form)
+            return F.linear(x, weight, self.bias)
         return super().forward(x) if exact or self.bias is not None else small_batch.linear(x, self.weight)
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels may multiply with the weight as it is."""
+        return self.activation is None and self.weight_form is None
 
 
 def linear(inputs: int, outputs: int, split: tuple[int, ...] = (), *, bias: bool = False) -> Linear:
@@ -109,7 +117,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
-        native = None if exact or self.down_proj.activation is not None else small_batch.kernels_for(x, up, down)
+        native = None if exact or not self.down_proj.plain else small_batch.kernels_for(x, up, down)
         if native is not None:
             return small_batch.mlp(native, x, up, down)
         return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)

@@ -7,10 +7,8 @@ these equals the product of the integers times their scales, up to the rounding 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-from torch import nn
 
 from glm5.errors import CheckpointError
 from glm5.model.disk_names import disk_name, disk_parts
@@ -19,27 +17,34 @@ from glm5.model.layers import Linear
 from glm5.model.moe import Experts
 from glm5.ops.quantisers import INT8_TOKEN, Quantiser
 
+FormOf = Callable[[str], Quantiser | None]
 
-def round_activations(model: GLM5ForCausalLM, form_of: Callable[[str], Quantiser | None]) -> None:
+
+def round_activations(model: GLM5ForCausalLM, form_of: FormOf) -> None:
     """Let every linear layer and every MoE layer round the rows that it reads, as `form_of` says for the disk name of
     its (first) matrix without ".weight"."""
+    for name, module in _layers(model):
+        module.activation = form_of(name)
+
+
+def round_weights(model: GLM5ForCausalLM, form_of: FormOf) -> None:
+    """Quantization-aware training (§2.4): layers multiply rounded matrices, and gradients go to the matrices that are
+    rounded. Layers whose form is None multiply with their weights as they are."""
+    for name, module in _layers(model):
+        module.weight_form = form_of(name)
+
+
+def _layers(model: GLM5ForCausalLM) -> Iterator[tuple[str, Linear | Experts]]:
+    """Linear layers and routed experts with the disk name of their first matrix, without ".weight"."""
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             first = disk_parts(f"{name}.weight", model.config, module.weight)[0]
-            module.activation = form_of(first.removesuffix(".weight"))
+            yield first.removesuffix(".weight"), module
         elif isinstance(module, Experts):
-            module.activation = form_of(f"{disk_name(name, model.config)}.0.down_proj")
+            yield f"{disk_name(name, model.config)}.0.down_proj", module
 
 
-def round_experts(model: nn.Module, form: Quantiser | None) -> None:
-    """Quantization-aware training of the routed experts (§2.4): they multiply rounded matrices, and gradients go to the
-    matrices that are rounded. None ends it."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.weight_form = form
-
-
-def activations_of(quantization: Any, where: str = "config.json") -> Callable[[str], Quantiser | None]:
+def activations_of(quantization: Any, where: str = "config.json") -> FormOf:
     """The `form_of` of a `quantization_config`: int8 per token for the targets of groups that say so.
 
     Raises CheckpointError for lists of targets that are none, and for expressions that could take forever.

@@ -27,7 +27,8 @@ class Quantiser:
 
     `bits`: 4 or 8. `group`: columns that share a scale; None for a whole row, which is an output channel of a weight or
     a token of an activation. `block`: rows that share a scale, 1 but for FP8 blocks. `fp8`: e4m3 instead of integers.
-    `scale_dtype`: scales are rounded to it before values are divided by them.
+    `scale_dtype`: scales are rounded to it before values are divided by them. `narrow`: values are rounded to bf16
+    first, so that an fp32 weight and its bf16 copy, which training multiplies with, have the same integers.
     """
 
     bits: int
@@ -35,6 +36,7 @@ class Quantiser:
     block: int = 1
     fp8: bool = False
     scale_dtype: torch.dtype = torch.float32
+    narrow: bool = False
 
     @property
     def largest(self) -> float:
@@ -48,10 +50,10 @@ class Quantiser:
         return group
 
 
-INT4_GROUP_32 = Quantiser(4, 32, scale_dtype=torch.bfloat16)
-INT4_GROUP_128 = Quantiser(4, 128, scale_dtype=torch.bfloat16)
-INT4_CHANNEL = Quantiser(4)
-INT8_CHANNEL = Quantiser(8)
+INT4_GROUP_32 = Quantiser(4, 32, scale_dtype=torch.bfloat16, narrow=True)
+INT4_GROUP_128 = Quantiser(4, 128, scale_dtype=torch.bfloat16, narrow=True)
+INT4_CHANNEL = Quantiser(4, narrow=True)
+INT8_CHANNEL = Quantiser(8, narrow=True)
 INT8_TOKEN = Quantiser(8)
 FP8_BLOCK = Quantiser(8, 128, 128, fp8=True)
 
@@ -81,7 +83,7 @@ def spread(scales: Tensor, shape: torch.Size, form: Quantiser) -> Tensor:
 
 def quantise(x: Tensor, form: Quantiser, scales: Tensor | None = None) -> Quantised:
     """Quantise x [..., rows, columns]; `scales` replace those of the largest magnitudes, in the shape of these."""
-    x = x.detach().to(wide(x.dtype))
+    x = _operand(x, form)
     scales = largest_scales(x, form) if scales is None else scales
     ratio = x / spread(scales.to(x.dtype), x.shape, form)
     if form.fp8:
@@ -91,13 +93,18 @@ def quantise(x: Tensor, form: Quantiser, scales: Tensor | None = None) -> Quanti
 
 def largest_scales(x: Tensor, form: Quantiser) -> Tensor:
     """The scales that map the largest magnitude of each group to the largest value."""
-    return safe_scales(_largest(x.detach().to(wide(x.dtype)), form) / form.largest, form)
+    return safe_scales(_largest(_operand(x, form), form) / form.largest, form)
 
 
 def safe_scales(scales: Tensor, form: Quantiser) -> Tensor:
     """Positive scales in the dtype of the form."""
     smallest = max(SMALLEST_SCALE, torch.finfo(form.scale_dtype).tiny)
     return scales.to(form.scale_dtype).clamp_min(smallest)
+
+
+def _operand(x: Tensor, form: Quantiser) -> Tensor:
+    x = x.detach()
+    return (x.to(torch.bfloat16) if form.narrow else x).to(wide(x.dtype))
 
 
 def _largest(x: Tensor, form: Quantiser) -> Tensor:
@@ -117,7 +124,7 @@ def least_squares(x: Tensor, form: Quantiser, steps: int = 10, tolerance: float 
     of its squares."""
     if form.block != 1 or form.fp8:
         raise ValueError("least squares scales are for integers with one scale per row or group")
-    x = x.detach().to(wide(x.dtype))
+    x = _operand(x, form)
     best = quantise(x, form)
     error = _square_error(x, best)
     size = _by_group(x.square(), form).clamp_min(torch.finfo(x.dtype).tiny)

@@ -72,6 +72,7 @@ class Conversion:
 
     def __init__(self, source: Path, scheme: Scheme, ids: Tensor | None, seed: int) -> None:
         self.base = GLM5ForCausalLM.from_pretrained(source, device="meta")
+        scheme.check(self.base)
         self.scheme, self.seed, config = scheme, seed, self.base.config
         assert self.base.weight_source is not None
         self.weights: WeightSource = self.base.weight_source
@@ -193,10 +194,7 @@ class Conversion:
             raise CheckpointError(
                 f'tensor "{disk}" holds numbers that are not finite; such a model cannot be quantised.'
             )
-        try:
-            return round_weight(weight, form, ssz="ssz" in self.scheme.steps)
-        except ValueError as error:
-            raise ConfigError(f'scheme "{self.scheme.name}" does not fit "{disk}": {error}.') from None
+        return round_weight(weight, form, ssz="ssz" in self.scheme.steps)
 
 
 def quantise_checkpoint(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError, nearest
+from glm5.model.disk_names import disk_tensors
+from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops.quantisers import (
     FP8_BLOCK,
     INT4_CHANNEL,
@@ -74,6 +76,16 @@ class Scheme:
             if re.search(KINDS[kind] + "$", name):
                 return form
         return None
+
+    def check(self, model: GLM5ForCausalLM) -> None:
+        """Raises ConfigError for a matrix of the model that the scheme does not fit."""
+        for name, tensor in disk_tensors(model).items():
+            form = self.form(name, model.config)
+            try:
+                if form is not None:
+                    form.weight.columns(tensor.shape[-1])
+            except ValueError as error:
+                raise ConfigError(f'scheme "{self.name}" does not fit "{name}": {error}.') from None
 
     def without(self, *steps: str) -> Scheme:
         """The scheme with fewer steps, for ablations. Raises ConfigError for a step that it does not have."""

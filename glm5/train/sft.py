@@ -30,6 +30,7 @@ from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
+from glm5.quant.qat import quantization_aware
 from glm5.seeds import derive_seed
 from glm5.tasks import family_key, make_family
 from glm5.train.loop import StageIO, train
@@ -164,15 +165,16 @@ def run(
         metrics.mean("trained_share", batch.loss_mask.sum(), real)
         return loss, metrics
 
-    numbers = train(
-        model,
-        stage,
-        io,
-        batches,
-        loss_of,
-        trainable=lambda name: INDEXER not in name,
-        bias_rate=stage.bias_rate,
-    )
+    with quantization_aware(model, stage.qat):
+        numbers = train(
+            model,
+            stage,
+            io,
+            batches,
+            loss_of,
+            trainable=lambda name: INDEXER not in name,
+            bias_rate=stage.bias_rate,
+        )
     data = {k: float(v) for k, v in vars(counts).items()}
     data |= {"trained_share": counts.targets / counts.tokens} | batches.numbers(stage.optim.steps)
     return numbers | {f"data/{name}": value for name, value in data.items()}
