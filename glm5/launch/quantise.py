@@ -16,7 +16,7 @@ from torch import Tensor
 from glm5.chat import Tokenizer
 from glm5.data.sources import iter_sources
 from glm5.errors import DataError
-from glm5.files import atomic_write
+from glm5.files import atomic_write, write_manifest
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.quant.convert import CALIBRATED, REPORT, quantise_checkpoint
 from glm5.quant.schemes import Scheme, scheme_named
@@ -96,6 +96,7 @@ def run(source: Path, out: Path, options: Options, progress: Callable[[str, int,
             progress(f"measuring {when}", 0, 1)
             scores[f"bits_per_byte_{when}"] = held_out_score(folder, rows, size)
         atomic_write(out / REPORT, json.dumps(report | scores, indent=2) + "\n")
+        write_manifest(out)
     return scores | {
         "scheme": scheme.name,
         "steps": list(scheme.steps),
