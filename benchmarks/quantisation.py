@@ -1,0 +1,126 @@
+"""What quantization costs: schemes and their steps, outliers, and training with rounding in the loop.
+
+    python benchmarks/quantisation.py schemes CHECKPOINT     bits per byte and bytes of every scheme, and of ablations
+    python benchmarks/quantisation.py outliers CHECKPOINT    the same with channels of the residual stream made large
+    python benchmarks/quantisation.py qat CHECKPOINT         int4 after fine-tuning with and without rounding, 3 seeds
+
+CHECKPOINT has a tokenizer; its text is the standard library, of which held-out files are scored. Sizes, seeds and
+schemes are fixed here. Prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5.chat import Tokenizer
+from glm5.config.optim import OptimConfig
+from glm5.data.packing import Batch
+from glm5.launch.quantise import Options, calibration_ids, held_out_rows, held_out_score, run
+from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.quant.convert import quantise_checkpoint
+from glm5.quant.qat import quantization_aware
+from glm5.quant.schemes import SCHEMES, scheme_named
+from glm5.quant.smoothing import Junction, input_readers
+from glm5.train.loop import build_optimizer
+from glm5.train.losses import language_loss
+
+MEASURED = 400_000
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    "paper-w4a8": (),
+    "paper-w4a8 without quarot": ("quarot",),
+    "paper-w4a8 without awq, ssz": ("awq", "ssz"),
+    "paper-w4a8 without smooth": ("smooth",),
+    "paper-w4a8, rounding only": ("quarot", "awq", "smooth", "ssz"),
+}
+SEEDS = (0, 1, 2)
+OUTLIER = 300
+STEPS, ROWS, LENGTH, RATE = 120, 8, 512, 1e-3
+QAT_SCHEMES = ("w4a16", "w4a8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", choices=("schemes", "outliers", "qat"))
+    parser.add_argument("checkpoint", type=Path)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        {"schemes": schemes, "outliers": outliers, "qat": qat}[chosen.job](chosen.checkpoint, Path(scratch))
+
+
+def schemes(checkpoint: Path, scratch: Path) -> None:
+    """Every scheme, then the paper's with steps left out."""
+    plain = {name: (name, ()) for name, scheme in SCHEMES.items() if not scheme.steps}
+    for label, (name, without) in (plain | {key: ("paper-w4a8", steps) for key, steps in ABLATIONS.items()}).items():
+        found = run(checkpoint, scratch / label, Options(name, without, measure=MEASURED), lambda *progress: None)
+        before, after = found["bits_per_byte_before"], found["bits_per_byte_after"]
+        kept = ("bytes_before", "bytes_after", "mean_error", "seconds")
+        show(label, bits_per_byte=after, more=after / before - 1, **{key: found[key] for key in kept})
+
+
+def outliers(checkpoint: Path, scratch: Path) -> None:
+    """The function stays, but some channels after the input norms become OUTLIER times as large, as in large models."""
+    model = GLM5ForCausalLM.from_pretrained(checkpoint)
+    for block in model.model.layers:
+        scales = torch.ones(model.config.hidden_size)
+        scales[torch.arange(0, model.config.hidden_size, 61)] = 1 / OUTLIER
+        readers = tuple((str(number), weight) for number, weight in enumerate(input_readers(block.self_attn)))
+        Junction("input", "smooth", ((block.input_layernorm.weight, 0),), readers).apply(scales)
+    changed = scratch / "outliers"
+    model.save_pretrained(changed)
+    Tokenizer.load(checkpoint).save(changed)
+    schemes(changed, scratch)
+
+
+def qat(checkpoint: Path, scratch: Path) -> None:
+    """Fine-tune on the same rows with and without rounding; score both before and after rounding to int4."""
+    tokenizer = Tokenizer.load(checkpoint)
+    held_out, size = held_out_rows(tokenizer, Options("w4a16", length=LENGTH, measure=MEASURED))
+    rows = calibration_ids(tokenizer, ("stdlib",), ROWS * STEPS, LENGTH)
+    for name in QAT_SCHEMES:
+        losses: dict[str, list[float]] = {"rounded after": [], "trained rounded": []}
+        for seed in SEEDS:
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+            scores = {}
+            for label, scheme in (("plain", None), ("qat", name)):
+                folder = scratch / f"{name}-{seed}-{label}"
+                tune(checkpoint, rows[order], scheme).save_pretrained(folder)
+                quantise_checkpoint(folder, folder / "int4", scheme_named(name))
+                scores[label] = held_out_score(folder, held_out, size)
+                scores[f"{label} int4"] = held_out_score(folder / "int4", held_out, size)
+            losses["rounded after"].append(scores["plain int4"] - scores["plain"])
+            losses["trained rounded"].append(scores["qat int4"] - scores["plain"])
+            show(f"{name}, seed {seed}", **scores)
+        show(f"{name}, bits per byte lost", **{key: statistics.mean(values) for key, values in losses.items()})
+
+
+def tune(checkpoint: Path, rows: torch.Tensor, scheme: str | None) -> GLM5ForCausalLM:
+    model = GLM5ForCausalLM.from_pretrained(checkpoint)
+    optimizer = build_optimizer(model, OptimConfig(steps=STEPS, lr=RATE))
+    with quantization_aware(model, scheme):
+        for step in range(STEPS):
+            ids = rows[step * ROWS : (step + 1) * ROWS]
+            batch = Batch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+            ctx = packed_context(batch.documents, exact=False)
+            language_loss(model, batch, ctx, mtp_weight=0.0, mtp_depths=0)[0].backward()
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * (1 - step / STEPS)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def show(label: str, **values: Any) -> None:
+    rounded = {key: float(f"{value:.6g}") for key, value in values.items()}
+    print(json.dumps({"what": label} | rounded), flush=True)
+
+
+if __name__ == "__main__":
+    main()
