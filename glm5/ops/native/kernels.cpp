@@ -4,6 +4,7 @@
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
 #include "fused.h"
+#include "integers.h"
 #include "softmax.h"
 
 // The interface: every function for fp32 and bf16.
@@ -82,3 +83,7 @@ BOTH(logsumexp, (const void* x, float* out, float* entropy, i64 M, i64 V, float 
 BOTH(nll_backward,
      (void* x, const float* lse, const i64* targets, const float* grad, i64 M, i64 V, float scale),
      nll_backward(P(x), lse, targets, grad, M, V, scale))
+BOTH(integer_product,
+     (const void* x, const void* values, const float* scales, const int* sums, const i64* bounds, void* out, i64 M, i64 N,
+      i64 K, i64 E, i64 groups, i64 bits),
+     integer_product(CP(x), values, scales, sums, bounds, P(out), M, N, K, E, groups, bits))
