@@ -42,7 +42,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 SEEDS = (0, 1, 2)
 OUTLIER = 300
-STEPS, ROWS, LENGTH, RATE = 120, 8, 512, 1e-3
+STEPS, ROWS, LENGTH, RATE = 80, 8, 512, 1e-3
 QAT_SCHEMES = ("w4a16", "w4a8")
 
 

@@ -25,8 +25,9 @@ from glm5.engine.scheduler import Scheduler
 from glm5.engine.steps import Counts, Steps
 from glm5.engine.stops import StopStringDetector
 from glm5.engine.weights import check_fit
-from glm5.errors import EngineError, RequestFailed
+from glm5.errors import ConfigError, EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.quant.in_place import quantise_in_place
 from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
@@ -140,18 +141,26 @@ class Engine:
         device: str = AUTO,
         chat_template: str | None = None,
         tp: int = 1,
+        quantize: str | None = None,
         **options: Any,
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
         `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
-        `tensor_parallel.TpEngine`); `close` ends them."""
+        `tensor_parallel.TpEngine`); `close` ends them. `quantize` names a scheme with int8 activations whose rounding
+        is done while loading ("w8a8", "w4a8"). On a CPU the matrices of such checkpoints stay integers."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if tp > 1:
+            if quantize is not None:
+                raise ConfigError("quantize needs one process per engine; leave out --tp.")
             from glm5.engine.tensor_parallel import TpEngine
 
             return TpEngine.start(directory, tokenizer, tp, dtype, device, **options)
-        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=choose_device(device))
+        place = choose_device(device)
+        whole = place.type == "cpu" and quantize is None
+        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=place, integers=whole)
+        if quantize is not None:
+            quantise_in_place(model, quantize)
         return cls(model, tokenizer, **options)
 
     def close(self) -> None:

@@ -235,13 +235,15 @@ class GLM5ForCausalLM(nn.Module):
         strict_config: bool = True,
         allow_missing: str = "",
         allow_unexpected: str = "",
+        integers: bool = False,
         **overrides: Any,
     ) -> GLM5ForCausalLM:
         """Load a directory in the Hugging Face layout; other keywords override the configuration.
 
         `dtype=None` means fp32. `allow_missing` is a regular expression for tensors that may be absent; they are
         initialised randomly. `allow_unexpected` is one for tensors to ignore. `model.census` counts loaded, generated
-        and ignored tensors. FP8 files as released are dequantised. `device="meta"` reads and checks file headers only.
+        and ignored tensors. Quantised files are dequantised; with `integers`, those with int8 activations are not, for
+        inference on a CPU. `device="meta"` reads and checks file headers only.
         Raises CheckpointError or ConfigError for anything else that does not fit.
         """
         from glm5.model.hf_weights import load_checkpoint
@@ -254,6 +256,7 @@ class GLM5ForCausalLM(nn.Module):
             overrides=overrides,
             allow_missing=allow_missing,
             allow_unexpected=allow_unexpected,
+            integers=integers,
         )
 
     def save_pretrained(

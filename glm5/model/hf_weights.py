@@ -24,6 +24,7 @@ from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, publish_dir, verify_manifest
 from glm5.model.disk_names import disk_rows, disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.integer_layers import hold_integers
 from glm5.model.load_plan import FolderWeights, make_plan
 from glm5.model.quantised_files import block_size
 from glm5.model.rounding import activations_of, round_activations
@@ -185,6 +186,7 @@ def load_checkpoint(
     allow_missing: str = "",
     allow_unexpected: str = "",
     seed: int = 0,
+    integers: bool = False,
 ) -> GLM5ForCausalLM:
     """Build the model of `path/config.json` and load it tensor by tensor, in `dtype` (None: fp32).
 
@@ -193,6 +195,7 @@ def load_checkpoint(
     their random initialisation (for example a new indexer), `allow_unexpected` one for names to ignore. If the
     configuration has an MTP layer but the files do not, as other tools leave it, only the trunk is loaded, with one
     warning. On device "meta" only file headers are read and checked, and the model is deferred (see `materialise`).
+    With `integers`, matrices of a checkpoint with int8 activations stay integers (see `model.integer_layers`).
     """
     device = torch.device(device)
     if not path.is_dir():
@@ -216,6 +219,11 @@ def load_checkpoint(
     model.census = plan.census()
     model.weight_source = FolderWeights(plan, config, RandomWeights(seed, config.initializer_range))
     if device.type != "meta":
+        if integers:
+            reads = plan.reads
+            model.census["integers"] = hold_integers(
+                model, lambda name, _: reads[name].read() if name in reads else None
+            )
         try:
             allocate(model, device)
         except (RuntimeError, MemoryError) as error:
@@ -226,7 +234,7 @@ def load_checkpoint(
                 f"{path}: no room for the model's {size / 1e9:.1f} GB on device {device}; choose a narrower dtype or "
                 f"a device with more memory."
             ) from None
-        model.weight_source.fill(dict(whole_parts(model, None)))
+        model.weight_source.fill({name: part for name, part in whole_parts(model, None) if not part.rows.is_meta})
         model.weight_source = None
     _log.info("%s: %s", path, census_line(model.census))
     if config.use_dsa and not config.indexer_adapted:

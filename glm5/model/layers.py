@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from glm5.config.model import GLM5Config
 from glm5.ops import small_batch
 from glm5.ops.elementwise import rms_norm, swiglu
+from glm5.ops.integers import IntegerWeight, integer_product
 from glm5.ops.quantisers import Quantiser, fake_quantise
 
 
@@ -59,16 +60,20 @@ class Embedding(nn.Embedding):
 class Linear(nn.Linear):
     """Linear layer. With `exact=False` few rows may take the small-batch kernel (see `ForwardContext`).
 
-    `activation`, if set, rounds every row of the input, `weight_form` the weight (see `model.rounding`).
+    `activation`, if set, rounds every row of the input, `weight_form` the weight (see `model.rounding`). `integers`
+    replace the weight, which then has no memory (see `model.integer_layers`).
     """
 
     activation: Quantiser | None = None
     weight_form: Quantiser | None = None
+    integers: IntegerWeight | None = None
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
+        if self.integers is not None:
+            return integer_product(x, self.integers)
         if not self.plain:
             x = x if self.activation is None else fake_quantise(x, self.activation)
             weight = self.weight if self.weight_form is None else fake_quantise(self.weight, self.weight_form)
@@ -78,7 +83,7 @@ class Linear(nn.Linear):
     @property
     def plain(self) -> bool:
         """Whether kernels may multiply with the weight as it is."""
-        return self.activation is None and self.weight_form is None
+        return self.activation is None and self.weight_form is None and self.integers is None
 
 
 def linear(inputs: int, outputs: int, split: tuple[int, ...] = (), *, bias: bool = False) -> Linear:

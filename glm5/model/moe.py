@@ -13,6 +13,7 @@ from glm5.model.layers import MLP, declare_split
 from glm5.ops import small_batch
 from glm5.ops.elementwise import swiglu
 from glm5.ops.experts import combine, expert_layout, grouped_matmul, permute
+from glm5.ops.integers import IntegerWeight, integer_product
 from glm5.ops.quantisers import Quantiser, fake_quantise
 from glm5.ops.route import route
 from glm5.ops.wide import wide_linear
@@ -48,11 +49,12 @@ class Experts(nn.Module):
     parallelism use it; the stacks then contain the local experts only.
 
     `weight_form` rounds the matrices before they multiply (quantization-aware training), `activation` every row that
-    they read (see `model.rounding`).
+    they read (see `model.rounding`). `integers` replace both stacks (see `model.integer_layers`).
     """
 
     weight_form: Quantiser | None = None
     activation: Quantiser | None = None
+    integers: tuple[IntegerWeight, IntegerWeight] | None = None
 
     def __init__(self, config: GLM5Config) -> None:
         super().__init__()
@@ -66,7 +68,8 @@ class Experts(nn.Module):
     @property
     def plain(self) -> bool:
         """Whether kernels may multiply with the matrices as they are."""
-        return self.dispatch is None and self.weight_form is None and self.activation is None
+        rounds = self.weight_form is not None or self.activation is not None or self.integers is not None
+        return self.dispatch is None and not rounds
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
         """shared() + weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
@@ -79,6 +82,9 @@ class Experts(nn.Module):
 
 def expert_products(module: Experts, rows: Tensor, bounds: Tensor) -> Tensor:
     """Both products of the experts of `module`, with SwiGLU between them: rows [N, D] by expert -> [N, D]."""
+    if module.integers is not None:
+        inner = swiglu(integer_product(rows, module.integers[0], bounds))
+        return integer_product(inner, module.integers[1], bounds)
     gate_up, down, form, activation = module.gate_up_proj, module.down_proj, module.weight_form, module.activation
     if form is not None:
         gate_up, down = fake_quantise(gate_up, form), fake_quantise(down, form)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from glm5.errors import CheckpointError
 from glm5.model.tensor_files import Stored, open_tensors, read_tensor, rows_of
-from glm5.ops.quantisers import unpack_int4
+from glm5.ops.quantisers import Quantised, Quantiser, unpack_int4
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (128, 128)
@@ -108,6 +108,17 @@ class StoredMatrix:
     scale_name: str
     block: tuple[int, int]
     columns: int
+
+    def read(self) -> Quantised | None:
+        """The whole matrix as it is stored, if it is one of integers."""
+        if self.scale is None or self.values.dtype == FP8:
+            return None
+        with open_tensors(self.values.file, self.values.stamp) as handle:
+            values = read_tensor(handle, self.values)
+        packed = values.dtype == torch.int32
+        group = None if self.block[1] == self.columns else self.block[1]
+        form = Quantiser(4 if packed else 8, group)
+        return Quantised(unpack_int4(values, self.columns) if packed else values, self._scales(self.scale), form)
 
     def read_rows(self, handle: BinaryIO, first: int, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [first, first + len(target)): in `target` itself if that is possible, otherwise new, computed in

@@ -132,11 +132,13 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     """Give tensors on the meta device uninitialised memory on `device`.
 
     `Module.to_empty` does not work: it drops attributes of parameters, such as Muon Split's blocks. Nor `empty_like` of
-    a tensor without storage: it loads sympy (0.6 s, 30 MB).
+    a tensor without storage: it loads sympy (0.6 s, 30 MB). Weights whose layer holds integers stay without.
     """
+    held = {id(p) for m in model.modules() if getattr(m, "integers", None) for p in m.parameters(recurse=False)}
 
     def placed(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
+        fresh = tensor.is_meta and id(tensor) not in held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if fresh else tensor
 
     replace_tensors(model, placed)
 

@@ -73,8 +73,8 @@ def integer_weight(quantised: Quantised) -> IntegerWeight:
 def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = None) -> Tensor:
     """x [M, columns] rounded to int8, times the weight transposed -> [M, rows] in the dtype of x.
 
-    With a stack, rows bounds[e] to bounds[e + 1] are multiplied with expert e; bounds [E + 1] is int64, and its last
-    entry is M.
+    With a stack, rows bounds[e] to bounds[e + 1] are multiplied with expert e; the last of the integers bounds [E + 1]
+    is M.
     """
     shape = weight.values.shape
     if (bounds is None) != (len(shape) == 2) or (bounds is not None and bounds.shape != (shape[0] + 1,)):
@@ -83,7 +83,7 @@ def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = No
     if native is None or not weight.values.is_cpu:
         return _reference(x, weight, bounds)
     x, out = x.contiguous(), x.new_empty(x.shape[0], shape[-2])
-    whole = torch.tensor([0, x.shape[0]]) if bounds is None else bounds.contiguous()
+    whole = torch.tensor([0, x.shape[0]]) if bounds is None else bounds.long().contiguous()
     if int(whole[-1]) != x.shape[0]:
         raise ValueError(f"bounds end at {int(whole[-1])}, and there are {x.shape[0]} rows")
     native.integer_product(

@@ -35,36 +35,37 @@ class Sample:
 
 
 @contextmanager
-def observe(block: Any, seed: int = 0, rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
-    """While the context is open, the layer may run (in exact mode, where its modules are called one by one). Then the
-    dictionary has rows [n, channels] by the name of their place (see `smoothing.junctions`)."""
+def observe(block: Any, length: int, seed: int = 0, rows: int = ROWS) -> Iterator[dict[str, Tensor]]:
+    """While the context is open, the layer may run on one row of `length` tokens at a time, in exact mode, where its
+    modules are called one by one; tokens that fill up the row do not count. Afterwards the dictionary has rows
+    [n, channels] by the name of their place (see `smoothing.junctions`)."""
     samples: dict[str, Sample] = {}
     found: dict[str, Tensor] = {}
 
     def add(place: str, values: Tensor) -> None:
         if place not in samples:
             samples[place] = Sample(rows, derive_seed(seed, "calibration", place))
-        samples[place].add(values.flatten(0, -2))
+        samples[place].add(values)
 
     attention, mlp = block.self_attn, block.mlp
     hooks = [
-        block.input_layernorm.register_forward_hook(lambda m, args, out: add("input", out)),
-        block.post_attention_layernorm.register_forward_hook(lambda m, args, out: add("feed_forward", out)),
+        block.input_layernorm.register_forward_hook(lambda m, args, out: add("input", out[:length])),
+        block.post_attention_layernorm.register_forward_hook(lambda m, args, out: add("feed_forward", out[:length])),
     ]
     if isinstance(attention, MLA):
 
         def heads(module: nn.Module, args: tuple[Any, ...]) -> None:
-            for head, values in enumerate(args[0].unflatten(-1, (attention.heads, -1)).unbind(-2)):
+            for head, values in enumerate(args[0][:length].unflatten(-1, (attention.heads, -1)).unbind(-2)):
                 add(f"values.{head}", values)
 
-        hooks.append(attention.q_a_layernorm.register_forward_hook(lambda m, args, out: add("queries", out)))
+        hooks.append(attention.q_a_layernorm.register_forward_hook(lambda m, args, out: add("queries", out[:length])))
         hooks.append(attention.o_proj.register_forward_pre_hook(heads))
     plain = mlp.shared_experts if isinstance(mlp, MoE) else mlp
-    hooks.append(plain.down_proj.register_forward_pre_hook(lambda m, args: add("down", args[0])))
+    hooks.append(plain.down_proj.register_forward_pre_hook(lambda m, args: add("down", args[0][:length])))
     if isinstance(mlp, MoE):
 
         def experts(module: Any, args: tuple[Any, ...]) -> None:
-            x, _, chosen = args[:3]
+            x, chosen = args[0][:length], args[2][:length]
             for number, weight in enumerate(module.gate_up_proj):
                 tokens = (chosen == number).any(1).nonzero()[:, 0]
                 if len(tokens):

@@ -53,8 +53,8 @@ class _Piece:
 
 @dataclass
 class _Stream:
-    """The residual stream of the calibration text before the next layer: one tensor [1, T, D] flat per row, and the
-    keys that the last indexer selected."""
+    """The residual stream of the calibration text before the next layer: a flat tensor per row, which exact mode
+    may fill up with more tokens, and the keys that the last indexer selected."""
 
     ids: Tensor
     x: list[Tensor] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Conversion:
         if self.rotations is not None:
             rotate_columns(table.weight, self.rotations.hidden)  # type: ignore[arg-type]
         if self.stream is not None:
-            self.stream.x = [table(row).clone() for row in self.stream.ids]
+            self.stream.x = [ctx.flat(table(self.stream.ids[row : row + 1])) for row, ctx in self.stream.contexts()]
             self.stream.indices = [None] * len(self.stream.ids)
 
     def _end(self, piece: _Piece) -> None:
@@ -144,7 +144,7 @@ class Conversion:
         # The MTP layer would need the final norm and embedding once more; no scheme with calibration quantises it.
         if stream is None or isinstance(module, MTPLayer):
             return
-        with observe(block, self.seed) as observed:
+        with observe(block, stream.ids.shape[1], self.seed) as observed:
             outputs = [block(stream.x[row], ctx, stream.indices[row]) for row, ctx in stream.contexts()]
         report["junctions"] = smooth(
             block, self.config, observed, lambda name: self._form(f"{prefix}.{name}"), self.scheme.steps

@@ -36,7 +36,7 @@ def source(small: Callable[..., GLM5ForCausalLM], tmp_path_factory: pytest.TempP
     return folder
 
 
-def text(rows: int = 4, length: int = 48) -> Tensor:
+def text(rows: int = 4, length: int = 41) -> Tensor:
     return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(2))
 
 

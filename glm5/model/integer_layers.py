@@ -1,0 +1,81 @@
+"""Layers that multiply integers instead of plain weights: int8 rows with int8 or int4 matrices (W8A8, W4A8; §5).
+
+For inference on a CPU. The plain weights of such layers have no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from glm5.model.disk_names import disk_rows
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.layers import Linear
+from glm5.model.moe import Experts
+from glm5.ops.integers import IntegerWeight, fits, integer_weight
+from glm5.ops.quantisers import INT8_TOKEN, Quantised
+
+QuantisedOf = Callable[[str, Tensor], Quantised | None]
+"""The quantised matrix of a disk name, given the plain one (perhaps without memory); None if there is none."""
+
+
+@torch.no_grad()
+def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf) -> int:
+    """Let every layer that rounds its input to int8 hold the integers of its weights, and free the weights. Returns
+    how many layers do; those whose groups do not fit the kernels stay as they are."""
+    held = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN:
+            continue
+        if isinstance(module, Experts):
+            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
+            down = _stack(model, f"{name}.down_proj", module.down_proj, quantised_of)
+            if up is None or down is None:
+                continue
+            module.integers = up, down
+            module.gate_up_proj = _without_memory(module.gate_up_proj)
+            module.down_proj = _without_memory(module.down_proj)
+        else:
+            weight = _matrix(model, f"{name}.weight", module.weight, quantised_of)
+            if weight is None or module.bias is not None:
+                continue
+            module.integers, module.weight = weight, _without_memory(module.weight)
+        held += 1
+    return held
+
+
+def _matrix(model: GLM5ForCausalLM, name: str, weight: Tensor, quantised_of: QuantisedOf) -> IntegerWeight | None:
+    """One matrix in memory; gate and up projections are two on disk."""
+    parts = [quantised_of(disk, view) for disk, view, _ in disk_rows(name, model.config, weight, 0, len(weight))]
+    return _joined([part for part in parts if part is not None], len(parts))
+
+
+def _joined(parts: list[Quantised], wanted: int) -> IntegerWeight | None:
+    if len(parts) < wanted or not all(fits(part.form, part.values.shape[-1]) for part in parts):
+        return None
+    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
+    return integer_weight(Quantised(values, scales, parts[0].form))
+
+
+def _stack(model: GLM5ForCausalLM, name: str, stack: Tensor, quantised_of: QuantisedOf) -> IntegerWeight | None:
+    experts = []
+    for number in range(len(stack)):
+        rows = disk_rows(name, model.config, stack[number : number + 1], number, len(stack))
+        parts = [quantised_of(disk, view) for disk, view, _ in rows]
+        weight = _joined([part for part in parts if part is not None], len(parts))
+        if weight is None:
+            return None
+        experts.append(weight)
+    sums = [weight.sums for weight in experts if weight.sums is not None]
+    return IntegerWeight(
+        torch.stack([weight.values for weight in experts]),
+        torch.stack([weight.scales for weight in experts]),
+        torch.stack(sums) if sums else None,
+        experts[0].columns,
+    )
+
+
+def _without_memory(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)

@@ -1,0 +1,38 @@
+"""Quantization while a model is loaded, without a checkpoint of its own: `glm5 serve DIR --quantize w8a8`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from glm5.errors import ConfigError
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.integer_layers import hold_integers
+from glm5.model.rounding import round_activations
+from glm5.ops.quantisers import Quantised, Quantiser, quantise
+from glm5.quant.schemes import Scheme, scheme_named
+
+
+def quantise_in_place(model: GLM5ForCausalLM, name: str) -> None:
+    """Let a model on a CPU multiply integers from now on, and free the weights that they replace.
+
+    Raises ConfigError for a scheme with steps before rounding, or without int8 activations, and for a model that does
+    not fit it or is on another device.
+    """
+    scheme = scheme_named(name)
+    if scheme.steps or any(form.activation is None or form.weight.fp8 for form in scheme.forms.values()):
+        raise ConfigError(f'"{name}" cannot be done while loading; run `glm5 quantize`, or choose w8a8 or w4a8.')
+    if model.device.type != "cpu":
+        raise ConfigError(f"quantising while loading is for CPUs, and the device is {model.device}.")
+    scheme.check(model)
+    round_activations(model, lambda layer: _activation(scheme, layer, model))
+    hold_integers(model, lambda disk, weight: _quantised(scheme, disk, weight, model))
+
+
+def _activation(scheme: Scheme, layer: str, model: GLM5ForCausalLM) -> Quantiser | None:
+    form = scheme.form(f"{layer}.weight", model.config)
+    return None if form is None else form.activation
+
+
+def _quantised(scheme: Scheme, disk: str, weight: Tensor, model: GLM5ForCausalLM) -> Quantised | None:
+    form = scheme.form(disk, model.config)
+    return None if form is None else quantise(weight, form.weight)

@@ -1,0 +1,76 @@
+"""Models that multiply integers: as those with rounded numbers compute, from quantised files and while loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5.engine.engine import Engine
+from glm5.errors import CheckpointError, ConfigError
+from glm5.model.context import packed_context
+from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.layers import Linear
+from glm5.quant.convert import quantise_checkpoint
+from glm5.quant.in_place import quantise_in_place
+from glm5.quant.schemes import scheme_named
+from glm5.records import SamplingParams
+from tests.quant.same_function import lively
+
+IDS = torch.randint(0, 40, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folders(small: Callable[..., GLM5ForCausalLM], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints `plain`, `w8a8`, `w4a8` and `paper-w4a8`. All keys are selected: a rounding may flip a choice."""
+    folder = tmp_path_factory.mktemp("integers")
+    sizes = dict.fromkeys("hidden_size intermediate_size moe_intermediate_size q_lora_rank".split(), 128)
+    lively(small(**sizes, v_head_dim=64, index_topk=64, num_nextn_predict_layers=1)).save_pretrained(folder / "plain")
+    for name in ("w8a8", "w4a8", "paper-w4a8"):
+        quantise_checkpoint(folder / "plain", folder / name, scheme_named(name), IDS)
+    return folder
+
+
+@torch.no_grad()
+def hidden(model: GLM5ForCausalLM) -> torch.Tensor:
+    return model.model(IDS, packed_context(torch.zeros_like(IDS), exact=True))
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a8", "paper-w4a8"])
+def test_integers_of_files(folders: Path, name: str) -> None:
+    """The hidden states are those of rounded numbers, but where a sum that is rounded differently flips an integer."""
+    rounded = GLM5ForCausalLM.from_pretrained(folders / name)
+    integers = GLM5ForCausalLM.from_pretrained(folders / name, integers=True)
+    held = [m for m in integers.modules() if isinstance(m, Linear) and m.integers is not None]
+    assert len(held) >= 12 and all(module.weight.is_meta for module in held)
+    assert all(m.activation is None or m.integers is not None for m in integers.modules() if isinstance(m, Linear))
+    one, other = hidden(rounded), hidden(integers)
+    apart = (one - other).norm(dim=-1) / one.norm(dim=-1)
+    assert apart.median() < 1e-3 and not torch.equal(hidden(GLM5ForCausalLM.from_pretrained(folders / "plain")), one)
+    with pytest.raises(CheckpointError, match="has no weights to save"):
+        integers.save_pretrained(folders / "again")
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w4a8"])
+def test_integers_while_loading(folders: Path, name: str) -> None:
+    """The same bits as from a quantised checkpoint; the engine generates with both, and with drafts."""
+    loaded = Engine.from_pretrained(folders / name, device="cpu")
+    made = Engine.from_pretrained(folders / "plain", device="cpu", quantize=name, speculative=1)
+    assert torch.equal(hidden(loaded.model), hidden(made.model))
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    assert [c.token_ids for c in loaded.generate(prompts, params)] == [
+        c.token_ids for c in made.generate(prompts, params)
+    ]
+
+
+def test_what_cannot_be_done_while_loading(folders: Path, small: Callable[..., GLM5ForCausalLM]) -> None:
+    for name in ("paper-w4a8", "w4a16", "fp8"):
+        with pytest.raises(ConfigError, match="cannot be done while loading"):
+            quantise_in_place(small(), name)
+    with pytest.raises(ConfigError, match="the device is meta"):
+        quantise_in_place(GLM5ForCausalLM.from_pretrained(folders / "plain", device="meta"), "w8a8")
+    with pytest.raises(ConfigError, match="one process per engine"):
+        Engine.from_pretrained(folders / "plain", quantize="w8a8", tp=2)
