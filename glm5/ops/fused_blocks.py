@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glm5.ops.native import Kernels, register
 
-VERSION = 1
+VERSION = 2
 _PER_LAYER = 5
 _REFUSALS = (
     "",
@@ -25,9 +25,9 @@ _REFUSALS = (
     "there is not enough memory",
 )
 
-_CALL = struct.Struct("=46q4d")
+_CALL = struct.Struct("=47q4d")
 """`FusedBlocks` of native/fused.h, field by field: version, bytes, layers, arrays, addresses of the layers and of the
-arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; numbers."""
+arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; threads; numbers."""
 
 
 class Sizes(NamedTuple):
@@ -107,6 +107,7 @@ def run(
         *(fields.buffer_info()[0], weights.words.buffer_info()[0]),
         *_words((x, out, latents, index_keys, *view)),
         *sizes,
+        torch.get_num_threads(),
         *numbers,
     )
     refusal = native.fused_blocks(call)

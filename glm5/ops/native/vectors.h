@@ -9,6 +9,10 @@
 #include <new>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 typedef int64_t i64;
 
 // So many multiply-adds are worth other threads. Fewer are done before those have come, and on a busy machine one would

@@ -1,0 +1,180 @@
+// Products of few rows with a large matrix, sixteen of its rows at a time: fetching weights is what takes time.
+//
+// Every dot product is one sum along the row, whatever the number of rows: bits do not depend on the batch.
+#pragma once
+
+#include "pool.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRED_BF16
+#endif
+
+// How the rows that are multiplied are held, and what a register holds of them and of the weights.
+template <class T>
+struct Operand {
+    typedef float E;
+    typedef v16 Reg;
+    static const i64 LANES = 16;
+};
+static inline v16 reg(const float* p) { return load16(p); }
+static inline v16 reg(const float* p, i64 n) { return load16(p, n); }
+static inline v16 mac(v16 acc, v16 a, v16 b) { return acc + a * b; }
+
+#ifdef PAIRED_BF16
+// The processor multiplies pairs of bf16 and adds both products to an fp32 sum.
+template <>
+struct Operand<bf16> {
+    typedef bf16 E;
+    typedef __m512bh Reg;
+    static const i64 LANES = 32;
+};
+static inline __m512bh reg(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline __m512bh reg(const bf16* p, i64 n) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1, p);
+}
+static inline v16 mac(v16 acc, __m512bh a, __m512bh b) { return (v16)_mm512_dpbf16_ps((__m512)acc, a, b); }
+#else
+static inline v16 reg(const bf16* p) { return load16(p); }
+static inline v16 reg(const bf16* p, i64 n) { return load16(p, n); }
+#endif
+
+// A row that is multiplied is padded with zeros to this many elements.
+template <class T>
+static inline i64 padded(i64 n) {
+    return (n + Operand<T>::LANES - 1) / Operand<T>::LANES * Operand<T>::LANES;
+}
+
+template <class T>
+using Elements = std::unique_ptr<typename Operand<T>::E[]>;
+
+// Zeros where a row of `width` needs padding; otherwise unset.
+template <class T>
+static Elements<T> elements(i64 rows, i64 width) {
+    typedef typename Operand<T>::E E;
+    i64 count = rows * padded<T>(width);
+    return padded<T>(width) == width ? Elements<T>(new E[count]) : Elements<T>(new E[count]());
+}
+
+// Rows to multiply: those of x [rows, width] if they can be read as they are, else a padded copy.
+template <class T>
+struct Input {
+    typedef typename Operand<T>::E E;
+    Elements<T> own;
+    std::vector<const E*> rows;
+
+    Input(const T* x, i64 count, i64 width) : rows(count) {
+        i64 line = padded<T>(width);
+        if (std::is_same<E, T>::value && line == width) {
+            for (i64 m = 0; m < count; m++) rows[m] = (const E*)x + m * width;
+            return;
+        }
+        own = elements<T>(count, width);
+        for (i64 m = 0; m < count; m++) {
+            rows[m] = &own[m * line];
+            for (i64 i = 0; i < width; i += 16) store16(&own[m * line + i], load16(x + m * width + i, width - i), width - i);
+        }
+    }
+};
+
+// Sixteen dot products: lane r = w[r * K ...] . x over K elements; rows from `count` on repeat the last one. Meanwhile
+// the sixteen rows behind are asked for.
+template <class T, bool WHOLE>
+static inline v16 dots16(const T* w, i64 count, const typename Operand<T>::E* x, i64 K) {
+    const i64 LANES = Operand<T>::LANES;
+    v16 acc[16] = {};
+    const char* next = (const char*)(w + 16 * K);
+    i64 i = 0;
+    for (; i + LANES <= K; i += LANES) {
+        typename Operand<T>::Reg xi = reg(x + i);
+        if (WHOLE)
+            for (i64 line = 0; line < i64(16 * LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
+        next += 16 * LANES * sizeof(T);
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) acc[r] = mac(acc[r], reg(w + (WHOLE ? r : std::min<i64>(r, count - 1)) * K + i), xi);
+    }
+    if (i < K) {
+        typename Operand<T>::Reg xi = reg(x + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++)
+            acc[r] = mac(acc[r], reg(w + (WHOLE ? r : std::min<i64>(r, count - 1)) * K + i, K - i), xi);
+    }
+    return hsum16(acc);
+}
+
+// Four rows of w against four rows x: lane 4 * m + r.
+template <class T>
+static inline v16 dots4x4(const T* const* w, const typename Operand<T>::E* const* x, i64 K) {
+    typedef typename Operand<T>::Reg Reg;
+    v16 acc[16] = {};
+    i64 i = 0;
+    for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
+        Reg w0 = reg(w[0] + i), w1 = reg(w[1] + i), w2 = reg(w[2] + i), w3 = reg(w[3] + i);
+#pragma GCC unroll 4
+        for (int m = 0; m < 4; m++) {
+            Reg xi = reg(x[m] + i);
+            acc[4 * m] = mac(acc[4 * m], w0, xi);
+            acc[4 * m + 1] = mac(acc[4 * m + 1], w1, xi);
+            acc[4 * m + 2] = mac(acc[4 * m + 2], w2, xi);
+            acc[4 * m + 3] = mac(acc[4 * m + 3], w3, xi);
+        }
+    }
+    if (i < K) {
+        i64 n = K - i;
+        Reg w0 = reg(w[0] + i, n), w1 = reg(w[1] + i, n), w2 = reg(w[2] + i, n), w3 = reg(w[3] + i, n);
+#pragma GCC unroll 4
+        for (int m = 0; m < 4; m++) {
+            Reg xi = reg(x[m] + i);
+            acc[4 * m] = mac(acc[4 * m], w0, xi);
+            acc[4 * m + 1] = mac(acc[4 * m + 1], w1, xi);
+            acc[4 * m + 2] = mac(acc[4 * m + 2], w2, xi);
+            acc[4 * m + 3] = mac(acc[4 * m + 3], w3, xi);
+        }
+    }
+    return hsum16(acc);
+}
+
+// y [rows, 16] = rows x times up to 16 rows of w, each K long. From four rows on, a row of w is read once for four.
+template <class T>
+static inline void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* const* x, i64 rows, float* y) {
+    if (rows < 4) {
+        for (i64 m = 0; m < rows; m++)
+            at(y + 16 * m) = count >= 16 ? dots16<T, true>(w, 16, x[m], K) : dots16<T, false>(w, count, x[m], K);
+        return;
+    }
+    for (i64 r = 0; r < 16; r += 4) {
+        const T* four[4];
+        for (i64 i = 0; i < 4; i++) four[i] = w + std::min(r + i, count - 1) * K;
+        for (i64 m = 0; m < rows; m += 4) {
+            i64 from = std::min(m, rows - 4);  // the last four may overlap those before
+            v16 sums = dots4x4<T>(four, x + from, K);
+            for (i64 h = 0; h < 4; h++) memcpy(y + 16 * (from + h) + r, (const float*)&sums + 4 * h, 16);
+        }
+    }
+}
+
+const i64 ROWS = 64;  // rows of a tile: what a thread holds of results fits on its stack
+
+template <class T>
+struct Matrix {
+    const T* w;
+    i64 N;
+};
+
+// x [M, K] times the transposes of several matrices [N, K]: sink(which, m, n, y, count) takes y, up to 16 elements of row
+// m from column n on. Matrices without columns are left out.
+template <class T, size_t S, class F>
+static void products(const Team& team, const Input<T>& x, i64 K, const Matrix<T> (&matrices)[S], const F& sink) {
+    i64 tiles = 0, M = x.rows.size();
+    for (const Matrix<T>& matrix : matrices) tiles += (matrix.N + 15) / 16;
+    team.each(tiles, 16 * M * K, [&](i64 tile) {
+        int which = 0;
+        for (; tile >= (matrices[which].N + 15) / 16; which++) tile -= (matrices[which].N + 15) / 16;
+        i64 n = 16 * tile, count = std::min<i64>(16, matrices[which].N - n);
+        float y[16 * ROWS];
+        for (i64 m0 = 0; m0 < M; m0 += ROWS) {
+            i64 rows = std::min(ROWS, M - m0);
+            tile16(matrices[which].w + n * K, count, K, &x.rows[m0], rows, y);
+            for (i64 m = 0; m < rows; m++) sink(which, m0 + m, n, at(y + 16 * m), count);
+        }
+    });
+}
