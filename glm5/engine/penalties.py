@@ -74,6 +74,18 @@ class SamplerState:
     def greedy(self) -> bool:
         return self.params.temperature == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-k, top-p or min-p may remove tokens."""
+        p = self.params
+        return p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+    def takes_likeliest(self, ahead: int = 0) -> bool:
+        """Whether the token `ahead` positions after the next one is the likeliest of the model's own distribution, and
+        nothing but its log-probability is reported."""
+        params = self.params
+        return params.temperature == 0 and not params.top_logprobs and not self.adjusts(ahead)
+
     def advance(self, token: int) -> None:
         """Record a token that is kept."""
         self.position += 1

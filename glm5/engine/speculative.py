@@ -19,7 +19,7 @@ from glm5.device import put
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
-from glm5.engine.sampler import Chosen, chosen, distributions, draw
+from glm5.engine.sampler import Chosen, chosen, distributions, draw, from_logits
 
 
 @dataclass
@@ -49,6 +49,10 @@ def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
     weight = runner.model.lm_head.weight
     states = [r.state for r in requests]
     greedy = all(state.greedy for state in states)
+    if runner.step is not None:
+        found = _draft_at_once(runner, requests, states, count)
+        if found is not None:
+            return found
     known = weight.is_cpu or any(state.adjusts(k) for state in states for k in range(count + 1))
     hidden = torch.stack([r.carried for r in requests if r.carried is not None])
     sampled: list[list[int]] = [[] for _ in requests]
@@ -73,10 +77,42 @@ def draft(runner: Runner, requests: Sequence[Request], count: int) -> Drafts:
     return Drafts(drafts, torch.stack(logprobs, dim=1) if logprobs else None, sampled if known else None)
 
 
+def _draft_at_once(
+    runner: Runner, requests: Sequence[Request], states: Sequence[SamplerState], count: int
+) -> Drafts | None:
+    """`draft` by one compiled call; None if there is none for these requests."""
+    if any(state.filters or any(map(state.adjusts, range(count))) for state in states):
+        return None
+    greedy = all(state.greedy for state in states)
+    uniforms = None
+    if not greedy:
+        temperatures = [state.params.temperature for state in states]
+        scale = [0.0 if t == 0 else 1.0 / t for t in temperatures]
+        uniforms = scale, [state.uniform("draft", k) for k in range(count) for state in states]
+    hidden = torch.stack([r.carried for r in requests if r.carried is not None])
+    found = runner.drafts(requests, hidden, count, uniforms)
+    if found is None:
+        return None
+    size = len(requests)
+    ids = [found.ids[i::size] for i in range(size)]
+    logprobs = None
+    if not greedy:
+        along = [state for _ in range(count) for state in states]
+        logprobs = from_logits(found.logits, along).unflatten(0, (count, size)).transpose(0, 1)
+    return Drafts(torch.tensor(ids), logprobs, ids)
+
+
 def verify(
-    hidden: Tensor, weight: Tensor, states: Sequence[SamplerState], drafts: Drafts, *, exact: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    states: Sequence[SamplerState],
+    drafts: Drafts,
+    *,
+    exact: bool = True,
+    logits: Tensor | None = None,
 ) -> tuple[Tensor, Chosen]:
-    """Accept or reject drafts, given the trunk's hidden states [B, k + 1, D] at the last known token and each draft.
+    """Accept or reject drafts, given the trunk's hidden states [B, k + 1, D] at the last known token and each draft, or
+    the `logits` [B * (k + 1), V] that follow from them.
 
     Returns the number of accepted drafts [B], and what `records` needs of every position of the windows [B * (k + 1)]:
     the accepted drafts, then one token more. Positions after it are meaningless.
@@ -85,7 +121,10 @@ def verify(
     along = [state for state in states for _ in range(count + 1)]
     guesses = [ids for ids, _ in drafts.rows()]
     sampled = [ids[:k] for ids in guesses for k in range(count + 1)]
-    flat = distributions(hidden.flatten(0, 1), weight, along, sampled, exact=exact)
+    if logits is None:
+        flat = distributions(hidden.flatten(0, 1), weight, along, sampled, exact=exact)
+    else:
+        flat = from_logits(logits, along, sampled)
     logprobs, device = flat.view(batch, count + 1, -1), flat.device
     greedy = put([state.greedy for state in states], device)
     agreed = logprobs[:, :-1].argmax(-1) == drafts.tokens

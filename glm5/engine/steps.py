@@ -20,6 +20,7 @@ from glm5.engine.sampler import Sampled
 from glm5.engine.scheduler import Scheduler, Span
 from glm5.engine.speculative import draft
 from glm5.errors import EngineBroken, RequestFailed
+from glm5.model.decode_step import Tokens
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 
@@ -124,28 +125,29 @@ class Steps:
         began = time.perf_counter()
         drafting = [span.request for span in spans if span.drafts]
         drafts = draft(self.runner, drafting, self.drafts) if drafting else None
-        hidden = self.runner.trunk(feeds_of(spans, drafts))
+        draws = all(span.draws and (span.drafts or span.count == 1) for span in spans)
+        hidden, tokens = self.runner.decode(feeds_of(spans, drafts), draws)
         ran = time.perf_counter()
         self.counts.seconds["model"] += ran - began
         for span in spans:
             if not span.drafts:
                 span.request.saw(span.start + span.count)
         if whole and self._plans_ahead:
-            fresh, kept = self._draw_and_plan(spans, hidden)
+            fresh, kept = self._draw_and_plan(spans, hidden, tokens)
         else:
-            fresh, kept = draw_tokens(self.runner, spans, hidden, drafts)
+            fresh, kept = draw_tokens(self.runner, spans, hidden, drafts, tokens)
         self.counts.rounds += len(kept)
         for k in range(self.drafts):
             self.counts.accepted[k] += sum(n > k for n in kept)
         self.counts.seconds["sampling"] += time.perf_counter() - ran
         return Computed(spans, hidden, fresh)
 
-    def _draw_and_plan(self, spans: list[Span], hidden: Tensor) -> Drawn:
+    def _draw_and_plan(self, spans: list[Span], hidden: Tensor, tokens: Tokens | None) -> Drawn:
         """Draw, and plan the next step meanwhile. The plan depends on the number of new tokens, not on their ids."""
         if self._worker is None:
-            coming = begin_draw(self.runner, spans, hidden, None)
+            coming = begin_draw(self.runner, spans, hidden, None, tokens)
         else:
-            coming = self._worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None).result
+            coming = self._worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None, tokens).result
         for span in spans:
             span.request.coming = int(span.draws)
         try:

@@ -63,11 +63,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "thin_mlp": (_P, _P, _P, _P, *[_I] * 4),
     "thin_moe": (*[_P] * 8, *[_I] * 7, _F, _I),
     "fused_blocks": (ctypes.c_void_p,),
+    "decode_step": (ctypes.c_void_p,),
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),
     "nll_backward": (_P, _P, _P, _P, _I, _I, _F),
 }
+_CHECKED = ("fused_blocks", "decode_step")
 
 
 class Kernels:
@@ -76,7 +78,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"glm5_{name}_{suffix}")
-            function.argtypes, function.restype = arguments, ctypes.c_int if name == "fused_blocks" else None
+            function.argtypes, function.restype = arguments, ctypes.c_int if name in _CHECKED else None
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -106,7 +106,6 @@ static inline bool inside(const FusedBlocks& c) {
 
 template <class T>
 static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
-    if (c.version != VERSION || c.bytes != i64(sizeof(FusedBlocks))) return LAYOUT;
     if (!c.layer || !c.array || !sane(c)) return SIZES;
     const Shape& s = c.shape;
     i64 M = s.M, latents = c.slots * (s.C + s.R), keys = c.slots * s.d;
@@ -169,6 +168,7 @@ static void run_blocks(const Team& team, const FusedBlocks& c, const std::vector
 template <class T>
 static int fused_blocks(const FusedBlocks& c) try {
     std::vector<LayerWeights> blocks(std::min<i64>(std::max<i64>(c.layers, 0), 1 << 20));
+    if (c.version != VERSION || c.bytes != i64(sizeof(FusedBlocks))) return LAYOUT;
     Refusal refusal = check<T>(c, blocks);
     if (refusal == OK) run_blocks<T>(Team(c.threads), c, blocks);
     return refusal;

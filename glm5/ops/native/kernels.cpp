@@ -3,8 +3,8 @@
 // Every kernel computes one row (token, query) by itself and in a fixed order: its result does not depend on which other
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
-#include "fused.h"
 #include "softmax.h"
+#include "step.h"
 
 // The interface: every function for fp32 and bf16.
 
@@ -73,6 +73,8 @@ BOTH(thin_moe,
                                               I, shared, normalise, scaling}, P(out), M, D, threads)))
 extern "C" int glm5_fused_blocks_f32(const FusedBlocks* call) { return fused_blocks<float>(*call); }
 extern "C" int glm5_fused_blocks_bf16(const FusedBlocks* call) { return fused_blocks<bf16>(*call); }
+extern "C" int glm5_decode_step_f32(const DecodeStep* call) { return decode_step<float>(*call); }
+extern "C" int glm5_decode_step_bf16(const DecodeStep* call) { return decode_step<bf16>(*call); }
 BOTH(combine, (const void* y, const i64* slots, const float* weights, void* out, i64 M, i64 K, i64 D),
      combine(CP(y), slots, weights, P(out), M, K, D))
 BOTH(combine_backward,
