@@ -31,65 +31,97 @@ static inline i64 nanoseconds() {
 }
 
 class Pool {
-    // A job's number (24 bits), items (20) and the next item (20). A claim adds 1, so it names the job that it belongs to,
-    // and that job cannot end before the claimed item is done: `work_` and `context_` are then those of this job.
-    std::atomic<uint64_t> ticket_{0};
-    std::atomic<i64> done_{0};
-    void (*work_)(const void*, i64) = nullptr;
+    // A job's number (26 bits), its pieces (6), and a bit for each piece that is claimed (32). Whoever claims a piece of a
+    // job sees that job's `work_` and `context_`, because the job cannot end before this piece is done.
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<i64> done_{0};  // pieces done by workers
+    alignas(64) void (*work_)(const void*, i64) = nullptr;
     const void* context_ = nullptr;
-    std::atomic<int> allowed_{0};   // workers that may take part; the others sleep
+    std::atomic<int> allowed_{0};  // workers that may take part; the others sleep
     std::atomic<int> sleeping_{0};
+    std::atomic<int> core_{-1};  // that the caller runs on
     std::atomic<bool> ending_{false};
     std::mutex busy_, door_;
     std::condition_variable bell_, gate_;  // for those that may take part; for the others
     std::vector<std::thread> workers_;
     Pool* parents_;  // kept reachable, see `current`
 
-    static const int BITS = 20;
-    static const uint64_t MASK = (uint64_t(1) << BITS) - 1;
     // Waiting workers spin this long, which covers the caller's own work between two steps of a small model. A worker that
     // notices another process on its core sleeps at once.
     static const i64 SPIN = 150000, TAKEN = 30000;
 
-    // Whether an item was left to do.
-    bool help() {
-        uint64_t now = ticket_.load(std::memory_order_relaxed);
-        if ((now & MASK) >= (now >> BITS & MASK)) return false;
-        now = ticket_.fetch_add(1, std::memory_order_acq_rel);
-        if ((now & MASK) >= (now >> BITS & MASK)) return false;
-        work_(context_, i64(now & MASK));
-        done_.fetch_add(1, std::memory_order_release);
-        return true;
+    static uint32_t left(uint64_t ticket) {
+        i64 pieces = ticket >> 32 & 63;
+        return ~uint32_t(ticket) & uint32_t((uint64_t(1) << pieces) - 1);
     }
 
-    void sleep(int number) {
+    // Does the pieces that nobody has claimed; how many. The first choice of each thread is another one and always the
+    // same, so that it finds the weights of the step before in its own cache.
+    i64 help(int thread) {
+        i64 mine = 0;
+        uint64_t now = ticket_.load(std::memory_order_relaxed);
+        for (uint32_t rest; (rest = left(now));) {
+            i64 pieces = now >> 32 & 63, own = thread * pieces / (allowed_.load(std::memory_order_relaxed) + 1) & 31;
+            uint32_t later = rest >> own << own;
+            i64 piece = __builtin_ctz(later ? later : rest);
+            if (!ticket_.compare_exchange_weak(now, now | uint64_t(1) << piece, std::memory_order_acq_rel,
+                                               std::memory_order_relaxed))
+                continue;
+            work_(context_, piece);
+            mine++;
+            now = ticket_.load(std::memory_order_relaxed);
+        }
+        return mine;
+    }
+
+    // Until there is another job than the last one that was seen; it may be over by now, but more follow.
+    void sleep(int number, uint64_t seen) {
         std::unique_lock<std::mutex> lock(door_);
         gate_.wait(lock, [&] { return ending_ || number < allowed_; });
         sleeping_.fetch_add(1);
         bell_.wait(lock, [&] {
-            uint64_t now = ticket_.load();
-            return ending_ || number >= allowed_ || (now & MASK) < (now >> BITS & MASK);
+            return ending_ || number >= allowed_ || ticket_.load() >> 38 != seen >> 38;
         });
         sleeping_.fetch_sub(1);
     }
 
+    // Leaves the caller's core. The kernel wakes a thread on the core of the one that wakes it, and moves it away late.
+    // Whether it was there.
+    bool part() {
+        int here = sched_getcpu();
+        cpu_set_t own, others;
+        if (here < 0 || here != core_.load(std::memory_order_relaxed) || sched_getaffinity(0, sizeof(own), &own))
+            return false;
+        others = own;
+        CPU_CLR(here, &others);
+        if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof(others), &others)) return false;
+        sched_setaffinity(0, sizeof(own), &own);
+        return true;
+    }
+
     void serve(int number) {
+        part();
         i64 since = nanoseconds();
         for (i64 round = 1; !ending_.load(std::memory_order_relaxed); round++) {
-            if (number < allowed_.load(std::memory_order_relaxed) && help()) {
-                while (help()) {}
-                since = nanoseconds(), round = 0;
+            i64 mine = number < allowed_.load(std::memory_order_relaxed) ? help(number + 1) : 0;
+            if (mine) {
+                done_.fetch_add(mine, std::memory_order_release);
+                since = 0, round = 0;
                 continue;
             }
             relax();
             if (round % 64) continue;
             i64 before = nanoseconds();
+            uint64_t seen = ticket_.load(std::memory_order_relaxed);
+            if (left(seen)) continue;
+            if (!since) since = before;
             if (before - since > SPIN || number >= allowed_.load(std::memory_order_relaxed)) {
-                sleep(number);
-                since = nanoseconds();
+                sleep(number, seen);
+                part();
+                since = 0;
             } else if (before - since > SPIN / 8) {
                 sched_yield();
-                if (nanoseconds() - before > TAKEN) since -= SPIN;
+                if (nanoseconds() - before > TAKEN && !part()) since -= SPIN;
             }
         }
     }
@@ -107,20 +139,19 @@ class Pool {
         pthread_sigmask(SIG_SETMASK, &old, nullptr);
     }
 
-    void publish(i64 items, void (*work)(const void*, i64), const void* context) {
+    void publish(i64 pieces, void (*work)(const void*, i64), const void* context) {
         work_ = work, context_ = context;
         done_.store(0, std::memory_order_relaxed);
-        uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 2 * BITS) + 1;
-        ticket_.store(number << 2 * BITS | uint64_t(items) << BITS);
+        uint64_t number = (ticket_.load(std::memory_order_relaxed) >> 38) + 1;
+        ticket_.store(number << 38 | uint64_t(pieces) << 32);
         if (sleeping_.load()) {
             { std::lock_guard<std::mutex> lock(door_); }
             bell_.notify_all();
         }
-        while (help()) {}
-        i64 round = 0;
-        while (done_.load(std::memory_order_acquire) < items) {
+        i64 rest = pieces - help(0), round = 0;
+        while (done_.load(std::memory_order_acquire) < rest) {
             relax();
-            if (++round > 2000) sched_yield();  // its worker has lost its core
+            if (++round > 2000) sched_yield();  // a worker has lost its core
         }
     }
 
@@ -140,6 +171,7 @@ class Pool {
     // One caller at a time has the workers: `begin` tells whether it is this one, then `end` must follow.
     bool begin(int threads) {
         if (threads < 2 || ending_ || !busy_.try_lock()) return false;
+        core_.store(sched_getcpu(), std::memory_order_relaxed);
         if (allowed_ != threads - 1) {
             std::lock_guard<std::mutex> lock(door_);
             allowed_ = threads - 1;
@@ -150,11 +182,11 @@ class Pool {
     }
     void end() { busy_.unlock(); }
 
-    static const i64 MOST = MASK / 2;
+    static const i64 MOST = 32;  // pieces of a job
 
     template <class F>
-    void run(i64 items, const F& work) {
-        publish(items, [](const void* context, i64 item) { (*(const F*)context)(item); }, &work);
+    void run(i64 pieces, const F& work) {
+        publish(pieces, [](const void* context, i64 piece) { (*(const F*)context)(piece); }, &work);
     }
 
     // The pool of this process, never deleted, because a thread may still compute while the process exits. A child of
@@ -181,25 +213,25 @@ class Team {
 
   public:
     explicit Team(i64 threads)
-        : pool_(Pool::current()), threads_(std::min<i64>(threads, 256)), own_(pool_->begin(int(threads_))) {}
+        : pool_(Pool::current()), threads_(std::min(threads, Pool::MOST)), own_(pool_->begin(int(threads_))) {}
     ~Team() {
         if (own_) pool_->end();
     }
     Team(const Team&) = delete;
 
-    // work(i) for i in 0 .. items - 1, each about `cost` multiply-adds. Neighbours go to one thread: so small ones are
-    // worth a claim, and weights are read in long pieces.
+    // work(i) for i in 0 .. items - 1, each about `cost` multiply-adds. Neighbours go to one thread, which then reads
+    // weights in long pieces.
     template <class F>
     void each(i64 items, i64 cost, const F& work) const {
-        const i64 least = 1 << 13, pieces = 8;
+        const i64 least = 1 << 13;
         if (!own_ || items < 2 || items * cost < 2 * least) {
             for (i64 i = 0; i < items; i++) work(i);
             return;
         }
-        i64 grain = std::max<i64>(least / std::max<i64>(1, cost), items / (threads_ * pieces));
-        grain = std::max<i64>(1, std::max(grain, items / Pool::MOST + 1));
-        pool_->run((items + grain - 1) / grain, [&](i64 part) {
-            for (i64 i = part * grain; i < std::min(items, (part + 1) * grain); i++) work(i);
+        i64 pieces = threads_ * std::min<i64>(4, 2 + items * cost / (threads_ << 20));
+        pieces = std::min(std::min(pieces, items), std::min(Pool::MOST, items * cost / least));
+        pool_->run(pieces, [&](i64 piece) {
+            for (i64 i = items * piece / pieces; i < items * (piece + 1) / pieces; i++) work(i);
         });
     }
 };
