@@ -13,8 +13,9 @@ from glm5.engine.runner import Feed, Runner
 from glm5.engine.sampler import Sampled, chosen, distributions, draw, from_logits, records
 from glm5.engine.scheduler import Span
 from glm5.engine.scoring import score_span
-from glm5.engine.speculative import Drafts, verify
+from glm5.engine.speculative import Drafts, verify, verify_at_once
 from glm5.model.decode_step import Tokens
+from glm5.ops.decode_step import LIKELIEST, Draws
 
 Drawn = tuple[list[list[Sampled]], list[int]]
 """The new tokens per span, and the number of accepted drafts of each span that has drafts."""
@@ -54,9 +55,15 @@ def begin_draw(
     drafted = [i for i, span in enumerate(spans) if span.drafts]
     accepted: list[int] = []
     if tokens is not None:
-        plain = _take_likeliest(spans, plain, ends, tokens, fresh)
-        if drafts is not None and drafts.ids is not None and _all_likeliest(spans, drafted):
-            accepted, drafted = _accept_likeliest(spans, drafted, ends, tokens, drafts.ids, fresh), []
+        plain = _take_drawn(spans, plain, ends, tokens, fresh)
+        if drafts is not None:
+            at = [row for i in drafted for row in range(ends[i] - spans[i].count, ends[i])]
+            logits = tokens.logits if len(at) == len(tokens.ids) else tokens.logits[at]
+            found = verify_at_once(runner, [spans[i].request.state for i in drafted], drafts, logits)
+            if found is not None:
+                for i, window in zip(drafted, found[0], strict=True):
+                    fresh[i] = window
+                accepted, drafted = found[1], []
     drawn = None
     if plain:
         states = [spans[i].request.state for i in plain]
@@ -70,8 +77,8 @@ def begin_draw(
         rows = put([row for i in drafted for row in range(ends[i] - spans[i].count, ends[i])], hidden.device)
         states = [spans[i].request.state for i in drafted]
         windows = hidden[rows].unflatten(0, (len(drafted), -1))
-        logits = None if tokens is None else tokens.logits[rows]
-        verified = verify(windows, weight, states, drafts, exact=exact, logits=logits)
+        known = None if tokens is None else tokens.logits[rows]
+        verified = verify(windows, weight, states, drafts, exact=exact, logits=known)
     fetch = Fetch((drawn, verified)) if plain or drafted else None
 
     def finish() -> Drawn:
@@ -102,13 +109,13 @@ def _distributions(
     return distributions(rows, runner.model.lm_head.weight, states, exact=runner.exact)
 
 
-def _take_likeliest(
+def _take_drawn(
     spans: Sequence[Span], plain: list[int], ends: list[int], tokens: Tokens, fresh: list[list[Sampled]]
 ) -> list[int]:
-    """Give spans their likeliest token if that is what their requests want. Returns the others."""
+    """Give spans the tokens that were drawn with `draws_of`. Returns the others."""
     others = []
     for i in plain:
-        if spans[i].request.state.takes_likeliest():
+        if spans[i].request.state.plain():
             at = ends[i] - 1
             fresh[i].append(Sampled(tokens.ids[at], tokens.logprobs[at]))
         else:
@@ -116,25 +123,21 @@ def _take_likeliest(
     return others
 
 
-def _all_likeliest(spans: Sequence[Span], drafted: list[int]) -> bool:
-    return all(spans[i].request.state.takes_likeliest(k) for i in drafted for k in range(spans[i].count))
-
-
-def _accept_likeliest(
-    spans: Sequence[Span],
-    drafted: list[int],
-    ends: list[int],
-    tokens: Tokens,
-    drafts: list[list[int]],
-    fresh: list[list[Sampled]],
-) -> list[int]:
-    """`verify` for requests that all want the likeliest tokens. Returns the number of accepted drafts of each."""
-    accepted = []
-    for i, guesses in zip(drafted, drafts, strict=True):
-        first, count = ends[i] - spans[i].count, 0
-        while count < len(guesses) and guesses[count] == tokens.ids[first + count]:
-            count += 1
-        window = range(first, first + count + 1)
-        fresh[i] = [Sampled(tokens.ids[at], tokens.logprobs[at]) for at in window]
-        accepted.append(count)
-    return accepted
+def draws_of(spans: Sequence[Span]) -> Draws | None:
+    """How `Runner.decode` draws the tokens of spans. None if some row of the batch has no token to draw and no draft to
+    verify."""
+    sampled = False
+    for span in spans:
+        if not span.draws or (span.count > 1 and not span.drafts):
+            return None
+        sampled = sampled or not (span.drafts or span.request.state.greedy)
+    if not sampled:
+        return LIKELIEST
+    factors: list[float] = []
+    uniforms: list[float] = []
+    for span in spans:
+        state = span.request.state
+        draws = not span.drafts and not state.greedy and state.plain()
+        factors += [state.factor if draws else 0.0] * span.count
+        uniforms += [state.uniform() if draws else 0.0] * span.count
+    return factors, uniforms

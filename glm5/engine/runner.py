@@ -17,6 +17,7 @@ from glm5.model.context import ForwardContext, paged_context
 from glm5.model.decode_step import MOST_ROWS, DecodeStep, Tokens
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops import small_batch
+from glm5.ops.decode_step import Draws
 from glm5.ops.pages import Pages
 
 SHIFT = PAGE.bit_length() - 1
@@ -58,12 +59,12 @@ class Runner:
 
     def trunk(self, feeds: Sequence[Feed]) -> Tensor:
         """Hidden states after the final norm, [total, D] in the order of `feeds`."""
-        return self.decode(feeds, False)[0]
+        return self.decode(feeds, None)[0]
 
-    def decode(self, feeds: Sequence[Feed], draws: bool = True) -> tuple[Tensor, Tokens | None]:
-        """`trunk`, and with `draws` the likeliest token after every token, if one compiled call gives both."""
+    def decode(self, feeds: Sequence[Feed], draws: Draws | None) -> tuple[Tensor, Tokens | None]:
+        """`trunk`, and with `draws` a token after every token, if one compiled call gives both."""
         total = sum(len(feed.ids) for feed in feeds)
-        if self.step is not None and total <= (MOST_ROWS if draws else small_batch.MOST_ROWS):
+        if self.step is not None and total <= (small_batch.MOST_ROWS if draws is None else MOST_ROWS):
             found = self.step.trunk(*self._told(feeds, 0), draws)
             if found is not None:
                 return found
@@ -79,13 +80,7 @@ class Runner:
                 return found
         return self._run(feeds, hidden, 1)
 
-    def drafts(
-        self,
-        requests: Sequence[Request],
-        hidden: Tensor,
-        count: int,
-        uniforms: tuple[Sequence[float], Sequence[float]] | None,
-    ) -> Tokens | None:
+    def drafts(self, requests: Sequence[Request], hidden: Tensor, count: int, draws: Draws) -> Tokens | None:
         """`count` drafts of every request after the states `hidden` [n, D], by one compiled call if there is one (see
         `DecodeStep.drafts`)."""
         if self.step is None or count * len(requests) > MOST_ROWS:
@@ -95,7 +90,7 @@ class Runner:
         positions = [request.length for request in requests]
         nothing = [0] * len(requests)
         columns = [*nothing, *(request.row for request in requests), *positions, *nothing]
-        return self.step.drafts(columns, self.table, max(positions) + 1, hidden, count, uniforms)
+        return self.step.drafts(columns, self.table, max(positions) + 1, hidden, count, draws)
 
     def _told(self, feeds: Sequence[Feed], first_key: int) -> tuple[list[int], Tensor, int]:
         """Columns, page table and longest sequence of a compiled call."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from glm5.engine.decode import Drawn, begin_draw, draw_tokens, feeds_of
+from glm5.engine.decode import Drawn, begin_draw, draw_tokens, draws_of, feeds_of
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
@@ -125,8 +125,7 @@ class Steps:
         began = time.perf_counter()
         drafting = [span.request for span in spans if span.drafts]
         drafts = draft(self.runner, drafting, self.drafts) if drafting else None
-        draws = all(span.draws and (span.drafts or span.count == 1) for span in spans)
-        hidden, tokens = self.runner.decode(feeds_of(spans, drafts), draws)
+        hidden, tokens = self.runner.decode(feeds_of(spans, drafts), draws_of(spans))
         ran = time.perf_counter()
         self.counts.seconds["model"] += ran - began
         for span in spans:

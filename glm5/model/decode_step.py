@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from glm5.model.context import LatentCache
 from glm5.model.fused_decode import FusedDecode, Location, Plan
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.ops.decode_step import StepInputs
+from glm5.ops.decode_step import LIKELIEST, Draws, StepInputs
 from glm5.ops.fused_blocks import Weights
 from glm5.ops.native import kernels
 from glm5.ops.rope import rope_table
@@ -26,8 +26,8 @@ NOTHING = (0, 0)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The likeliest token after each of n hidden states, its log-probability, and all logits fp32 [n, V]. Memory of the
-    logits is used again by the next call with as many rows."""
+    """The token after each of n hidden states, its log-probability, and all logits fp32 [n, V], whose memory is used
+    again by the next call."""
 
     ids: list[int]
     logprobs: list[float]
@@ -35,8 +35,8 @@ class Tokens:
 
 
 class DecodeStep:
-    """The compiled calls for a model and its cache of pages. `trunk`, `mtp` and `drafts` return None for a model or a number of
-    tokens that they do not support; nothing has then been written.
+    """The compiled calls for a model and its cache of pages. `trunk`, `mtp` and `drafts` return None for a model or a
+    number of tokens that they do not support; nothing has then been written.
 
     Weights are checked in every call, as in `FusedDecode`. Not for exact mode.
     """
@@ -46,16 +46,16 @@ class DecodeStep:
         self._mtp = None if model.mtp is None else _Program(model, cache, model.mtp.fused_decode, 1)
 
     def trunk(
-        self, columns: Sequence[int], table: Tensor, longest: int, draws: bool
+        self, columns: Sequence[int], table: Tensor, longest: int, draws: Draws | None
     ) -> tuple[Tensor, Tokens | None] | None:
-        """Hidden states [n, D] after the final norm of n tokens, and with `draws` the tokens after them. `columns` are n
-        token ids, then their rows of the page table, positions, and slots in the pools. `longest` is the largest number
-        of keys, `table` the page table [rows, pages]."""
+        """Hidden states [n, D] after the final norm of n tokens, and with `draws` (see `Draws`) the tokens after them.
+        `columns` are n token ids, then their rows of the page table, positions, and slots in the pools. `longest` is
+        the largest number of keys, `table` the page table [rows, pages]."""
         return self._trunk(columns, table, longest, draws)
 
     def mtp(self, columns: Sequence[int], table: Tensor, longest: int, before: Tensor) -> Tensor | None:
         """The MTP layer's states [n, D] of n tokens with the trunk's states `before` [n, D]."""
-        found = None if self._mtp is None else self._mtp(columns, table, longest, False, before=before)
+        found = None if self._mtp is None else self._mtp(columns, table, longest, None, before=before)
         return None if found is None else found[0]
 
     def drafts(
@@ -65,14 +65,14 @@ class DecodeStep:
         longest: int,
         before: Tensor,
         count: int,
-        uniforms: tuple[Sequence[float], Sequence[float]] | None,
+        draws: Draws,
     ) -> Tokens | None:
-        """`count` drafts of n requests: [count * n], draft by draft. `before` [n, D] predicts the first, whose position is
-        in `columns`; the pages must have room for all. `uniforms` are factors of the logits [n] (0: the likeliest) and
-        random numbers [count * n] to draw by; None: the likeliest tokens."""
+        """`count` drafts of n requests: [count * n], draft by draft. `before` [n, D] predicts the first, whose position
+        is in `columns`; the pages must have room for all. `draws` has one factor per request, and a number per
+        draft."""
         if self._mtp is None:
             return None
-        found = self._mtp(columns, table, longest, True, before=before, drafts=count, uniforms=uniforms)
+        found = self._mtp(columns, table, longest, draws, before=before, drafts=count)
         return None if found is None else found[1]
 
 
@@ -97,11 +97,10 @@ class _Program:
         columns: Sequence[int],
         table: Tensor,
         longest: int,
-        draws: bool,
+        draws: Draws | None,
         *,
         before: Tensor | None = None,
         drafts: int = 0,
-        uniforms: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> tuple[Tensor, Tokens | None] | None:
         count, latents = len(columns) // 4, self._cache.latents
         native = kernels(latents) if count <= MOST_ROWS else None
@@ -118,22 +117,22 @@ class _Program:
         all_rows = count * max(1, drafts)
         numbers = array.array("q", columns)
         best, chances = array.array("q", bytes(8 * all_rows)), array.array("f", bytes(4 * all_rows))
-        scale, at = (array.array("f", part) for part in uniforms or ((), ()))
-        if draws and self._logits.shape[0] < all_rows:
+        scale, at = (array.array("f", part) for part in draws or LIKELIEST)
+        if draws is not None and self._logits.shape[0] < all_rows:
             self._logits = torch.empty(all_rows, self._vocab)
         logits = self._logits[:all_rows]
         arrays = (
             _where(numbers),
             NOTHING if before is None else (before.data_ptr(), before.numel()),
             (hidden.data_ptr(), hidden.numel()),
-            (logits.data_ptr(), logits.numel()) if draws else NOTHING,
+            NOTHING if draws is None else (logits.data_ptr(), logits.numel()),
             _where(best),
             _where(chances),
-            NOTHING if uniforms is None else _where(scale),
-            NOTHING if uniforms is None else _where(at),
+            _where(scale) if scale else NOTHING,
+            _where(at) if at else NOTHING,
         )
         inputs(native, self._sizes, torch.get_num_threads(), arrays, drafts)
-        return hidden, Tokens(best.tolist(), chances.tolist(), logits) if draws else None
+        return hidden, None if draws is None else Tokens(best.tolist(), chances.tolist(), logits)
 
     def _prepare(self, plan: Plan, table: Tensor, longest: int) -> StepInputs | None:
         """What the kernel is told of weights, cache and page table, made anew when one of them is another one. None for

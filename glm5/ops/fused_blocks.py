@@ -27,7 +27,8 @@ REFUSALS = (
 
 _CALL = struct.Struct("=47q4d")
 """`FusedBlocks` of native/fused.h, field by field: version, bytes, layers, arrays, addresses of the layers and of the
-arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; threads; numbers."""
+arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; threads;
+numbers."""
 
 
 class Sizes(NamedTuple):

@@ -37,11 +37,11 @@ COMPILE_SECONDS = 120
 
 
 class _Address(ctypes.c_void_p):
-    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer."""
+    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer; numbers are addresses."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
-        return ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
+        return ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 _P, _I, _F = _Address, ctypes.c_int64, ctypes.c_float
@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "thin_moe": (*[_P] * 8, *[_I] * 7, _F, _I),
     "fused_blocks": (ctypes.c_void_p,),
     "decode_step": (ctypes.c_void_p,),
+    "verify": (*[_P] * 8, *[_I] * 4),
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),

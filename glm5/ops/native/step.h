@@ -2,6 +2,7 @@
 // layer also a chain of drafts.
 #pragma once
 
+#include "draws.h"
 #include "fused.h"
 
 // The arguments of `decode_step`. glm5/ops/decode_step.py has the same fields in the same order. x, out, cos, sin, places,
@@ -16,54 +17,9 @@ struct DecodeStep {
     Array hidden;              // result [M, D], after the norm
     Array logits;              // result fp32 [M, vocab] of every draft; nothing: no tokens
     Array best, chances;       // results, int64 and fp32 [M] of every draft: the token, and its log-probability
-    Array scale, uniforms;     // fp32 [M] and [drafts, M]: drafts are drawn by them; nothing: the likeliest tokens
+    Array scale, uniforms;     // fp32 [M] and [M] of every draft: tokens are drawn by them; nothing: the likeliest tokens
     i64 vocab, first_key, drafts;
 };
-
-// The likeliest of `n` logits and its log-probability; the first of several, or of those that are NaN.
-static inline i64 likeliest(const float* x, i64 n, float* chance) {
-    v16 most = splat(-INFINITY);
-    for (i64 i = 0; i < n; i += 16) {
-        v16 v = load16(x + i, n - i, -INFINITY);
-        most = v > most ? v : most;
-    }
-    float top = most[0];
-    for (int i = 1; i < 16; i++) top = std::max(top, most[i]);
-    v16 sum = {};
-    for (i64 i = 0; i < n; i += 16) sum += exp16(load16(x + i, n - i, -INFINITY) - top);
-    float total = hsum(sum);
-    i64 best = 0;
-    while (best < n - 1 && x[best] != top && (total == total || x[best] == x[best])) best++;
-    *chance = x[best] - top - std::log(total);
-    return best;
-}
-
-// A token of softmax(scale * x): the first whose cumulative probability exceeds `uniform` times the whole.
-static inline i64 drawn(const float* x, i64 n, float scale, float uniform) {
-    auto p = floats(up16(n));
-    v16 most = splat(-INFINITY), sum = {};
-    for (i64 i = 0; i < n; i += 16) {
-        v16 v = load16(x + i, n - i, -INFINITY) * scale;
-        most = v > most ? v : most;
-    }
-    float top = most[0];
-    for (int i = 1; i < 16; i++) top = std::max(top, most[i]);
-    for (i64 i = 0; i < n; i += 16) sum += at(&p[i]) = exp16(load16(x + i, n - i, -INFINITY) * scale - top);
-    float along = 0.0f, end = uniform * hsum(sum);
-    i64 i = 0, last = 0;
-    for (; i < n; i += 16) {  // the sixteen with the token
-        float here = hsum(at(&p[i]));
-        if (along + here > end) break;
-        along += here;
-    }
-    for (i = std::min(i, up16(n) - 16); i < n; i++) {
-        if (p[i] <= 0.0f) continue;
-        last = i;
-        along += p[i];
-        if (along > end) return i;
-    }
-    return last ? last : likeliest(x, n, &along);  // rounding at the end of the sum
-}
 
 // A pass over M tokens whose inputs are checked one by one.
 template <class T>
@@ -136,8 +92,11 @@ struct Step {
         i64* best = (i64*)c.best.data + draft * M;
         float* chances = (float*)c.chances.data + draft * M;
         team.each(M, 16 * V, [&](i64 m) {
-            best[m] = likeliest(logits + m * V, V, chances + m);
-            if (scale && scale[m] > 0.0f) best[m] = drawn(logits + m * V, V, scale[m], uniforms[m]);
+            float factor = scale && scale[m] > 0.0f ? scale[m] : 1.0f;
+            const float* x = logits + m * V;
+            Softmax all(x, V, factor);
+            best[m] = scale && scale[m] > 0.0f ? drawn(x, V, all, uniforms[m]) : all.best;
+            chances[m] = all.logprob(x[best[m]]);
         });
     }
 
