@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nll_backward": (_P, _P, _P, _P, _I, _I, _F),
 }
 _CHECKED = ("fused_blocks", "decode_step")
+_FP32 = ("verify",)  # one function for all element types
 
 
 class Kernels:
@@ -78,7 +79,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, f"glm5_{name}_{suffix}")
+            function = getattr(library, f"glm5_{name}" if name in _FP32 else f"glm5_{name}_{suffix}")
             function.argtypes, function.restype = arguments, ctypes.c_int if name in _CHECKED else None
             setattr(self, name, function)
 

@@ -75,10 +75,10 @@ extern "C" int glm5_fused_blocks_f32(const FusedBlocks* call) { return fused_blo
 extern "C" int glm5_fused_blocks_bf16(const FusedBlocks* call) { return fused_blocks<bf16>(*call); }
 extern "C" int glm5_decode_step_f32(const DecodeStep* call) { return decode_step<float>(*call); }
 extern "C" int glm5_decode_step_bf16(const DecodeStep* call) { return decode_step<bf16>(*call); }
-BOTH(verify,
-     (const float* p, const float* q, const i64* drafts, const float* scale, const float* uniforms, i64* accepted,
-      i64* tokens, float* logprobs, i64 B, i64 count, i64 V, i64 threads),
-     verify(p, q, drafts, scale, uniforms, accepted, tokens, logprobs, B, count, V, threads))
+extern "C" void glm5_verify(const float* p, const float* q, const i64* drafts, const float* scale, const float* uniforms,
+                            i64* accepted, i64* tokens, float* logprobs, i64 B, i64 count, i64 V, i64 threads) {
+    verify(p, q, drafts, scale, uniforms, accepted, tokens, logprobs, B, count, V, threads);
+}
 BOTH(combine, (const void* y, const i64* slots, const float* weights, void* out, i64 M, i64 K, i64 D),
      combine(CP(y), slots, weights, P(out), M, K, D))
 BOTH(combine_backward,

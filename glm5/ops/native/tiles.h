@@ -5,6 +5,8 @@
 
 #include "pool.h"
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define PAIRED_BF16
 #endif
@@ -76,77 +78,74 @@ struct Input {
     }
 };
 
-// Sixteen dot products: lane r = w[r * K ...] . x over K elements; rows from `count` on repeat the last one. Meanwhile
-// the sixteen rows behind are asked for.
-template <class T, bool WHOLE>
-static inline v16 dots16(const T* w, i64 count, const typename Operand<T>::E* x, i64 K) {
-    const i64 LANES = Operand<T>::LANES;
-    v16 acc[16] = {};
-    const char* next = (const char*)(w + 16 * K);
+// Four rows of w times one row x, added up in acc[0 .. 3]. Meanwhile memory from `next` on is asked for.
+template <class T>
+static ALWAYS_INLINE void dots4(const T* const* w, const typename Operand<T>::E* x, i64 K, const char* next, v16* acc) {
+    const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    v16 a = {}, b = {}, c = {}, d = {};
     i64 i = 0;
-    for (; i + LANES <= K; i += LANES) {
-        typename Operand<T>::Reg xi = reg(x + i);
-        if (WHOLE)
-            for (i64 line = 0; line < i64(16 * LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
-        next += 16 * LANES * sizeof(T);
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; r++) acc[r] = mac(acc[r], reg(w + (WHOLE ? r : std::min<i64>(r, count - 1)) * K + i), xi);
+    for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
+        auto xi = reg(x + i);
+        for (i64 line = 0; line < i64(4 * Operand<T>::LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
+        next += 4 * Operand<T>::LANES * sizeof(T);
+        a = mac(a, reg(w0 + i), xi), b = mac(b, reg(w1 + i), xi);
+        c = mac(c, reg(w2 + i), xi), d = mac(d, reg(w3 + i), xi);
     }
     if (i < K) {
-        typename Operand<T>::Reg xi = reg(x + i);
-#pragma GCC unroll 16
-        for (int r = 0; r < 16; r++)
-            acc[r] = mac(acc[r], reg(w + (WHOLE ? r : std::min<i64>(r, count - 1)) * K + i, K - i), xi);
+        auto xi = reg(x + i);
+        a = mac(a, reg(w0 + i, K - i), xi), b = mac(b, reg(w1 + i, K - i), xi);
+        c = mac(c, reg(w2 + i, K - i), xi), d = mac(d, reg(w3 + i, K - i), xi);
     }
-    return hsum16(acc);
+    acc[0] = a, acc[1] = b, acc[2] = c, acc[3] = d;
 }
 
 // Four rows of w against four rows x: lane 4 * m + r.
 template <class T>
-static inline v16 dots4x4(const T* const* w, const typename Operand<T>::E* const* x, i64 K) {
-    typedef typename Operand<T>::Reg Reg;
+static ALWAYS_INLINE v16 dots4x4(const T* const* w, const typename Operand<T>::E* const* x, i64 K) {
+    const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    const typename Operand<T>::E *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
     v16 acc[16] = {};
     i64 i = 0;
+#define ROW(m, xm)                                                                       \
+    acc[4 * m] = mac(acc[4 * m], a, xm), acc[4 * m + 1] = mac(acc[4 * m + 1], b, xm);    \
+    acc[4 * m + 2] = mac(acc[4 * m + 2], c, xm), acc[4 * m + 3] = mac(acc[4 * m + 3], d, xm);
     for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
-        Reg w0 = reg(w[0] + i), w1 = reg(w[1] + i), w2 = reg(w[2] + i), w3 = reg(w[3] + i);
-#pragma GCC unroll 4
-        for (int m = 0; m < 4; m++) {
-            Reg xi = reg(x[m] + i);
-            acc[4 * m] = mac(acc[4 * m], w0, xi);
-            acc[4 * m + 1] = mac(acc[4 * m + 1], w1, xi);
-            acc[4 * m + 2] = mac(acc[4 * m + 2], w2, xi);
-            acc[4 * m + 3] = mac(acc[4 * m + 3], w3, xi);
-        }
+        auto a = reg(w0 + i), b = reg(w1 + i), c = reg(w2 + i), d = reg(w3 + i);
+        auto y0 = reg(x0 + i), y1 = reg(x1 + i), y2 = reg(x2 + i), y3 = reg(x3 + i);
+        ROW(0, y0) ROW(1, y1) ROW(2, y2) ROW(3, y3)
     }
     if (i < K) {
         i64 n = K - i;
-        Reg w0 = reg(w[0] + i, n), w1 = reg(w[1] + i, n), w2 = reg(w[2] + i, n), w3 = reg(w[3] + i, n);
-#pragma GCC unroll 4
-        for (int m = 0; m < 4; m++) {
-            Reg xi = reg(x[m] + i);
-            acc[4 * m] = mac(acc[4 * m], w0, xi);
-            acc[4 * m + 1] = mac(acc[4 * m + 1], w1, xi);
-            acc[4 * m + 2] = mac(acc[4 * m + 2], w2, xi);
-            acc[4 * m + 3] = mac(acc[4 * m + 3], w3, xi);
-        }
+        auto a = reg(w0 + i, n), b = reg(w1 + i, n), c = reg(w2 + i, n), d = reg(w3 + i, n);
+        auto y0 = reg(x0 + i), y1 = reg(x1 + i), y2 = reg(x2 + i), y3 = reg(x3 + i);
+        ROW(0, y0) ROW(1, y1) ROW(2, y2) ROW(3, y3)
     }
+#undef ROW
     return hsum16(acc);
 }
 
-// y [rows, 16] = rows x times up to 16 rows of w, each K long. From four rows on, a row of w is read once for four.
+// y [rows, 16] = rows x times up to 16 rows of w, each K long. From four rows on, a row of w is read once for four. Rows
+// of w from `count` on repeat the last one.
 template <class T>
-static inline void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* const* x, i64 rows, float* y) {
+static void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* const* x, i64 rows, float* y) {
+    const T* line[16];
+    for (i64 r = 0; r < 16; r++) line[r] = w + std::min(r, count - 1) * K;
+    const char* next = (const char*)(w + 16 * K);
     if (rows < 4) {
-        for (i64 m = 0; m < rows; m++)
-            at(y + 16 * m) = count >= 16 ? dots16<T, true>(w, 16, x[m], K) : dots16<T, false>(w, count, x[m], K);
+        for (i64 m = 0; m < rows; m++) {
+            v16 acc[16];
+            for (int r = 0; r < 16; r += 4)
+                dots4<T>(line + r, x[m], K, m ? (const char*)line[r] : next + r * K * sizeof(T), acc + r);
+            at(y + 16 * m) = hsum16(acc);
+        }
         return;
     }
     for (i64 r = 0; r < 16; r += 4) {
-        const T* four[4];
-        for (i64 i = 0; i < 4; i++) four[i] = w + std::min(r + i, count - 1) * K;
+        for (i64 ahead = 0; ahead < i64(4 * K * sizeof(T)); ahead += 64)
+            __builtin_prefetch(next + r * K * sizeof(T) + ahead);
         for (i64 m = 0; m < rows; m += 4) {
             i64 from = std::min(m, rows - 4);  // the last four may overlap those before
-            v16 sums = dots4x4<T>(four, x + from, K);
+            v16 sums = dots4x4<T>(line + r, x + from, K);
             for (i64 h = 0; h < 4; h++) memcpy(y + 16 * (from + h) + r, (const float*)&sums + 4 * h, 16);
         }
     }

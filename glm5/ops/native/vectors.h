@@ -122,7 +122,7 @@ static inline float dot(const float* a, const float* b, i64 padded) {
 #define HALVES(a, b, low, high) (__builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high))
 
 // Lane i of the result is the sum over the lanes of x[i].
-static inline v16 hsum16(const v16* x) {
+static inline __attribute__((always_inline)) v16 hsum16(const v16* x) {
     const i16v l8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     const i16v l4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
     const i16v l2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
