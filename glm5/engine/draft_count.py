@@ -10,7 +10,7 @@ SAMPLES = 5
 AGAIN = 64
 """After so many steps, another number than the chosen one is measured again."""
 GAIN = 1.03
-"""Drafts must be this much faster than none; what they gain beside noise is not worth their memory traffic otherwise."""
+"""Drafts must be this much faster than none: a smaller gain may be noise."""
 RETRY = 32
 """While drafts do not pay, one request in so many drafts for a few steps, in case its text is easier to predict."""
 _MEMORY = 0.95
@@ -20,8 +20,8 @@ class DraftCount:
     """Chooses the number of drafts from measured times and acceptance.
 
     A step with k drafts makes 1 + a_1 + a_1 a_2 + ... tokens per request; a_j is the share of drafts at position j that
-    were accepted among those whose predecessors were, as a moving average. Times are medians of the last steps, by batch
-    size (rounded up to a power of two) and k. Without `adapts` the number is always `most`.
+    were accepted among those whose predecessors were, as a moving average. Times are medians of the last steps, by
+    batch size (rounded up to a power of two) and k. Without `adapts` the number is always `most`.
     """
 
     def __init__(self, most: int, *, adapts: bool) -> None:
@@ -34,10 +34,16 @@ class DraftCount:
     def starts(self, batch: int) -> bool:
         """Whether a new request, in a batch of so many, drafts at all."""
         self._requests += 1
-        return not self.adapts or self._best(batch) != 0 or self._requests % RETRY == 0
+        if not self.adapts or self._best(batch) != 0:
+            return True
+        if self._requests % RETRY:
+            return False
+        for drafts in range(1, self.most + 1):
+            self._times(batch, drafts).clear()
+        return True
 
     def choose(self, batch: int) -> int:
-        """The number of drafts for the next step of `batch` requests that draft. After 0 they should stop drafting."""
+        """The number of drafts for the next step of `batch` requests that draft."""
         if not self.adapts or not self.most:
             return self.most
         unknown = [k for k in range(self.most + 1) if len(self._times(batch, k)) < SAMPLES]
@@ -54,8 +60,8 @@ class DraftCount:
         return not self.adapts or self._best(batch) != 0
 
     def note(self, batch: int, drafts: int, seconds: float, accepted: list[int]) -> None:
-        """Record a step of `batch` requests: its time without what drafts cost beside it if `drafts` is 0, and the number
-        of accepted drafts of each request."""
+        """Record a step of `batch` requests, with the number of accepted drafts of each. The time of a step without
+        drafts is that of the trunk alone."""
         self._times(batch, drafts).append(seconds)
         for kept in accepted:
             for position in range(min(kept + 1, drafts)):
