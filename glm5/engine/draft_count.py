@@ -12,7 +12,8 @@ AGAIN = 64
 GAIN = 1.03
 """Drafts must be this much faster than none: a smaller gain may be noise."""
 RETRY = 32
-"""While drafts do not pay, one request in so many drafts for a few steps, in case its text is easier to predict."""
+"""While drafts do not pay, one request in so many that find the engine idle drafts for a few steps, in case its text is
+easier to predict."""
 _MEMORY = 0.95
 
 
@@ -33,10 +34,10 @@ class DraftCount:
 
     def starts(self, batch: int) -> bool:
         """Whether a new request, in a batch of so many, drafts at all."""
-        self._requests += 1
         if not self.adapts or self._best(batch) != 0:
             return True
-        if self._requests % RETRY:
+        self._requests += 1
+        if batch > 1 or self._requests % RETRY:
             return False
         for drafts in range(1, self.most + 1):
             self._times(batch, drafts).clear()

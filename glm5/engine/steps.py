@@ -108,12 +108,16 @@ class Steps:
     def _choose_drafts(self) -> None:
         """Set the number of drafts of the next step. If none are best, the running requests stop drafting."""
         drafting = [request for request in self.scheduler.running if request.carried is not None]
-        if drafting and not self.draft_count.keeps(len(drafting)):
+        if drafting and (self._some_do_not() or not self.draft_count.keeps(len(drafting))):
             for request in drafting:
                 request.carried, request.drafts = None, False
             drafting = []
         if drafting:
             self.scheduler.drafts = self.draft_count.choose(len(drafting))
+
+    def _some_do_not(self) -> bool:
+        """Whether a running request has stopped drafting. Then no other drafts: what it costs would not be measured."""
+        return any(request.drafts is False for request in self.scheduler.running)
 
     def _learn(self, computed: Computed, seconds: float, carry: float) -> None:
         """Note a step in which every request drafted alike; `carry` is the part of its `seconds` that the MTP layer
@@ -226,7 +230,7 @@ class Steps:
         if not self.drafts or request.score:
             return False
         if request.drafts is None:
-            request.drafts = self.draft_count.starts(len(self.scheduler.running))
+            request.drafts = not self._some_do_not() and self.draft_count.starts(len(self.scheduler.running))
         return request.drafts
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
