@@ -130,10 +130,10 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
                 if (end[m] - start[m] <= K || end[m] <= s || start[m] >= s + TILE) continue;
                 float* to = &scores[m * width + s];
                 if (pairs) {
-                    pair_scores(q + m * J * d, w + m * J, tile.get(), J, d, to);
+                    pair_scores(&q[m * J * d], w + m * J, tile.get(), J, d, to);
                     continue;
                 }
-                widen(q + m * J * d, wide.get(), J * d, J * d);
+                widen(&q[m * J * d], wide.get(), J * d, J * d);
                 tile_scores(wide.get(), w + m * J, tile.get(), J, d, to);
             }
         }
@@ -238,9 +238,9 @@ template <class T, class F>
 static void few_attend(const Team& team, const T* x, const Attention<T>& a, const Places& p, const Shape& s, i64* indices,
                        float eps, float scale, const F& sink) {
     i64 M = s.M, D = s.D, L = s.L, N = s.N, H = s.H, R = s.R, C = s.C, V = s.V, J = s.J, d = s.d, W = C + R;
-    std::unique_ptr<T[]> rows(new T[M * (2 * L + W + 2 * d + N * (H + R) + 2 * J * d + N * V)]);
-    T *low = rows.get(), *latent_q = low + M * L, *kv = latent_q + M * L, *key = kv + M * W, *normed = key + M * d;
-    T *q = normed + M * d, *plain = q + M * N * (H + R), *turned = plain + M * J * d, *values = turned + M * J * d;
+    auto low = memory<T>(M * L), latent_q = memory<T>(M * L), kv = memory<T>(M * W), key = memory<T>(M * d),
+         normed = memory<T>(M * d), q = memory<T>(M * N * (H + R)), plain = memory<T>(M * J * d),
+         turned = memory<T>(M * J * d), values = memory<T>(M * N * V);
     auto w = floats(M * J);
     i64 JN = a.wq ? J : 0, dN = a.wq ? d : 0;
     const float share = 1.0f / std::sqrt(float(J)) / std::sqrt(float(d));
@@ -249,36 +249,36 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
         if (which == 3)
             store16(&w[m * J + n], rounded16(y, x) * share, count);
         else
-            store16(which == 0 ? low + m * L + n : which == 1 ? kv + m * W + n : key + m * d + n, y, count);
+            store16(which == 0 ? &low[m * L + n] : which == 1 ? &kv[m * W + n] : &key[m * d + n], y, count);
     });
     team.each(M, 4 * (L + W + dN), [&](i64 m) {
         const float *cos = p.cos + m * (R / 2), *sin = p.sin + m * (R / 2);
-        norm_row(low + m * L, a.q_norm, latent_q + m * L, L, eps);
+        norm_row(&low[m * L], a.q_norm, &latent_q[m * L], L, eps);
         T* to = a.latents + p.slots[m] * W;
-        norm_row(kv + m * W, a.kv_norm, to, C, eps);
-        turn_row(kv + m * W + C, to + C, cos, sin, R, R);
+        norm_row(&kv[m * W], a.kv_norm, to, C, eps);
+        turn_row(&kv[m * W + C], to + C, cos, sin, R, R);
         if (!a.wq) return;
-        layer_norm(key + m * d, a.k_weight, a.k_bias, normed + m * d, d, 1e-6f);
-        turn_row(normed + m * d, a.index_keys + p.slots[m] * d, cos, sin, d, R);
+        layer_norm(&key[m * d], a.k_weight, a.k_bias, &normed[m * d], d, 1e-6f);
+        turn_row(&normed[m * d], a.index_keys + p.slots[m] * d, cos, sin, d, R);
     });
-    Input<T> again(latent_q, M, L);
+    Input<T> again(latent_q.get(), M, L);
     products<T>(team, again, L, {{a.q_b, N * (H + R)}, {a.wq, JN * d}}, [&](int which, i64 m, i64 n, v16 y, i64 count) {
-        store16(which ? plain + m * J * d + n : q + m * N * (H + R) + n, y, count);
+        store16(which ? &plain[m * J * d + n] : &q[m * N * (H + R) + n], y, count);
     });
     if (a.wq) {
         team.each(M, J * d, [&](i64 m) {
             for (i64 j = 0; j < J; j++)
-                turn_row(plain + (m * J + j) * d, turned + (m * J + j) * d, p.cos + m * (R / 2), p.sin + m * (R / 2), d, R);
+                turn_row(&plain[(m * J + j) * d], &turned[(m * J + j) * d], p.cos + m * (R / 2), p.sin + m * (R / 2), d, R);
         });
         Lines<T> keys{a.index_keys, p.rows, p.table, s.per_row, s.shift, s.size, 1, d};
-        select_few(team, turned, keys, w.get(), p.start, p.end, indices, M, J, d, s.K);
+        select_few(team, turned.get(), keys, w.get(), p.start, p.end, indices, M, J, d, s.K);
     }
     i64 Wp = up16(W), Np = (N + 3) / 4 * 4, parts = (s.K + PART - 1) / PART, line = up16(C) + 16;
     std::unique_ptr<float[]> queries(new float[M * Np * Wp]());
     auto found = floats(M * parts * N * line);
     team.each(M * N, H * C, [&](i64 item) {
         i64 m = item / N, n = item % N;
-        absorb(q + item * (H + R), a.kv_b + n * (H + V) * C, p.cos + m * (R / 2), p.sin + m * (R / 2), H, R, C,
+        absorb(&q[item * (H + R)], a.kv_b + n * (H + V) * C, p.cos + m * (R / 2), p.sin + m * (R / 2), H, R, C,
                &queries[(m * Np + n) * Wp]);
     });
     Lines<T> lines{a.latents, p.rows, p.table, s.per_row, s.shift, s.size, 1, W};
@@ -296,9 +296,9 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
             for (i64 m0 = 0; m0 < M; m0 += ROWS) {
                 i64 here = std::min(ROWS, M - m0), count = std::min<i64>(16, V - v);
                 tile16(a.kv_b + (n * (H + V) + H + v) * C, count, C, &each[m0], here, y);
-                for (i64 m = 0; m < here; m++) store16(values + ((m0 + m) * N + n) * V + v, at(y + 16 * m), count);
+                for (i64 m = 0; m < here; m++) store16(&values[((m0 + m) * N + n) * V + v], at(y + 16 * m), count);
             }
     });
-    Input<T> last(values, M, N * V);
+    Input<T> last(values.get(), M, N * V);
     products<T>(team, last, N * V, {{a.o, D}}, [&](int, i64 m, i64 n, v16 y, i64 count) { sink(m, n, y, count); });
 }

@@ -138,8 +138,8 @@ static void run_blocks(const Team& team, const FusedBlocks& c, const std::vector
     i64 M = s.M, D = s.D;
     T* x = (T*)c.out.data;
     if (x != c.x.data) std::copy_n((const T*)c.x.data, M * D, x);
-    std::unique_ptr<T[]> normed(new T[M * D]);
-    std::unique_ptr<i64[]> indices(new i64[M * s.K]);
+    auto normed = memory<T>(M * D);
+    auto indices = memory<i64>(M * s.K);
     auto norm = [&](const T* weight) {
         team.each(M, 4 * D, [&](i64 m) { norm_row(x + m * D, weight, &normed[m * D], D, float(c.eps)); });
     };

@@ -29,11 +29,11 @@ struct Step {
     std::vector<LayerWeights> layers;
     std::vector<i64> start, end;
     std::vector<float> cos, sin;
-    std::unique_ptr<T[]> x;
+    Memory<T> x;
 
     Step(const DecodeStep& call, const Team& workers)
         : c(call), team(workers), layers(c.blocks.layers), start(c.blocks.shape.M), end(start),
-          cos(start.size() * (c.blocks.shape.R / 2)), sin(cos), x(new T[start.size() * c.blocks.shape.D]) {}
+          cos(start.size() * (c.blocks.shape.R / 2)), sin(cos), x(memory<T>(start.size() * c.blocks.shape.D)) {}
 
     // Blocks and norm: columns [4, M], and for the MTP layer `before` [M, D] -> hidden [M, D].
     Refusal pass(const i64* columns, const T* before, T* hidden) {
@@ -71,7 +71,7 @@ struct Step {
     void join(const i64* ids, const T* before) {
         i64 M = c.blocks.shape.M, D = c.blocks.shape.D;
         float eps = float(c.blocks.eps);
-        std::unique_ptr<T[]> both(new T[2 * M * D]);
+        auto both = memory<T>(2 * M * D);
         for (i64 m = 0; m < M; m++) {
             norm_row((const T*)c.embed.data + ids[m] * D, (const T*)c.enorm.data, &both[2 * m * D], D, eps);
             norm_row(before + m * D, (const T*)c.hnorm.data, &both[(2 * m + 1) * D], D, eps);

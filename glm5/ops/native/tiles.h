@@ -47,14 +47,16 @@ static inline i64 padded(i64 n) {
 }
 
 template <class T>
-using Elements = std::unique_ptr<typename Operand<T>::E[]>;
+using Elements = Memory<typename Operand<T>::E>;
 
 // Zeros where a row of `width` needs padding; otherwise unset.
 template <class T>
 static Elements<T> elements(i64 rows, i64 width) {
     typedef typename Operand<T>::E E;
     i64 count = rows * padded<T>(width);
-    return padded<T>(width) == width ? Elements<T>(new E[count]) : Elements<T>(new E[count]());
+    auto found = memory<E>(count);
+    if (padded<T>(width) != width) memset(found.get(), 0, count * sizeof(E));
+    return found;
 }
 
 // Rows to multiply: those of x [rows, width] if they can be read as they are, else a padded copy.
@@ -78,50 +80,50 @@ struct Input {
     }
 };
 
-// Four rows of w times one row x, added up in acc[0 .. 3]. Meanwhile memory from `next` on is asked for.
-template <class T>
-static ALWAYS_INLINE void dots4(const T* const* w, const typename Operand<T>::E* x, i64 K, const char* next, v16* acc) {
+// Four rows of w times XS rows x, lane by lane: acc[4 * m + r] is row r times x[m]. Meanwhile memory
+// from `next` on is asked for.
+template <class T, int XS>
+static ALWAYS_INLINE void dots(const T* const* w, const typename Operand<T>::E* const* x, i64 K, const char* next, v16* acc) {
     const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-    v16 a = {}, b = {}, c = {}, d = {};
+    const typename Operand<T>::E* xs[XS];
+    v16 sum[4 * XS] = {};
+    for (int m = 0; m < XS; m++) xs[m] = x[m];
     i64 i = 0;
+#define STEP(...)                                                                                       \
+    auto a = reg(w0 + i __VA_ARGS__), b = reg(w1 + i __VA_ARGS__);                                      \
+    auto c = reg(w2 + i __VA_ARGS__), d = reg(w3 + i __VA_ARGS__);                                      \
+    _Pragma("GCC unroll 4") for (int m = 0; m < XS; m++) {                                              \
+        auto xi = reg(xs[m] + i);                                                                       \
+        sum[4 * m] = mac(sum[4 * m], a, xi), sum[4 * m + 1] = mac(sum[4 * m + 1], b, xi);               \
+        sum[4 * m + 2] = mac(sum[4 * m + 2], c, xi), sum[4 * m + 3] = mac(sum[4 * m + 3], d, xi);       \
+    }
+    const i64 line = 4 * Operand<T>::LANES * sizeof(T);
     for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
-        auto xi = reg(x + i);
-        for (i64 line = 0; line < i64(4 * Operand<T>::LANES * sizeof(T)); line += 64) __builtin_prefetch(next + line);
-        next += 4 * Operand<T>::LANES * sizeof(T);
-        a = mac(a, reg(w0 + i), xi), b = mac(b, reg(w1 + i), xi);
-        c = mac(c, reg(w2 + i), xi), d = mac(d, reg(w3 + i), xi);
+        if (next) {
+            for (i64 at = 0; at < line; at += 64) __builtin_prefetch(next + at, 0, 2);
+            next += line;
+        }
+        STEP()
     }
     if (i < K) {
-        auto xi = reg(x + i);
-        a = mac(a, reg(w0 + i, K - i), xi), b = mac(b, reg(w1 + i, K - i), xi);
-        c = mac(c, reg(w2 + i, K - i), xi), d = mac(d, reg(w3 + i, K - i), xi);
+        const i64 n = K - i;
+        STEP(, n)
     }
-    acc[0] = a, acc[1] = b, acc[2] = c, acc[3] = d;
+#undef STEP
+    for (int r = 0; r < 4 * XS; r++) acc[r] = sum[r];
 }
 
-// Four rows of w against four rows x: lane 4 * m + r.
-template <class T>
-static ALWAYS_INLINE v16 dots4x4(const T* const* w, const typename Operand<T>::E* const* x, i64 K) {
-    const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-    const typename Operand<T>::E *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-    v16 acc[16] = {};
-    i64 i = 0;
-#define ROW(m, xm)                                                                       \
-    acc[4 * m] = mac(acc[4 * m], a, xm), acc[4 * m + 1] = mac(acc[4 * m + 1], b, xm);    \
-    acc[4 * m + 2] = mac(acc[4 * m + 2], c, xm), acc[4 * m + 3] = mac(acc[4 * m + 3], d, xm);
-    for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
-        auto a = reg(w0 + i), b = reg(w1 + i), c = reg(w2 + i), d = reg(w3 + i);
-        auto y0 = reg(x0 + i), y1 = reg(x1 + i), y2 = reg(x2 + i), y3 = reg(x3 + i);
-        ROW(0, y0) ROW(1, y1) ROW(2, y2) ROW(3, y3)
+// y [XS, 16] = XS rows x times sixteen rows of w.
+template <class T, int XS>
+static ALWAYS_INLINE void rows16(const T* const* w, const typename Operand<T>::E* const* x, i64 K, const char* next, float* y) {
+    v16 acc[XS][16];
+    for (int r = 0; r < 16; r += 4) {
+        v16 four[4 * XS];
+        dots<T, XS>(w + r, x, K, next + r * K * sizeof(T), four);
+        for (int m = 0; m < XS; m++)
+            for (int i = 0; i < 4; i++) acc[m][r + i] = four[4 * m + i];
     }
-    if (i < K) {
-        i64 n = K - i;
-        auto a = reg(w0 + i, n), b = reg(w1 + i, n), c = reg(w2 + i, n), d = reg(w3 + i, n);
-        auto y0 = reg(x0 + i), y1 = reg(x1 + i), y2 = reg(x2 + i), y3 = reg(x3 + i);
-        ROW(0, y0) ROW(1, y1) ROW(2, y2) ROW(3, y3)
-    }
-#undef ROW
-    return hsum16(acc);
+    for (int m = 0; m < XS; m++) at(y + 16 * m) = hsum16(acc[m]);
 }
 
 // y [rows, 16] = rows x times up to 16 rows of w, each K long. From four rows on, a row of w is read once for four. Rows
@@ -131,24 +133,20 @@ static void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* c
     const T* line[16];
     for (i64 r = 0; r < 16; r++) line[r] = w + std::min(r, count - 1) * K;
     const char* next = (const char*)(w + 16 * K);
-    if (rows < 4) {
-        for (i64 m = 0; m < rows; m++) {
-            v16 acc[16];
-            for (int r = 0; r < 16; r += 4)
-                dots4<T>(line + r, x[m], K, m ? (const char*)line[r] : next + r * K * sizeof(T), acc + r);
-            at(y + 16 * m) = hsum16(acc);
-        }
-        return;
-    }
-    for (i64 r = 0; r < 16; r += 4) {
-        for (i64 ahead = 0; ahead < i64(4 * K * sizeof(T)); ahead += 64)
-            __builtin_prefetch(next + r * K * sizeof(T) + ahead);
+    if (rows == 1) return rows16<T, 1>(line, x, K, next, y);
+    if (rows == 2) return rows16<T, 2>(line, x, K, next, y);
+    if (rows == 3) return rows16<T, 3>(line, x, K, next, y);
+    for (i64 r = 0; r < 16; r += 4)
         for (i64 m = 0; m < rows; m += 4) {
             i64 from = std::min(m, rows - 4);  // the last four may overlap those before
-            v16 sums = dots4x4<T>(line + r, x + from, K);
+            v16 acc[16];
+            if (m)
+                dots<T, 4>(line + r, x + from, K, nullptr, acc);
+            else
+                dots<T, 4>(line + r, x + from, K, next + r * K * sizeof(T), acc);
+            v16 sums = hsum16(acc);
             for (i64 h = 0; h < 4; h++) memcpy(y + 16 * (from + h) + r, (const float*)&sums + 4 * h, 16);
         }
-    }
 }
 
 const i64 ROWS = 64;  // rows of a tile: what a thread holds of results fits on its stack
