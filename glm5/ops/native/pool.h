@@ -48,7 +48,7 @@ class Pool {
 
     // Waiting workers spin this long, which covers the caller's own work between two steps of a small model. A worker that
     // notices another process on its core sleeps at once.
-    static const i64 SPIN = 150000, TAKEN = 30000;
+    static constexpr i64 SPIN = 150000, TAKEN = 30000;
 
     static uint32_t left(uint64_t ticket) {
         i64 pieces = ticket >> 32 & 63;
@@ -182,7 +182,7 @@ class Pool {
     }
     void end() { busy_.unlock(); }
 
-    static const i64 MOST = 32;  // pieces of a job
+    static constexpr i64 MOST = 32;  // pieces of a job
 
     template <class F>
     void run(i64 pieces, const F& work) {

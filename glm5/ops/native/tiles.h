@@ -16,7 +16,7 @@ template <class T>
 struct Operand {
     typedef float E;
     typedef v16 Reg;
-    static const i64 LANES = 16;
+    static constexpr i64 LANES = 16;
 };
 static inline v16 reg(const float* p) { return load16(p); }
 static inline v16 reg(const float* p, i64 n) { return load16(p, n); }
@@ -28,7 +28,7 @@ template <>
 struct Operand<bf16> {
     typedef bf16 E;
     typedef __m512bh Reg;
-    static const i64 LANES = 32;
+    static constexpr i64 LANES = 32;
 };
 static inline __m512bh reg(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 static inline __m512bh reg(const bf16* p, i64 n) {
