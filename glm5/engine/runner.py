@@ -59,16 +59,19 @@ class Runner:
 
     def trunk(self, feeds: Sequence[Feed]) -> Tensor:
         """Hidden states after the final norm, [total, D] in the order of `feeds`."""
-        return self.decode(feeds, None)[0]
+        found = self._compiled(feeds, None)
+        return self._run(feeds, None, 0) if found is None else found[0]
 
     def decode(self, feeds: Sequence[Feed], draws: Draws | None) -> tuple[Tensor, Tokens | None]:
         """`trunk`, and with `draws` a token after every token, if one compiled call gives both."""
-        total = sum(len(feed.ids) for feed in feeds)
-        if self.step is not None and total <= (small_batch.MOST_ROWS if draws is None else MOST_ROWS):
-            found = self.step.trunk(*self._told(feeds, 0), draws)
-            if found is not None:
-                return found
-        return self._run(feeds, None, 0), None
+        found = None if draws is None else self._compiled(feeds, draws)
+        return (self.trunk(feeds), None) if found is None else found
+
+    def _compiled(self, feeds: Sequence[Feed], draws: Draws | None) -> tuple[Tensor, Tokens | None] | None:
+        most = small_batch.MOST_ROWS if draws is None else MOST_ROWS
+        if self.step is None or sum(len(feed.ids) for feed in feeds) > most:
+            return None
+        return self.step.trunk(*self._told(feeds, 0), draws)
 
     def mtp(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
         """States of the MTP layer [total, D]. The token at position p is combined with the trunk's state at p - 1
