@@ -93,7 +93,7 @@ class Engine:
         self._host_cache_bytes, self._overlap = host_cache_bytes, overlap
         self._capture = partial(CudaCapture, model.device) if graphs and model.device.type == "cuda" else None
         self.weight_version = 0
-        self.counts = Counts([0] * self.drafts)
+        self.counts = Counts([0] * self.drafts, [0] * self.drafts)
         self._paused = False
         self._seed = seed
         self._submitted = self._numbered = 0
@@ -335,7 +335,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Current values and counters since the start. `cached_tokens` are in the prefix cache. `hit_tokens` are prompt
         tokens that were not computed because the prefix cache had them. `accepted[k]` counts the `rounds` that accepted
-        at least the first k + 1 drafts. `seconds` is the time by phase."""
+        at least the first k + 1 drafts, `drafted[k]` those that had so many. `seconds` is the time by phase."""
         radix = self.radix
         return {
             "running": len(self.scheduler.running),
@@ -357,6 +357,7 @@ class Engine:
             "failed_requests": self.counts.failed_requests,
             "rounds": self.rounds,
             "accepted": list(self.accepted),
+            "drafted": list(self.counts.drafted),
             "weight_version": self.weight_version,
             "seconds": dict(self.counts.seconds),
         }

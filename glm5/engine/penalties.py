@@ -74,6 +74,23 @@ class SamplerState:
     def greedy(self) -> bool:
         return self.params.temperature == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-k, top-p or min-p may remove tokens."""
+        p = self.params
+        return p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+    def plain(self, ahead: int = 0) -> bool:
+        """Whether the token `ahead` positions after the next one comes from the model's own distribution at some
+        temperature, and nothing but its log-probability is reported. Compiled calls draw such tokens."""
+        return not (self.params.top_logprobs or self.filters or self.adjusts(ahead))
+
+    @property
+    def factor(self) -> float:
+        """What logits are multiplied with; 0 for greedy."""
+        temperature = self.params.temperature
+        return 1.0 / temperature if temperature else 0.0
+
     def advance(self, token: int) -> None:
         """Record a token that is kept."""
         self.position += 1

@@ -19,9 +19,11 @@ class Request:
     `tokens` are prompt and output. The pages contain the latents of the first `stored` tokens. The model continues at
     `next`, which is smaller than `stored` if a hidden state must be recomputed. `carried` is the MTP layer's state [D]
     that predicts the next token. With it, the last token is read together with the next drafts, not in a prefill.
-    `watch` detects stop strings. `namespace` None keeps the request out of the prefix cache. `number` is the serial
-    number of the request, `row` its row in the page table. With `score` nothing is sampled: the completion gets the
-    log-probabilities of all prompt tokens except the first. `error` is why the request failed, or None.
+    `drafts` tells whether the MTP layer reads the request's tokens (None: not decided); once it has missed one, it
+    never does again. `watch` detects stop strings. `namespace` None keeps the request out of the prefix cache. `number`
+    is the serial number of the request, `row` its row in the page table. With `score` nothing is sampled: the
+    completion gets the log-probabilities of all prompt tokens except the first. `error` is why the request failed, or
+    None.
     """
 
     prompt_ids: list[int]
@@ -41,6 +43,7 @@ class Request:
     inserted: int = 0  # pages inserted into the prefix cache
     entered: int = 0  # pages entered in the page table
     carried: Tensor | None = None
+    drafts: bool | None = None
     coming: int = 0  # tokens being drawn
     agreed: dict[int, int] = field(default_factory=dict)  # see `agrees`
     started: bool = False

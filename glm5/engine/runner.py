@@ -14,7 +14,10 @@ from glm5.engine.graphs import Capture, DecodeGraphs
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.request import Request
 from glm5.model.context import ForwardContext, paged_context
+from glm5.model.decode_step import MOST_ROWS, DecodeStep, Tokens
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.ops import small_batch
+from glm5.ops.decode_step import Draws
 from glm5.ops.pages import Pages
 
 SHIFT = PAGE.bit_length() - 1
@@ -51,16 +54,54 @@ class Runner:
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
         memory = lambda: (self.table, pool.cache.latents, pool.cache.index_keys)  # noqa: E731
         self.graphs = DecodeGraphs(self._pass, memory, rows, rows, capture) if capture is not None else None
+        compiled = self.device.type == "cpu" and not exact and model.config.selects_keys
+        self.step = DecodeStep(model, pool.cache) if compiled else None
 
     def trunk(self, feeds: Sequence[Feed]) -> Tensor:
         """Hidden states after the final norm, [total, D] in the order of `feeds`."""
-        return self._run(feeds, None, 0)
+        found = self._compiled(feeds, None)
+        return self._run(feeds, None, 0) if found is None else found[0]
+
+    def decode(self, feeds: Sequence[Feed], draws: Draws | None) -> tuple[Tensor, Tokens | None]:
+        """`trunk`, and with `draws` a token after every token, if one compiled call gives both."""
+        found = None if draws is None else self._compiled(feeds, draws)
+        return (self.trunk(feeds), None) if found is None else found
+
+    def _compiled(self, feeds: Sequence[Feed], draws: Draws | None) -> tuple[Tensor, Tokens | None] | None:
+        most = small_batch.MOST_ROWS if draws is None else MOST_ROWS
+        if self.step is None or sum(len(feed.ids) for feed in feeds) > most:
+            return None
+        return self.step.trunk(*self._told(feeds, 0), draws)
 
     def mtp(self, feeds: Sequence[Feed], hidden: Tensor) -> Tensor:
         """States of the MTP layer [total, D]. The token at position p is combined with the trunk's state at p - 1
         (hidden [total, D]), and its latent is written at p. So a page depends only on the tokens in it and before it.
         """
+        if self.step is not None and len(hidden) <= small_batch.MOST_ROWS:
+            found = self.step.mtp(*self._told(feeds, 1), hidden)
+            if found is not None:
+                return found
         return self._run(feeds, hidden, 1)
+
+    def drafts(self, requests: Sequence[Request], hidden: Tensor, count: int, draws: Draws) -> Tokens | None:
+        """`count` drafts of every request after the states `hidden` [n, D], by one compiled call if there is one (see
+        `DecodeStep.drafts`)."""
+        if self.step is None or count * len(requests) > MOST_ROWS:
+            return None
+        for request in requests:
+            self._table(request)
+        positions = [request.length for request in requests]
+        nothing = [0] * len(requests)
+        columns = [*nothing, *(request.row for request in requests), *positions, *nothing]
+        return self.step.drafts(columns, self.table, max(positions) + 1, hidden, count, draws)
+
+    def _told(self, feeds: Sequence[Feed], first_key: int) -> tuple[list[int], Tensor, int]:
+        """Columns, page table and longest sequence of a compiled call."""
+        for feed in feeds:
+            if feed.request.entered != len(feed.request.pages):
+                self._table(feed.request)
+        ids, rows, positions, slots = _columns(feeds, first_key)
+        return [*ids, *rows, *positions, *slots], self.table, max(positions) + 1
 
     def _run(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         for feed in feeds:

@@ -67,6 +67,14 @@ def distributions(
         logits = output_logits(padded, weight)[:rows]
     else:
         logits = output_logits(hidden, weight, exact=False)
+    return from_logits(logits, states, drafted)
+
+
+def from_logits(
+    logits: Tensor, states: Sequence[SamplerState], drafted: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """`distributions` of logits [n, V], which it leaves as they are."""
+    rows = logits.shape[0]
     drafted = drafted or [()] * rows
     special = [i for i, state in enumerate(states) if state.adjusts(len(drafted[i]))]
     if not logits.is_cpu:
@@ -80,7 +88,7 @@ def distributions(
         mine = [states[i] for i in special]
         adjusted = adjust(wide, mine, [drafted[i] for i in special])
         logprobs[special] = _scaled(adjusted, [s.params.temperature for s in mine])
-    filtered = [i for i, state in enumerate(states) if _filters(state.params)]
+    filtered = [i for i, state in enumerate(states) if state.filters]
     if filtered:
         all_rows = len(filtered) == rows
         kept = _filter(logprobs if all_rows else logprobs[filtered], [states[i].params for i in filtered])

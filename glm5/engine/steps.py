@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from glm5.engine.decode import Drawn, begin_draw, draw_tokens, feeds_of
+from glm5.engine.decode import Drawn, begin_draw, draw_tokens, draws_of, feeds_of
+from glm5.engine.draft_count import DraftCount
 from glm5.engine.penalties import SamplerState
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner
@@ -20,6 +21,7 @@ from glm5.engine.sampler import Sampled
 from glm5.engine.scheduler import Scheduler, Span
 from glm5.engine.speculative import draft
 from glm5.errors import EngineBroken, RequestFailed
+from glm5.model.decode_step import Tokens
 from glm5.obs.logs import get_logger
 from glm5.records import SamplingParams
 
@@ -29,10 +31,11 @@ log = get_logger("engine")
 @dataclass
 class Counts:
     """Counters of steps since the start. `accepted[k]` counts the `rounds` that accepted at least the first k + 1
-    drafts. `seconds` is the time by phase. `failed_steps` counts forward passes or draws that raised, `failed_requests`
-    the requests that caused this."""
+    drafts, `drafted[k]` the rounds that had so many. `seconds` is the time by phase. `failed_steps` counts forward
+    passes or draws that raised, `failed_requests` the requests that caused this."""
 
     accepted: list[int]
+    drafted: list[int]
     rounds: int = 0
     generated: int = 0
     failed_steps: int = 0
@@ -42,11 +45,13 @@ class Counts:
 
 @dataclass
 class Computed:
-    """The model's output for some spans: `hidden` [total, D] and the new tokens of each."""
+    """The model's output for some spans: `hidden` [total, D], the new tokens of each, and the number of accepted drafts
+    of each that had drafts."""
 
     spans: list[Span]
     hidden: Tensor
     fresh: list[list[Sampled]]
+    kept: list[int]
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Steps:
         on_cpu = runner.device.type == "cpu"
         self._plans_ahead = (overlap or not on_cpu) and not drafts
         self._worker = ThreadPoolExecutor(1, "glm5-draw") if self._plans_ahead and on_cpu else None
+        self.draft_count = DraftCount(drafts, adapts=drafts > 0 and runner.step is not None)
         self._ahead: list[Span] = []  # spans of the next step, planned during the last draw
         self._failed: list[Request] = []
 
@@ -86,15 +92,43 @@ class Steps:
         """One step under weight version `version`. Returns the requests that got a token, and those that failed. Raises
         EngineBroken if not even one token can be computed on the dummy page; the engine is then unusable."""
         began = time.perf_counter()
+        if self.draft_count.adapts:
+            self._choose_drafts()
         spans = self._plan()
         self.counts.seconds["scheduler"] += time.perf_counter() - began
         done: list[Computed] = []
         self._failed = []
         if spans:
             self._apart(spans, lambda part: done.append(self._compute(part, whole=part is spans)), self._again)
-        for computed in done:
-            self._settle(computed, version)
+        carry = sum(self._settle(computed, version) for computed in done)
+        if self.draft_count.adapts and len(done) == 1:
+            self._learn(done[0], time.perf_counter() - began, carry)
         return [span.request for computed in done for span in computed.spans if span.draws], self._failed
+
+    def _choose_drafts(self) -> None:
+        """Set the number of drafts of the next step. If none are best, the running requests stop drafting."""
+        drafting = [request for request in self.scheduler.running if request.carried is not None]
+        if drafting and (self._some_do_not() or not self.draft_count.keeps(len(drafting))):
+            for request in drafting:
+                request.carried, request.drafts = None, False
+            drafting = []
+        if drafting:
+            self.scheduler.drafts = self.draft_count.choose(len(drafting))
+
+    def _some_do_not(self) -> bool:
+        """Whether a running request has stopped drafting. Then no other drafts: what it costs would not be measured."""
+        return any(request.drafts is False for request in self.scheduler.running)
+
+    def _learn(self, computed: Computed, seconds: float, carry: float) -> None:
+        """Note a step in which every request drafted alike; `carry` is the part of its `seconds` that the MTP layer
+        took after the trunk."""
+        spans = computed.spans
+        if any(span.request.carried is None or not span.draws for span in spans):
+            return
+        if any(span.count != 1 + span.drafts or span.drafts != spans[0].drafts for span in spans):
+            return
+        drafts = spans[0].drafts
+        self.draft_count.note(len(spans), drafts, seconds if drafts else seconds - carry, computed.kept)
 
     def probe(self) -> None:
         """Compute one token on the dummy page. Raises EngineBroken on failure."""
@@ -123,29 +157,31 @@ class Steps:
         """Run the model over spans and draw; `whole`: these are all spans of the step."""
         began = time.perf_counter()
         drafting = [span.request for span in spans if span.drafts]
-        drafts = draft(self.runner, drafting, self.drafts) if drafting else None
-        hidden = self.runner.trunk(feeds_of(spans, drafts))
+        count = max((span.drafts for span in spans), default=0)
+        drafts = draft(self.runner, drafting, count) if drafting else None
+        hidden, tokens = self.runner.decode(feeds_of(spans, drafts), draws_of(spans))
         ran = time.perf_counter()
         self.counts.seconds["model"] += ran - began
         for span in spans:
             if not span.drafts:
                 span.request.saw(span.start + span.count)
         if whole and self._plans_ahead:
-            fresh, kept = self._draw_and_plan(spans, hidden)
+            fresh, kept = self._draw_and_plan(spans, hidden, tokens)
         else:
-            fresh, kept = draw_tokens(self.runner, spans, hidden, drafts)
+            fresh, kept = draw_tokens(self.runner, spans, hidden, drafts, tokens)
         self.counts.rounds += len(kept)
-        for k in range(self.drafts):
+        for k in range(count):
+            self.counts.drafted[k] += len(kept)
             self.counts.accepted[k] += sum(n > k for n in kept)
         self.counts.seconds["sampling"] += time.perf_counter() - ran
-        return Computed(spans, hidden, fresh)
+        return Computed(spans, hidden, fresh, kept)
 
-    def _draw_and_plan(self, spans: list[Span], hidden: Tensor) -> Drawn:
+    def _draw_and_plan(self, spans: list[Span], hidden: Tensor, tokens: Tokens | None) -> Drawn:
         """Draw, and plan the next step meanwhile. The plan depends on the number of new tokens, not on their ids."""
         if self._worker is None:
-            coming = begin_draw(self.runner, spans, hidden, None)
+            coming = begin_draw(self.runner, spans, hidden, None, tokens)
         else:
-            coming = self._worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None).result
+            coming = self._worker.submit(torch.no_grad()(draw_tokens), self.runner, spans, hidden, None, tokens).result
         for span in spans:
             span.request.coming = int(span.draws)
         try:
@@ -158,8 +194,8 @@ class Steps:
 
     # Results.
 
-    def _settle(self, computed: Computed, version: int) -> None:
-        """Give the requests their tokens, and remove those that have ended."""
+    def _settle(self, computed: Computed, version: int) -> float:
+        """Give the requests their tokens, and remove those that have ended. Returns the seconds of the MTP layer."""
         began = time.perf_counter()
         carried: list[Carried] = []
         at = 0
@@ -172,7 +208,7 @@ class Steps:
                 raise
             except BaseException as error:
                 self._fail(request, error)
-            if self.drafts and count and not request.score:
+            if count and self._drafts(request):
                 feed = Feed(request, first, request.tokens[first : first + count])
                 carried.append(Carried(span, feed, computed.hidden[at : at + count]))
             at += span.count
@@ -187,6 +223,15 @@ class Steps:
                 self.scheduler.insert_prefix(span.request)
         self.counts.seconds["model"] += ran - accepted
         self.counts.seconds["scheduler"] += accepted - began + time.perf_counter() - ran
+        return ran - accepted
+
+    def _drafts(self, request: Request) -> bool:
+        """Whether the MTP layer reads the tokens of a request."""
+        if not self.drafts or request.score:
+            return False
+        if request.drafts is None:
+            request.drafts = not self._some_do_not() and self.draft_count.starts(len(self.scheduler.running))
+        return request.drafts
 
     def _accept(self, span: Span, fresh: list[Sampled], version: int) -> int:
         """Give a request its tokens. Returns how many tokens of the span are now part of its sequence. Raises

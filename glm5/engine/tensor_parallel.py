@@ -62,6 +62,7 @@ class LeadingRunner(Runner):
         self._group = group
         self._entered: list[tuple[int, int, list[int]]] = []  # (row, first column, pages) new in the page table
         super().__init__(*arguments)
+        self.step = None  # the ranks meet within every layer
 
     def _table(self, request: Request) -> None:
         known = request.entered

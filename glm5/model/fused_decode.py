@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from glm5.config.model import GLM5Config
-from glm5.model.context import ForwardContext
+from glm5.model.context import ForwardContext, LatentCache
 from glm5.model.dsa import Indexer
 from glm5.model.layers import MLP, Linear
 from glm5.model.mla import MLA
@@ -34,7 +34,7 @@ class FusedDecode:
 
     def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module]) -> None:
         self._config, self._blocks = config, blocks
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """The residual stream x [M, D] after all blocks, [M, D]; writes the tokens' latents and index keys into the
@@ -46,62 +46,39 @@ class FusedDecode:
             return None
         if torch.is_grad_enabled() or cache.latents.dtype != x.dtype or not registered(x):
             return None
-        plan = self._plan
-        if plan is None or plan.dtype != x.dtype:
-            plan = self._plan = _Plan(self._config, list(self._blocks), x.dtype)
-        if not plan.suits or not all(experts.plain for experts in plan.experts):
+        plan = self.plan(x.dtype)
+        if plan is None:
             return None
-        if any(indexer.rule is not None for indexer in plan.indexers):
-            return None
-        c, first = self._config, plan.attention[0]
-        sizes = Sizes(
-            tokens=x.shape[0],
-            hidden=x.shape[1],
-            query_rank=c.q_lora_rank,
-            heads=c.num_attention_heads,
-            nope=c.qk_nope_head_dim,
-            rope=c.qk_rope_head_dim,
-            latent=c.kv_lora_rank,
-            value=c.v_head_dim,
-            index_heads=c.index_n_heads,
-            index_dim=c.index_head_dim,
-            selected=min(first.topk, ctx.key_length),
-            pages=pages.table.shape[1],
-            shift=pages.shift,
-            page_size=pages.size,
-            pool=cache.rows * cache.capacity,
-            experts=c.n_routed_experts,
-            experts_per_token=c.num_experts_per_tok,
-            normalised=int(c.norm_topk_prob),
-        )
+        first = plan.attention[0]
+        sizes = plan.sizes(cache, pages.table.shape[1], pages.shift, x.shape[0], ctx.key_length)
         view = (*ctx.rope(first.rope_dim, first.theta), places, pages.rows, pages.table, *ctx.key_range())
-        slots = [cache.slots[attention.layer] for attention in plan.attention]
-        rest = (
-            [tensor.contiguous() for tensor in view],
-            [number for slot, form in zip(slots, plan.forms, strict=True) for number in (slot, *form)],
-            sizes,
-            [c.rms_norm_eps, c.latent_norm_eps, first.scale, c.routed_scaling_factor],
-        )
-        weights = [module[name] for module, name in plan.weights]
-        biases = [module[name] for module, name in plan.biases]
+        rest = ([tensor.contiguous() for tensor in view], plan.layers(cache), sizes, plan.numbers)
+        weights, biases = plan.tensors()
         native = kernels(x)
         if native is None:
             return fused_blocks(x.contiguous(), cache.latents, cache.index_keys, weights, biases, *rest)
         # The dispatcher takes and returns every tensor one by one, which is as much work as a layer of a small model.
-        checked = plan.checked
-        if checked is None or not checked.current([*weights, *biases]):
-            checked = plan.checked = Weights(weights, biases, x.dtype)
+        checked = plan.check(weights, biases)
         return run(native, x.contiguous(), cache.latents, cache.index_keys, checked, *rest)
 
+    def plan(self, dtype: torch.dtype) -> Plan | None:
+        """What is known of the blocks; None if they are not supported."""
+        plan = self._plan
+        if plan is None or plan.dtype != dtype:
+            plan = self._plan = Plan(self._config, list(self._blocks), dtype)
+        if not plan.suits or any(not experts.plain for experts in plan.experts):
+            return None
+        return None if any(indexer.rule is not None for indexer in plan.indexers) else plan
 
-class _Plan:
+
+class Plan:
     """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slot.
 
     `suits` is False for a block of another kind, and for weights that are not contiguous plain tensors of `dtype`.
     """
 
     def __init__(self, config: GLM5Config, blocks: list[Any], dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self._config = dtype, config
         self.weights: list[Location] = []
         self.biases: list[Location] = []
         self.forms: list[tuple[int, ...]] = []
@@ -120,6 +97,49 @@ class _Plan:
         if self.suits:
             for block in blocks:
                 self._add(block)
+            first = self.attention[0]
+            self.numbers = [config.rms_norm_eps, config.latent_norm_eps, first.scale, config.routed_scaling_factor]
+
+    def sizes(self, cache: LatentCache, pages: int, shift: int, tokens: int, longest: int) -> Sizes:
+        """Of a call over `tokens` tokens, whose sequences have up to `longest` keys; `pages` and `shift` as in
+        `Pages`."""
+        c = self._config
+        return Sizes(
+            tokens=tokens,
+            hidden=c.hidden_size,
+            query_rank=c.q_lora_rank,
+            heads=c.num_attention_heads,
+            nope=c.qk_nope_head_dim,
+            rope=c.qk_rope_head_dim,
+            latent=c.kv_lora_rank,
+            value=c.v_head_dim,
+            index_heads=c.index_n_heads,
+            index_dim=c.index_head_dim,
+            selected=min(self.attention[0].topk, longest),
+            pages=pages,
+            shift=shift,
+            page_size=cache.capacity,
+            pool=cache.rows * cache.capacity,
+            experts=c.n_routed_experts,
+            experts_per_token=c.num_experts_per_tok,
+            normalised=int(c.norm_topk_prob),
+        )
+
+    def layers(self, cache: LatentCache) -> list[int]:
+        """`Layer` of native/fused.h, one after the other."""
+        slots = [cache.slots[attention.layer] for attention in self.attention]
+        return [number for slot, form in zip(slots, self.forms, strict=True) for number in (slot, *form)]
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases as they are now."""
+        return [module[name] for module, name in self.weights], [module[name] for module, name in self.biases]
+
+    def check(self, weights: list[Tensor], biases: list[Tensor]) -> Weights:
+        """The tensors in the form that the kernel takes, checked if they are others than before."""
+        checked = self.checked
+        if checked is None or not checked.current([*weights, *biases]):
+            checked = self.checked = Weights(weights, biases, self.dtype)
+        return checked
 
     def _add(self, block: Any) -> None:
         attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from glm5.ops.native import Kernels, register
 
-VERSION = 1
+VERSION = 2
 _PER_LAYER = 5
-_REFUSALS = (
+REFUSALS = (
     "",
     "the layout of the structure is another one; the compiled kernels are of another version",
     "a size is not positive, too large or does not fit the others",
@@ -25,9 +25,10 @@ _REFUSALS = (
     "there is not enough memory",
 )
 
-_CALL = struct.Struct("=46q4d")
+_CALL = struct.Struct("=47q4d")
 """`FusedBlocks` of native/fused.h, field by field: version, bytes, layers, arrays, addresses of the layers and of the
-arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; numbers."""
+arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; threads;
+numbers."""
 
 
 class Sizes(NamedTuple):
@@ -64,7 +65,7 @@ class Weights:
         _check(biases, torch.float32)
         self._tensors = (*weights, *biases)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.words = array.array("q", _words(self._tensors))
+        self.words = array.array("q", words(self._tensors))
 
     def current(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors that were checked, weights first, in the same memory."""
@@ -76,8 +77,8 @@ def _check(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
         raise ValueError(f"fused_blocks needs contiguous tensors, here of {dtype}")
 
 
-def _words(tensors: Iterable[Tensor]) -> list[int]:
-    """`Array` of native/fused.h, one after the other."""
+def words(tensors: Iterable[Tensor]) -> list[int]:
+    """Address and number of elements of each tensor, one after the other: `Array` of native/fused.h."""
     return [word for tensor in tensors for word in (tensor.data_ptr(), tensor.numel())]
 
 
@@ -105,13 +106,14 @@ def run(
     call = _CALL.pack(
         *(VERSION, _CALL.size, len(layers) // _PER_LAYER, len(weights.words) // 2),
         *(fields.buffer_info()[0], weights.words.buffer_info()[0]),
-        *_words((x, out, latents, index_keys, *view)),
+        *words((x, out, latents, index_keys, *view)),
         *sizes,
+        torch.get_num_threads(),
         *numbers,
     )
     refusal = native.fused_blocks(call)
     if refusal:
-        raise ValueError(f"fused_blocks was refused: {_REFUSALS[refusal]}")
+        raise ValueError(f"fused_blocks was refused: {REFUSALS[refusal]}")
     return out
 
 

@@ -40,21 +40,21 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if not x.is_contiguous():
         x = x.contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
-    native.thin_linear(x, weight, out, x.shape[0], *weight.shape)
+    native.thin_linear(x, weight, out, x.shape[0], *weight.shape, torch.get_num_threads())
     return out
 
 
 def wide_linear(native: Kernels, x: Tensor, weight: Tensor) -> Tensor:
     """`linear` with an fp32 result for any input dtype, for logits."""
     out = torch.empty(x.shape[0], weight.shape[0])
-    native.thin_wide_linear(x.contiguous(), weight, out, x.shape[0], *weight.shape)
+    native.thin_wide_linear(x.contiguous(), weight, out, x.shape[0], *weight.shape, torch.get_num_threads())
     return out
 
 
 def mlp(native: Kernels, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU feed-forward: x [M, D], gate_up [2 I, D], down [D, I] -> [M, D]."""
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    native.thin_mlp(x, gate_up, down, out, *x.shape, down.shape[1])
+    native.thin_mlp(x, gate_up, down, out, *x.shape, down.shape[1], torch.get_num_threads())
     return out
 
 
@@ -74,7 +74,7 @@ def _moe(
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     sizes = (*x.shape, gate.shape[0], top_k, matrices[1].shape[2], matrices[3].shape[1])
-    native.thin_moe(x, gate, bias, *matrices, out, *sizes, normalise, scaling)
+    native.thin_moe(x, gate, bias, *matrices, out, *sizes, normalise, scaling, torch.get_num_threads())
     return out
 
 

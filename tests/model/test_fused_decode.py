@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments(build(), monkeypatch)
-    monkeypatch.setattr("glm5.ops.fused_blocks.VERSION", 2)
+    monkeypatch.setattr("glm5.ops.fused_blocks.VERSION", 1)
     with pytest.raises(ValueError, match="layout"), torch.no_grad():
         fused_blocks(*given.values())
 

@@ -37,11 +37,11 @@ COMPILE_SECONDS = 120
 
 
 class _Address(ctypes.c_void_p):
-    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer."""
+    """Parameter type of a kernel: a tensor is passed as its address, None as a null pointer; numbers are addresses."""
 
     @classmethod
     def from_param(cls, value: Any) -> Any:
-        return ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
+        return ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 _P, _I, _F = _Address, ctypes.c_int64, ctypes.c_float
@@ -58,17 +58,21 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "swiglu": (_P, _P, _I, _I),
     "swiglu_backward": (_P, _P, _P, _I, _I),
-    "thin_linear": (_P, _P, _P, _I, _I, _I),
-    "thin_wide_linear": (_P, _P, _P, _I, _I, _I),
-    "thin_mlp": (_P, _P, _P, _P, _I, _I, _I),
-    "thin_moe": (*[_P] * 8, *[_I] * 7, _F),
+    "thin_linear": (_P, _P, _P, *[_I] * 4),
+    "thin_wide_linear": (_P, _P, _P, *[_I] * 4),
+    "thin_mlp": (_P, _P, _P, _P, *[_I] * 4),
+    "thin_moe": (*[_P] * 8, *[_I] * 7, _F, _I),
     "fused_blocks": (ctypes.c_void_p,),
+    "decode_step": (ctypes.c_void_p,),
+    "verify": (*[_P] * 8, *[_I] * 4),
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),
     "integer_product": (*[_P] * 6, *[_I] * 6),
     "nll_backward": (_P, _P, _P, _P, _I, _I, _F),
 }
+_CHECKED = ("fused_blocks", "decode_step")
+_FP32 = ("verify",)  # one function for all element types
 
 
 class Kernels:
@@ -76,8 +80,8 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, f"glm5_{name}_{suffix}")
-            function.argtypes, function.restype = arguments, ctypes.c_int if name == "fused_blocks" else None
+            function = getattr(library, f"glm5_{name}" if name in _FP32 else f"glm5_{name}_{suffix}")
+            function.argtypes, function.restype = arguments, ctypes.c_int if name in _CHECKED else None
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -6,37 +6,47 @@
 // Rotates interleaved pairs of dimensions [at_, at_ + R) of [M, H, D] (row and head strides given for the input); the
 // rest is copied. cos and sin [M, R / 2]; sign -1 is the transposed rotation (backward).
 template <class T>
+static inline void turn_row(const T* from, T* to, const float* cos, const float* sin, i64 D, i64 R, i64 offset = 0,
+                            float sign = 1.0f) {
+    memcpy(to, from, D * sizeof(T));
+    for (i64 i = 0; i < R / 2; i++) {
+        float c = cos[i], s = sign * sin[i];
+        float even = load(from + offset + 2 * i), odd = load(from + offset + 2 * i + 1);
+        store(to + offset + 2 * i, even * c - odd * s);
+        store(to + offset + 2 * i + 1, even * s + odd * c);
+    }
+}
+
+template <class T>
 static void rope(const T* x, T* out, const float* cos, const float* sin, i64 M, i64 H, i64 D, i64 row_stride,
                  i64 head_stride, i64 offset, i64 R, float sign) {
 #pragma omp parallel for schedule(static) if (M * H * D > 16384)
     for (i64 m = 0; m < M; m++)
-        for (i64 h = 0; h < H; h++) {
-            const T* from = x + m * row_stride + h * head_stride;
-            T* to = out + (m * H + h) * D;
-            memcpy(to, from, D * sizeof(T));
-            for (i64 i = 0; i < R / 2; i++) {
-                float c = cos[m * (R / 2) + i], s = sign * sin[m * (R / 2) + i];
-                float even = load(from + offset + 2 * i), odd = load(from + offset + 2 * i + 1);
-                store(to + offset + 2 * i, even * c - odd * s);
-                store(to + offset + 2 * i + 1, even * s + odd * c);
-            }
-        }
+        for (i64 h = 0; h < H; h++)
+            turn_row(x + m * row_stride + h * head_stride, out + (m * H + h) * D, cos + m * (R / 2), sin + m * (R / 2), D, R,
+                     offset, sign);
+}
+
+// Returns the inverse of the root mean square.
+template <class T>
+static inline float norm_row(const T* row, const T* weight, T* out, i64 D, float eps) {
+    v16 square = {};
+    for (i64 i = 0; i < D; i += 16) {
+        v16 v = load16(row + i, D - i);
+        square += v * v;
+    }
+    float r = 1.0f / std::sqrt(hsum(square) / float(D) + eps);
+    for (i64 i = 0; i < D; i += 16)
+        store16(out + i, rounded16(load16(row + i, D - i) * r, row) * load16(weight + i, D - i), D - i);
+    return r;
 }
 
 template <class T>
 static void rms_norm(const T* x, const T* weight, T* out, float* inverse, i64 M, i64 D, i64 stride, float eps) {
 #pragma omp parallel for schedule(static) if (M * D > 16384)
     for (i64 m = 0; m < M; m++) {
-        const T* row = x + m * stride;
-        v16 square = {};
-        for (i64 i = 0; i < D; i += 16) {
-            v16 v = load16(row + i, D - i);
-            square += v * v;
-        }
-        float r = 1.0f / std::sqrt(hsum(square) / float(D) + eps);
+        float r = norm_row(x + m * stride, weight, out + m * D, D, eps);
         if (inverse) inverse[m] = r;
-        for (i64 i = 0; i < D; i += 16)
-            store16(out + m * D + i, rounded16(load16(row + i, D - i) * r, row) * load16(weight + i, D - i), D - i);
     }
 }
 

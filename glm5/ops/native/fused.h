@@ -21,12 +21,14 @@ struct FusedBlocks {
     const Array* array;  // the weights, layer by layer, in the order in which `read_layer` takes them; then router biases
     Array x, out, latents, index_keys, cos, sin, places, rows, table, start, end;
     Shape shape;
-    i64 slots, experts, per_token, normalise;  // slots: tokens that a layer's pool holds
+    i64 slots, experts, per_token, normalise, threads;  // slots: tokens that a layer's pool holds
     double eps, latent_eps, scale, scaling;
 };
 
 // Reasons to refuse a call: their texts are in glm5/ops/fused_blocks.py.
 enum Refusal { OK, LAYOUT, SIZES, COUNTS, MISSING, RANGES, MEMORY };
+
+const i64 VERSION = 2;
 
 struct LayerWeights {
     const void* w[22];
@@ -47,7 +49,7 @@ struct Reader {
 };
 
 // The weights of one layer: two norms, q_a, q_norm, q_b, kv_a, kv_norm, kv_b, o; indexer's wq, wk, k_norm weight and bias,
-// weights_proj; (latents and index keys, see `thin_mla`;) router, (its bias;) gate_up and down of the feed-forward or the
+// weights_proj; (latents and index keys;) router, (its bias;) gate_up and down of the feed-forward or the
 // experts; the same two of the shared expert.
 static inline void read_layer(Reader& from, const FusedBlocks& c, const Layer& layer, LayerWeights& to) {
     const Shape& s = c.shape;
@@ -76,6 +78,7 @@ static inline bool sane(const FusedBlocks& c) {
         if (n < 1 || n > most) return false;
     for (i64 n : {s.per_row, s.size, c.slots})
         if (n < 1 || n > (i64(1) << 40)) return false;
+    if (c.threads < 1) return false;
     for (i64 i = 0; i < c.layers; i++) {
         const Layer& layer = c.layer[i];
         if (layer.inner < 1 || layer.inner > most || layer.shared < 0 || layer.shared > most) return false;
@@ -103,7 +106,6 @@ static inline bool inside(const FusedBlocks& c) {
 
 template <class T>
 static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
-    if (c.version != 1 || c.bytes != i64(sizeof(FusedBlocks))) return LAYOUT;
     if (!c.layer || !c.array || !sane(c)) return SIZES;
     const Shape& s = c.shape;
     i64 M = s.M, latents = c.slots * (s.C + s.R), keys = c.slots * s.d;
@@ -129,40 +131,46 @@ static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
 
 // Pre-norm blocks one after the other over the residual stream: x [M, D] -> out [M, D]. Writes latents and index keys.
 template <class T>
-static void run_blocks(const FusedBlocks& c, const std::vector<LayerWeights>& blocks) {
+static void run_blocks(const Team& team, const FusedBlocks& c, const std::vector<LayerWeights>& blocks) {
     const Shape& s = c.shape;
-    Places at_{(const float*)c.cos.data, (const float*)c.sin.data, (const i64*)c.places.data, (const i64*)c.rows.data,
-               (const i64*)c.table.data, (const i64*)c.start.data, (const i64*)c.end.data};
+    Places places{(const float*)c.cos.data, (const float*)c.sin.data, (const i64*)c.places.data, (const i64*)c.rows.data,
+                  (const i64*)c.table.data, (const i64*)c.start.data, (const i64*)c.end.data};
     i64 M = s.M, D = s.D;
-    float eps = float(c.eps);
     T* x = (T*)c.out.data;
-    std::copy_n((const T*)c.x.data, M * D, x);
-    std::vector<T> normed(M * D), out(M * D);
-    std::vector<i64> indices(M * s.K);
-    auto add = [&] {
-        for (i64 i = 0; i < M * D; i++) store(x + i, load(x + i) + load(&out[i]));
+    if (x != c.x.data) std::copy_n((const T*)c.x.data, M * D, x);
+    auto normed = memory<T>(M * D);
+    auto indices = memory<i64>(M * s.K);
+    auto norm = [&](const T* weight) {
+        team.each(M, 4 * D, [&](i64 m) { norm_row(x + m * D, weight, &normed[m * D], D, float(c.eps)); });
+    };
+    auto add = [&](i64 m, i64 d, v16 y, i64 count) {
+        T* to = x + m * D + d;
+        store16(to, load16(to, count) + rounded16(y, x), count);
     };
     for (i64 block = 0; block < c.layers; block++) {
         const T* const* w = (const T* const*)blocks[block].w;
         const Layer& layer = c.layer[block];
-        rms_norm((const T*)x, w[0], normed.data(), (float*)nullptr, M, D, D, eps);
-        thin_mla((const T*)normed.data(), w + 2, at_, s, indices.data(), out.data(), float(c.latent_eps), float(c.scale));
-        add();
-        rms_norm((const T*)x, w[1], normed.data(), (float*)nullptr, M, D, D, eps);
+        norm(w[0]);
+        Attention<T> attention{w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], (T*)w[14],
+                               (T*)w[15]};
+        few_attend(team, normed.get(), attention, places, s, indices.get(), float(c.latent_eps), float(c.scale), add);
+        norm(w[1]);
+        FeedForward<T> f{};
         if (layer.has_experts)
-            thin_moe((const T*)normed.data(), w[16], (const float*)w[17], w[18], w[19], w[20], w[21], out.data(), M, D,
-                     c.experts, c.per_token, layer.inner, layer.shared, c.normalise, float(c.scaling));
+            f = {w[16], (const float*)w[17], w[18], w[19], w[20], w[21], c.experts, c.per_token, layer.inner, layer.shared,
+                 c.normalise, float(c.scaling)};
         else
-            thin_mlp((const T*)normed.data(), w[18], w[19], out.data(), M, D, layer.inner);
-        add();
+            f.shared_up = w[18], f.shared_down = w[19], f.S = layer.inner;
+        feed_forward(team, normed.get(), f, M, D, add);
     }
 }
 
 template <class T>
 static int fused_blocks(const FusedBlocks& c) try {
     std::vector<LayerWeights> blocks(std::min<i64>(std::max<i64>(c.layers, 0), 1 << 20));
+    if (c.version != VERSION || c.bytes != i64(sizeof(FusedBlocks))) return LAYOUT;
     Refusal refusal = check<T>(c, blocks);
-    if (refusal == OK) run_blocks<T>(c, blocks);
+    if (refusal == OK) run_blocks<T>(Team(c.threads), c, blocks);
     return refusal;
 } catch (const std::bad_alloc&) {
     return MEMORY;

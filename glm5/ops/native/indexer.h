@@ -66,10 +66,48 @@ static inline void tile_scores(const float* q, const float* w, const float* tile
     for (int c = 0; c < 4; c++) at(out + 16 * c) = total[c];
 }
 
+// The k-th largest of n > k integers, bit by bit from the highest. Each bit halves those that may be it, so all passes
+// together read about twice n. Writes behind the first n of `order`, which has room for twice n and 32 more.
+static int32_t kth_largest(int32_t* order, i64 n, i64 k) {
+    int32_t threshold = INT32_MIN;
+    int32_t *rest = order + up16(n), *from = order;  // `rest` has those between threshold and threshold + 2^(bit + 1)
+    for (int bit = 31; bit >= 0; bit--) {
+        int32_t candidate = int32_t(uint32_t(threshold) + (1u << bit));
+        i64 total = 0, i = 0;
+#ifdef __AVX512F__
+        const __m512i c = _mm512_set1_epi32(candidate);
+        for (; i + 16 <= n; i += 16)
+            total += __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(from + i), c));
+#endif
+        for (; i < n; i++) total += from[i] >= candidate;
+        bool raise = total >= k;
+        if (raise)
+            threshold = candidate;
+        else
+            k -= total;
+        i64 kept = 0;
+        i = 0;
+#ifdef __AVX512F__
+        for (; i + 16 <= n; i += 16) {
+            __m512i x = _mm512_loadu_si512(from + i);
+            __mmask16 keep = _mm512_cmpge_epi32_mask(x, c) ^ (raise ? 0 : 0xffff);
+            _mm512_storeu_si512(rest + kept, _mm512_maskz_compress_epi32(keep, x));
+            kept += __builtin_popcount(keep);
+        }
+#endif
+        for (; i < n; i++) {
+            int32_t x = from[i];
+            rest[kept] = x;
+            kept += (x >= candidate) == raise;
+        }
+        from = rest, n = kept;
+    }
+    return threshold;
+}
+
 // Positions of the k largest of n > k scores, ascending; ties go to the lower position; NaN is a tie with -infinity.
-// Bitwise search for the k-th largest value over order-preserving integers: 32 counting passes, no branches on data.
+// `order` has room for twice n and 32 more.
 static void topk_row(const float* scores, i64 n, i64 k, i64 first, i64* out, int32_t* order) {
-    i64 padded = up16(n);
     for (i64 i = 0; i < n; i++) {
         float x = scores[i];
         int32_t u;
@@ -78,16 +116,7 @@ static void topk_row(const float* scores, i64 n, i64 k, i64 first, i64* out, int
         u = u ^ ((u >> 31) & 0x7fffffff);
         order[i] = x == x ? u : int32_t(0x807fffff);  // that of -infinity
     }
-    for (i64 i = n; i < padded; i++) order[i] = INT32_MIN;
-    int32_t threshold = INT32_MIN;
-    for (int bit = 31; bit >= 0; bit--) {
-        int32_t candidate = int32_t(uint32_t(threshold) + (1u << bit));
-        i16v count = {}, c = i16v{} + candidate;
-        for (i64 i = 0; i < padded; i += 16) count -= (*(const i16v*)(order + i) >= c);
-        i64 total = 0;
-        for (int i = 0; i < 16; i++) total += count[i];
-        if (total >= k) threshold = candidate;
-    }
+    int32_t threshold = kth_largest(order, n, k);
     i64 above = 0;
     for (i64 i = 0; i < n; i++) above += order[i] > threshold;
     i64 ties = k - above, filled = 0;
@@ -137,7 +166,7 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
 #pragma omp parallel if (queries * S * J * d > SHARED)
         {
             auto tile = floats(d * TILE), qf = floats(lines * J * d), wf = floats(lines * J);
-            std::unique_ptr<int32_t[]> order(new int32_t[width + 16]);
+            std::unique_ptr<int32_t[]> order(new int32_t[2 * width + 32]);
 #pragma omp for schedule(dynamic, 1)
             for (i64 item = 0; item < here * parts; item++) {
                 i64 task = g + item / parts, part = item % parts;

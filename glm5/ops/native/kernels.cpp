@@ -3,9 +3,9 @@
 // Every kernel computes one row (token, query) by itself and in a fixed order: its result does not depend on which other
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
-#include "fused.h"
 #include "integers.h"
 #include "softmax.h"
+#include "step.h"
 
 // The interface: every function for fp32 and bf16.
 
@@ -59,19 +59,27 @@ BOTH(rms_norm_backward,
 BOTH(swiglu, (const void* x, void* out, i64 M, i64 I), swiglu(CP(x), P(out), M, I))
 BOTH(swiglu_backward, (const void* x, const void* grad, void* out, i64 M, i64 I),
      swiglu_backward(CP(x), CP(grad), P(out), M, I))
-BOTH(thin_linear, (const void* x, const void* w, void* out, i64 M, i64 N, i64 K),
-     thin_linear(CP(x), CP(w), P(out), M, N, K))
-BOTH(thin_wide_linear, (const void* x, const void* w, float* out, i64 M, i64 N, i64 K),
-     thin_linear(CP(x), CP(w), out, M, N, K))
-BOTH(thin_mlp, (const void* x, const void* gate_up, const void* down, void* out, i64 M, i64 D, i64 I),
-     thin_mlp(CP(x), CP(gate_up), CP(down), P(out), M, D, I))
+BOTH(thin_linear, (const void* x, const void* w, void* out, i64 M, i64 N, i64 K, i64 threads),
+     thin_linear(CP(x), CP(w), P(out), M, N, K, threads))
+BOTH(thin_wide_linear, (const void* x, const void* w, float* out, i64 M, i64 N, i64 K, i64 threads),
+     thin_linear(CP(x), CP(w), out, M, N, K, threads))
+BOTH(thin_mlp, (const void* x, const void* gate_up, const void* down, void* out, i64 M, i64 D, i64 I, i64 threads),
+     (thin_feed_forward(CP(x), FeedForward<T>{nullptr, nullptr, nullptr, nullptr, CP(gate_up), CP(down), 0, 0, 0, I, 0, 0},
+                        P(out), M, D, threads)))
 BOTH(thin_moe,
      (const void* x, const void* gate, const float* bias, const void* gate_up, const void* down, const void* shared_up,
-      const void* shared_down, void* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise, float scaling),
-     thin_moe(CP(x), CP(gate), bias, CP(gate_up), CP(down), CP(shared_up), CP(shared_down), P(out), M, D, E, top, I,
-              shared, normalise, scaling))
+      const void* shared_down, void* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise, float scaling,
+      i64 threads),
+     (thin_feed_forward(CP(x), FeedForward<T>{CP(gate), bias, CP(gate_up), CP(down), CP(shared_up), CP(shared_down), E, top,
+                                              I, shared, normalise, scaling}, P(out), M, D, threads)))
 extern "C" int glm5_fused_blocks_f32(const FusedBlocks* call) { return fused_blocks<float>(*call); }
 extern "C" int glm5_fused_blocks_bf16(const FusedBlocks* call) { return fused_blocks<bf16>(*call); }
+extern "C" int glm5_decode_step_f32(const DecodeStep* call) { return decode_step<float>(*call); }
+extern "C" int glm5_decode_step_bf16(const DecodeStep* call) { return decode_step<bf16>(*call); }
+extern "C" void glm5_verify(const float* p, const float* q, const i64* drafts, const float* scale, const float* uniforms,
+                            i64* accepted, i64* tokens, float* logprobs, i64 B, i64 count, i64 V, i64 threads) {
+    verify(p, q, drafts, scale, uniforms, accepted, tokens, logprobs, B, count, V, threads);
+}
 BOTH(combine, (const void* y, const i64* slots, const float* weights, void* out, i64 M, i64 K, i64 D),
      combine(CP(y), slots, weights, P(out), M, K, D))
 BOTH(combine_backward,

@@ -1,0 +1,177 @@
+// Products of few rows with a large matrix, sixteen of its rows at a time: fetching weights is what takes time.
+//
+// Every dot product is one sum along the row, whatever the number of rows: bits do not depend on the batch.
+#pragma once
+
+#include "pool.h"
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRED_BF16
+#endif
+
+// How the rows that are multiplied are held, and what a register holds of them and of the weights.
+template <class T>
+struct Operand {
+    typedef float E;
+    typedef v16 Reg;
+    static constexpr i64 LANES = 16;
+};
+static inline v16 reg(const float* p) { return load16(p); }
+static inline v16 reg(const float* p, i64 n) { return load16(p, n); }
+static inline v16 mac(v16 acc, v16 a, v16 b) { return acc + a * b; }
+
+#ifdef PAIRED_BF16
+// The processor multiplies pairs of bf16 and adds both products to an fp32 sum.
+template <>
+struct Operand<bf16> {
+    typedef bf16 E;
+    typedef __m512bh Reg;
+    static constexpr i64 LANES = 32;
+};
+static inline __m512bh reg(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline __m512bh reg(const bf16* p, i64 n) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32(0) : (__mmask32(1) << n) - 1, p);
+}
+static inline v16 mac(v16 acc, __m512bh a, __m512bh b) { return (v16)_mm512_dpbf16_ps((__m512)acc, a, b); }
+#else
+static inline v16 reg(const bf16* p) { return load16(p); }
+static inline v16 reg(const bf16* p, i64 n) { return load16(p, n); }
+#endif
+
+// A row that is multiplied is padded with zeros to this many elements.
+template <class T>
+static inline i64 padded(i64 n) {
+    return (n + Operand<T>::LANES - 1) / Operand<T>::LANES * Operand<T>::LANES;
+}
+
+template <class T>
+using Elements = Memory<typename Operand<T>::E>;
+
+// Zeros where a row of `width` needs padding; otherwise unset.
+template <class T>
+static Elements<T> elements(i64 rows, i64 width) {
+    typedef typename Operand<T>::E E;
+    i64 count = rows * padded<T>(width);
+    auto found = memory<E>(count);
+    if (padded<T>(width) != width) memset(found.get(), 0, count * sizeof(E));
+    return found;
+}
+
+// Rows to multiply: those of x [rows, width] if they can be read as they are, else a padded copy.
+template <class T>
+struct Input {
+    typedef typename Operand<T>::E E;
+    Elements<T> own;
+    std::vector<const E*> rows;
+
+    Input(const T* x, i64 count, i64 width) : rows(count) {
+        i64 line = padded<T>(width);
+        if (std::is_same<E, T>::value && line == width) {
+            for (i64 m = 0; m < count; m++) rows[m] = (const E*)x + m * width;
+            return;
+        }
+        own = elements<T>(count, width);
+        for (i64 m = 0; m < count; m++) {
+            rows[m] = &own[m * line];
+            for (i64 i = 0; i < width; i += 16) store16(&own[m * line + i], load16(x + m * width + i, width - i), width - i);
+        }
+    }
+};
+
+// Four rows of w times XS rows x, lane by lane: acc[4 * m + r] is row r times x[m]. Meanwhile memory
+// from `next` on is asked for.
+template <class T, int XS>
+static ALWAYS_INLINE void dots(const T* const* w, const typename Operand<T>::E* const* x, i64 K, const char* next, v16* acc) {
+    const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    const typename Operand<T>::E* xs[XS];
+    v16 sum[4 * XS] = {};
+    for (int m = 0; m < XS; m++) xs[m] = x[m];
+    i64 i = 0;
+#define STEP(...)                                                                                       \
+    auto a = reg(w0 + i __VA_ARGS__), b = reg(w1 + i __VA_ARGS__);                                      \
+    auto c = reg(w2 + i __VA_ARGS__), d = reg(w3 + i __VA_ARGS__);                                      \
+    _Pragma("GCC unroll 4") for (int m = 0; m < XS; m++) {                                              \
+        auto xi = reg(xs[m] + i);                                                                       \
+        sum[4 * m] = mac(sum[4 * m], a, xi), sum[4 * m + 1] = mac(sum[4 * m + 1], b, xi);               \
+        sum[4 * m + 2] = mac(sum[4 * m + 2], c, xi), sum[4 * m + 3] = mac(sum[4 * m + 3], d, xi);       \
+    }
+    const i64 line = 4 * Operand<T>::LANES * sizeof(T);
+    for (; i + Operand<T>::LANES <= K; i += Operand<T>::LANES) {
+        if (next) {
+            for (i64 at = 0; at < line; at += 64) __builtin_prefetch(next + at, 0, 2);
+            next += line;
+        }
+        STEP()
+    }
+    if (i < K) {
+        const i64 n = K - i;
+        STEP(, n)
+    }
+#undef STEP
+    for (int r = 0; r < 4 * XS; r++) acc[r] = sum[r];
+}
+
+// y [XS, 16] = XS rows x times sixteen rows of w.
+template <class T, int XS>
+static ALWAYS_INLINE void rows16(const T* const* w, const typename Operand<T>::E* const* x, i64 K, const char* next, float* y) {
+    v16 acc[XS][16];
+    for (int r = 0; r < 16; r += 4) {
+        v16 four[4 * XS];
+        dots<T, XS>(w + r, x, K, next + r * K * sizeof(T), four);
+        for (int m = 0; m < XS; m++)
+            for (int i = 0; i < 4; i++) acc[m][r + i] = four[4 * m + i];
+    }
+    for (int m = 0; m < XS; m++) at(y + 16 * m) = hsum16(acc[m]);
+}
+
+// y [rows, 16] = rows x times up to 16 rows of w, each K long. From four rows on, a row of w is read once for four. Rows
+// of w from `count` on repeat the last one.
+template <class T>
+static void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* const* x, i64 rows, float* y) {
+    const T* line[16];
+    for (i64 r = 0; r < 16; r++) line[r] = w + std::min(r, count - 1) * K;
+    const char* next = (const char*)(w + 16 * K);
+    if (rows == 1) return rows16<T, 1>(line, x, K, next, y);
+    if (rows == 2) return rows16<T, 2>(line, x, K, next, y);
+    if (rows == 3) return rows16<T, 3>(line, x, K, next, y);
+    for (i64 r = 0; r < 16; r += 4)
+        for (i64 m = 0; m < rows; m += 4) {
+            i64 from = std::min(m, rows - 4);  // the last four may overlap those before
+            v16 acc[16];
+            if (m)
+                dots<T, 4>(line + r, x + from, K, nullptr, acc);
+            else
+                dots<T, 4>(line + r, x + from, K, next + r * K * sizeof(T), acc);
+            v16 sums = hsum16(acc);
+            for (i64 h = 0; h < 4; h++) memcpy(y + 16 * (from + h) + r, (const float*)&sums + 4 * h, 16);
+        }
+}
+
+const i64 ROWS = 64;  // rows of a tile: what a thread holds of results fits on its stack
+
+template <class T>
+struct Matrix {
+    const T* w;
+    i64 N;
+};
+
+// x [M, K] times the transposes of several matrices [N, K]: sink(which, m, n, y, count) takes y, up to 16 elements of row
+// m from column n on. Matrices without columns are left out.
+template <class T, size_t S, class F>
+static void products(const Team& team, const Input<T>& x, i64 K, const Matrix<T> (&matrices)[S], const F& sink) {
+    i64 tiles = 0, M = x.rows.size();
+    for (const Matrix<T>& matrix : matrices) tiles += (matrix.N + 15) / 16;
+    team.each(tiles, 16 * M * K, [&](i64 tile) {
+        int which = 0;
+        for (; tile >= (matrices[which].N + 15) / 16; which++) tile -= (matrices[which].N + 15) / 16;
+        i64 n = 16 * tile, count = std::min<i64>(16, matrices[which].N - n);
+        float y[16 * ROWS];
+        for (i64 m0 = 0; m0 < M; m0 += ROWS) {
+            i64 rows = std::min(ROWS, M - m0);
+            tile16(matrices[which].w + n * K, count, K, &x.rows[m0], rows, y);
+            for (i64 m = 0; m < rows; m++) sink(which, m0 + m, n, at(y + 16 * m), count);
+        }
+    });
+}
