@@ -103,9 +103,11 @@ class Reply:
         """The deltas of a chat message for the new tokens. Sets `finish_reason` at the end."""
         if self.finish_reason is not None:
             return []
-        if self.ids and delta.token_ids:  # an engine step; the first token comes from the prefill, without drafts
-            self.draft_tokens += self._drafts
-            self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
+        steps = delta.steps if self.ids else delta.steps - 1  # the first token comes from the prefill, without drafts
+        if self._drafts and steps and delta.token_ids:
+            drafted = self._drafts * steps
+            self.draft_tokens += drafted
+            self.accepted_draft_tokens += min(drafted, len(delta.token_ids) - delta.steps)
         events = self._read_each(delta) if self._by_token else self._read(delta.token_ids)
         if self.finish_reason is None and delta.finish_reason is not None:
             self._end(delta.finish_reason)
@@ -113,7 +115,9 @@ class Reply:
             self.matched = self._watch.matched or self.matched
         if self.finish_reason is not None:
             events += self._parser.finish()
-        deltas = [found for event in merge_events(events) if (found := self._delta(event)) is not None]
+        if len(events) > 1:
+            events = merge_events(events)
+        deltas = [found for event in events if (found := self._delta(event)) is not None]
         if self.finish_reason == "stop" and self.calls:
             self.finish_reason = "tool_calls"
         return deltas

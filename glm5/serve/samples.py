@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Part:
     """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
     one `namespace`. `grammar` is the compiled grammar of `params`, or None. With `score` the prompt's own tokens are
-    scored and none are sampled (see `Engine.submit_score`)."""
+    scored and none are sampled (see `Engine.submit_score`). Without `each`, tokens of a few steps may come as one
+    delta."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -30,12 +32,14 @@ class Part:
     namespace: str = ""
     grammar: Compiled | None = None
     score: bool = False
+    each: bool = True
 
 
 @dataclass(frozen=True)
 class Delta:
     """New tokens of sample `index`; `finish_reason` (see `Completion`) is set on the sample's last delta.
-    `top_logprobs` are the likeliest tokens at each position, or empty if nobody asked for them."""
+    `top_logprobs` are the likeliest tokens at each position, or empty if nobody asked for them. `steps` is the number
+    of engine steps that drew the tokens."""
 
     index: int
     token_ids: list[int]
@@ -43,6 +47,19 @@ class Delta:
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
     weight_versions: Sequence[int] = ()
+    steps: int = 1
+
+    def followed_by(self, other: Delta) -> Delta:
+        """This delta and the next one of its sample as one."""
+        return Delta(
+            self.index,
+            self.token_ids + other.token_ids,
+            self.logprobs + other.logprobs,
+            self.top_logprobs + other.top_logprobs,
+            other.finish_reason,
+            [*self.weight_versions, *other.weight_versions],
+            self.steps + other.steps,
+        )
 
 
 class Sampled(Protocol):
@@ -69,6 +86,9 @@ class SampleStream(Protocol):
     @property
     def deadline(self) -> float | None: ...
 
+    @property
+    def caught_up(self) -> bool: ...
+
     def cancel(self, index: int | None = None) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
@@ -79,13 +99,15 @@ class Stream:
 
     Samples are numbered consecutively: those of the first prompt, then those of the second. Iteration ends when every
     sample has ended. It raises RequestFailed for a sample that cannot be computed, EngineFailed on a failure of the
-    engine, and TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
+    engine, and TooLate at the deadline. Unless `Part.each` is set, deltas of one sample that queue up come as one. A
+    caller that stops early must call `cancel`, which may be called at any time.
     """
 
     def __init__(self, owner: EngineThread, parts: Sequence[Part], deadline: float | None) -> None:
         self.parts = list(parts)
         self.names = [part.name for part in parts for _ in range(part.params.n)]  # by sample
         self.size = len(self.names)
+        self.each = any(part.each for part in parts)
         self.requests: list[Request] = []  # written by the engine thread once the engine has accepted the prompts
         self.sent = [0] * self.size
         self.open = set(range(self.size))  # samples without their last delta
@@ -96,7 +118,9 @@ class Stream:
         self._seconds = deadline
         self._deadline = None if deadline is None else self.loop.time() + deadline
         self._accepted: asyncio.Future[None] = self.loop.create_future()
-        self._queue: asyncio.Queue[Delta | EngineError | None] = asyncio.Queue()
+        self._items: list[Delta | EngineError | None] = []  # arrived
+        self._ready: deque[Delta | EngineError | None] = deque()  # merged, to be read next
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -106,7 +130,7 @@ class Stream:
     @property
     def caught_up(self) -> bool:
         """Whether all deltas so far have been read."""
-        return self._queue.empty()
+        return not (self._ready or self._items)
 
     @property
     def deadline(self) -> float | None:
@@ -122,16 +146,33 @@ class Stream:
         self._owner.cancel(self, index)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        timer = None if self._deadline is None else self.loop.call_at(self._deadline, self._wake)
+        try:
+            while True:
+                item = self._ready.popleft() if self._ready else await self._next()
+                if item is None:
+                    return
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _next(self) -> Delta | EngineError | None:
+        """Wait for items, merge them, and take the first. Raises TooLate at the deadline."""
+        if self._items:
+            await asyncio.sleep(0)  # a fast engine must not block the event loop
         while True:
             if self._deadline is not None and self.loop.time() >= self._deadline:
-                raise self._too_late()  # the timeout has no effect while items are ready
-            item = await self.in_time(self._queue.get())
-            if item is None:
-                return
-            if isinstance(item, EngineError):
-                raise item
-            yield item
-            await asyncio.sleep(0)  # a full queue would otherwise block the event loop
+                raise self._too_late()
+            if self._items:
+                break
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        self._ready.extend(items if self.each else merged(items))
+        return self._ready.popleft()
 
     async def in_time(self, work: Any) -> Any:
         """Await `work` until the deadline."""
@@ -146,7 +187,12 @@ class Stream:
 
     def put(self, item: Delta | EngineError | None) -> None:
         """Add an item; call in the event loop. None is the end."""
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def settle(self, error: Glm5Error | None) -> None:
         """The prompts were accepted, or refused with `error`; call in the event loop."""
@@ -157,3 +203,21 @@ class Stream:
         else:
             self._accepted.set_exception(error)
             self._accepted.exception()  # mark as retrieved, even if no task waits
+
+
+def merged(items: Sequence[Delta | EngineError | None]) -> list[Delta | EngineError | None]:
+    """The items, all deltas of a sample as one, at the place of the first."""
+    if len(items) < 2:
+        return list(items)
+    places: dict[int, int] = {}
+    found: list[Delta | EngineError | None] = []
+    for item in items:
+        if isinstance(item, Delta):
+            place = places.setdefault(item.index, len(found))
+            if place < len(found):
+                before = found[place]
+                assert isinstance(before, Delta)
+                found[place] = before.followed_by(item)
+                continue
+        found.append(item)
+    return found
