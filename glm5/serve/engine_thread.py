@@ -21,10 +21,11 @@ from glm5.engine.steps import caught
 from glm5.errors import EngineError, EngineLost, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
+from glm5.serve.decode_threads import DecodeThreads
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
 from glm5.serve.grammar_compiler import Compiler, check_forms
 from glm5.serve.metrics import Metrics
-from glm5.serve.outbox import Outbox
+from glm5.serve.outbox import Outbox, measure
 from glm5.serve.samples import Delta, Part, Stream
 
 log = get_logger("serve")
@@ -63,6 +64,8 @@ class EngineThread:
         # Only for the engine thread.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
         self._outbox = Outbox()
+        self._threads = DecodeThreads(engine)
+        self._decoding: int | None = None  # samples of the next step, if it only decodes
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
@@ -273,11 +276,12 @@ class EngineThread:
             self._outbox.flush()
         for job in jobs:
             job()
-        began = time.monotonic()
+        seconds = 0.0
         if self.engine.busy and not self._paused:
             with contextlib.suppress(RequestFailed):  # its stream gets the error below
-                self.engine.step()
-        streams, seconds = self._in_progress(), time.monotonic() - began
+                seconds = self._threads.step(None if jobs else self._decoding)
+        streams = self._in_progress()
+        self._decoding = sum(len(s.open) for s in streams) if all(all(s.last) for s in streams) else None
         if jobs or not self._outbox.hold(streams, seconds, getattr(self.engine, "drafts", 0)):
             self._deliver(streams)
 
@@ -359,7 +363,7 @@ class EngineThread:
             if not request.done and (request.score or not ids):
                 continue  # send scores only when complete: after new weights, scoring starts again
             stream.sent[index] += len(ids)
-            self._measure(stream, index, len(ids))
+            measure(self.metrics, stream, index, len(ids))
             reason = done.finish_reason if request.done else None
             delta = Delta(
                 index, ids, done.logprobs[start:], done.top_logprobs[start:], reason, done.weight_versions[start:]
@@ -370,19 +374,6 @@ class EngineThread:
         if stream.requests and not stream.open:
             self._forget(stream)
             self._outbox.tell(stream.loop, partial(stream.put, None))
-
-    def _measure(self, stream: Stream, index: int, tokens: int) -> None:
-        if not tokens:
-            return
-        if stream.requests[index].score:
-            self.metrics.scored_tokens += tokens
-            return
-        now, before = time.monotonic(), stream.last[index]
-        stream.last[index] = now
-        if before:
-            self.metrics.tokens(tokens, now - before)
-        else:
-            self.metrics.first_token(tokens, now - stream.began, stream.requests[index].completion.cached_len)
 
     def _forget(self, stream: Stream) -> None:
         with self._wake:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 
+from glm5.serve.metrics import Metrics
 from glm5.serve.samples import Stream
 
 SHORT_STEP = 0.002
@@ -33,8 +35,9 @@ class Outbox:
     def hold(self, streams: Iterable[Stream], seconds: float, drafts: int) -> bool:
         """Whether the tokens of a step that took `seconds` wait for the next one. No token waits for more than one
         step. First and last tokens do not wait, and no tokens of a stream that wants each by itself."""
-        self.held = not (self.held or self._news or drafts or seconds > SHORT_STEP) and not any(
-            stream.each or any(request.done for request in stream.requests) or not all(stream.last)
+        short = not (self.held or self._news or drafts or seconds > SHORT_STEP)
+        self.held = short and all(
+            not stream.each and all(stream.last) and not any(request.done for request in stream.requests)
             for stream in streams
         )
         return self.held
@@ -43,3 +46,18 @@ class Outbox:
 def _each(news: Sequence[Callable[[], None]]) -> None:
     for item in news:
         item()
+
+
+def measure(metrics: Metrics, stream: Stream, index: int, tokens: int) -> None:
+    """Count `tokens` new tokens of sample `index`, and the time since its previous ones."""
+    if not tokens:
+        return
+    if stream.requests[index].score:
+        metrics.scored_tokens += tokens
+        return
+    now, before = time.monotonic(), stream.last[index]
+    stream.last[index] = now
+    if before:
+        metrics.tokens(tokens, now - before)
+    else:
+        metrics.first_token(tokens, now - stream.began, stream.requests[index].completion.cached_len)
