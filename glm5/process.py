@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -57,6 +56,8 @@ def in_own_thread(work: Callable[[], Result]) -> Result:
     computes with OpenMP keeps workers of its own until it ends. If there are more workers than cores, libgomp lets them
     all sleep at every barrier, and a step that wakes them twenty times takes twice as long.
     """
+    from concurrent.futures import ThreadPoolExecutor  # most commands do without
+
     with ThreadPoolExecutor(1, "glm5-load") as one:
         return one.submit(work).result()
 

@@ -103,11 +103,9 @@ class Reply:
         """The deltas of a chat message for the new tokens. Sets `finish_reason` at the end."""
         if self.finish_reason is not None:
             return []
-        steps = delta.steps if self.ids else delta.steps - 1  # the first token comes from the prefill, without drafts
-        if self._drafts and steps and delta.token_ids:
-            drafted = self._drafts * steps
-            self.draft_tokens += drafted
-            self.accepted_draft_tokens += min(drafted, len(delta.token_ids) - delta.steps)
+        if self.ids and delta.token_ids:  # an engine step; the first token comes from the prefill, without drafts
+            self.draft_tokens += self._drafts
+            self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
         events = self._read_each(delta) if self._by_token else self._read(delta.token_ids)
         if self.finish_reason is None and delta.finish_reason is not None:
             self._end(delta.finish_reason)

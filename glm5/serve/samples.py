@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from glm5.serve.engine_thread import EngineThread
 
 
+TURN = 16
+"""Items of a queue that a reader takes in a row, before it lets other work of its event loop go on."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
@@ -38,8 +42,7 @@ class Part:
 @dataclass(frozen=True)
 class Delta:
     """New tokens of sample `index`; `finish_reason` (see `Completion`) is set on the sample's last delta.
-    `top_logprobs` are the likeliest tokens at each position, or empty if nobody asked for them. `steps` is the number
-    of engine steps that drew the tokens."""
+    `top_logprobs` are the likeliest tokens at each position, or empty if nobody asked for them."""
 
     index: int
     token_ids: list[int]
@@ -47,19 +50,6 @@ class Delta:
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
     weight_versions: Sequence[int] = ()
-    steps: int = 1
-
-    def followed_by(self, other: Delta) -> Delta:
-        """This delta and the next one of its sample as one."""
-        return Delta(
-            self.index,
-            self.token_ids + other.token_ids,
-            self.logprobs + other.logprobs,
-            self.top_logprobs + other.top_logprobs,
-            other.finish_reason,
-            [*self.weight_versions, *other.weight_versions],
-            self.steps + other.steps,
-        )
 
 
 class Sampled(Protocol):
@@ -99,8 +89,7 @@ class Stream:
 
     Samples are numbered consecutively: those of the first prompt, then those of the second. Iteration ends when every
     sample has ended. It raises RequestFailed for a sample that cannot be computed, EngineFailed on a failure of the
-    engine, and TooLate at the deadline. Unless `Part.each` is set, deltas of one sample that queue up come as one. A
-    caller that stops early must call `cancel`, which may be called at any time.
+    engine, and TooLate at the deadline. A caller that stops early must call `cancel`, which may be called at any time.
     """
 
     def __init__(self, owner: EngineThread, parts: Sequence[Part], deadline: float | None) -> None:
@@ -118,8 +107,8 @@ class Stream:
         self._seconds = deadline
         self._deadline = None if deadline is None else self.loop.time() + deadline
         self._accepted: asyncio.Future[None] = self.loop.create_future()
-        self._items: list[Delta | EngineError | None] = []  # arrived
-        self._ready: deque[Delta | EngineError | None] = deque()  # merged, to be read next
+        self._items: deque[Delta | EngineError | None] = deque()
+        self._taken = 0
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -130,7 +119,7 @@ class Stream:
     @property
     def caught_up(self) -> bool:
         """Whether all deltas so far have been read."""
-        return not (self._ready or self._items)
+        return not self._items
 
     @property
     def deadline(self) -> float | None:
@@ -149,7 +138,7 @@ class Stream:
         timer = None if self._deadline is None else self.loop.call_at(self._deadline, self._wake)
         try:
             while True:
-                item = self._ready.popleft() if self._ready else await self._next()
+                item = await self._next()
                 if item is None:
                     return
                 if isinstance(item, EngineError):
@@ -160,19 +149,17 @@ class Stream:
                 timer.cancel()
 
     async def _next(self) -> Delta | EngineError | None:
-        """Wait for items, merge them, and take the first. Raises TooLate at the deadline."""
-        if self._items:
-            await asyncio.sleep(0)  # a fast engine must not block the event loop
+        """Wait for the next item. Raises TooLate at the deadline."""
+        self._taken += 1
+        if self._items and self._taken % TURN == 0:
+            await asyncio.sleep(0)  # a full queue must not block the event loop
         while True:
             if self._deadline is not None and self.loop.time() >= self._deadline:
                 raise self._too_late()
             if self._items:
-                break
+                return self._items.popleft()
             self._waiter = self.loop.create_future()
             await self._waiter
-        items, self._items = self._items, []
-        self._ready.extend(items if self.each else merged(items))
-        return self._ready.popleft()
 
     async def in_time(self, work: Any) -> Any:
         """Await `work` until the deadline."""
@@ -203,21 +190,3 @@ class Stream:
         else:
             self._accepted.set_exception(error)
             self._accepted.exception()  # mark as retrieved, even if no task waits
-
-
-def merged(items: Sequence[Delta | EngineError | None]) -> list[Delta | EngineError | None]:
-    """The items, all deltas of a sample as one, at the place of the first."""
-    if len(items) < 2:
-        return list(items)
-    places: dict[int, int] = {}
-    found: list[Delta | EngineError | None] = []
-    for item in items:
-        if isinstance(item, Delta):
-            place = places.setdefault(item.index, len(found))
-            if place < len(found):
-                before = found[place]
-                assert isinstance(before, Delta)
-                found[place] = before.followed_by(item)
-                continue
-        found.append(item)
-    return found

@@ -1,4 +1,4 @@
-"""Tokens on their way to the event loop: which wait for the next step, and how those that queue up are joined."""
+"""Tokens on their way to the event loop: which wait for the next step, and how chunks are written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 
-from glm5.chat.tokenizer import Tokenizer
-from glm5.errors import EngineError
 from glm5.records import SamplingParams
 from glm5.serve.engine_thread import EngineThread
 from glm5.serve.outbox import SHORT_STEP, Outbox
-from glm5.serve.prompts import encode
-from glm5.serve.reply import Reply
-from glm5.serve.samples import Delta, Part, merged
+from glm5.serve.samples import Delta, Part
 
 
 def stream_of(*, each: bool = False, last: tuple[float, ...] = (1.0,), done: bool = False) -> Any:
@@ -86,32 +82,6 @@ def test_tokens_that_wait_leave_when_the_engine_is_paused(engine_of: Any, monkey
         await asyncio.to_thread(thread.stop, 0.0)
 
     asyncio.run(work())
-
-
-def test_deltas_are_joined_by_sample_and_stay_before_the_end() -> None:
-    def delta(index: int, *ids: int, reason: str | None = None) -> Delta:
-        return Delta(index, list(ids), [-float(i) for i in ids], [{i: 0.0} for i in ids], reason, [7] * len(ids))
-
-    error = EngineError("x")
-    found = merged([delta(0, 1), delta(1, 2), delta(0, 3), delta(1, 4, 5, reason="stop"), delta(0, 6), error])
-    assert [(d.index, d.token_ids, d.finish_reason, d.steps) for d in found[:2]] == [
-        (0, [1, 3, 6], None, 3), (1, [2, 4, 5], "stop", 2)
-    ]  # fmt: skip
-    assert found[0].logprobs == [-1.0, -3.0, -6.0] and found[1].top_logprobs == [{2: 0.0}, {4: 0.0}, {5: 0.0}]
-    assert found[1].weight_versions == [7, 7, 7] and found[2:] == [error]
-
-
-def test_drafts_are_counted_by_step_also_if_steps_come_together(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("abcdefgh")
-    steps = [ids[:1], ids[1:4], ids[4:5], ids[5:7]]  # three drafts per step, of which 2, 0 and 1 were accepted
-    deltas = [Delta(0, step, [0.0] * len(step), [], None) for step in steps]
-    counts = []
-    for parts in (deltas, [x for x in merged(deltas) if isinstance(x, Delta)], deltas[:1] + merged(deltas[1:])):
-        reply = Reply(0, tokenizer, encode(tokenizer, "x"), (), (), drafts=3)
-        for part in parts:
-            reply.feed(part)
-        counts.append((reply.draft_tokens, reply.accepted_draft_tokens, reply.content))
-    assert counts == [(9, 3, "abcdefg")] * 3
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
