@@ -240,6 +240,8 @@ class EngineThread:
 
     def _end_all(self, end: EngineError) -> None:
         """End all requests in progress, in the engine too unless it has failed."""
+        if self._outbox.held:
+            self._deliver(self._in_progress())
         with self._wake:
             left, calls = list(self._streams), list(self._calls.items())
             self._streams.clear()
@@ -309,7 +311,6 @@ class EngineThread:
         log.error("The engine failed and is restarted; its requests end with an error.", exc_info=failure)
         self.metrics.engine_failures += 1
         self._error = failure
-        self._deliver(self._in_progress())
         self._end_all(EngineFailed(REPLACED))
         self._outbox.flush()
         self._patience = FIRST_PATIENCE

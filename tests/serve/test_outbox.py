@@ -11,6 +11,7 @@ import pytest
 
 from glm5.records import SamplingParams
 from glm5.serve.engine_thread import EngineThread
+from glm5.serve.errors import EngineFailed, Stopping
 from glm5.serve.outbox import SHORT_STEP, Outbox
 from glm5.serve.samples import Delta, Part
 
@@ -54,7 +55,10 @@ def test_a_stream_gets_its_tokens_in_pairs_or_one_by_one(
     assert (len(deltas) == 31) if each else (len(deltas) <= 17)
 
 
-def test_tokens_that_wait_leave_when_the_engine_is_paused(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ending", [Stopping, EngineFailed])
+def test_tokens_that_wait_leave_when_the_engine_is_paused_or_ends(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch, ending: type[Exception]
+) -> None:
     monkeypatch.setattr("glm5.serve.outbox.SHORT_STEP", 1e9)
 
     async def work() -> None:
@@ -70,18 +74,24 @@ def test_tokens_that_wait_leave_when_the_engine_is_paused(engine_of: Any, monkey
                 got += len(delta.token_ids)
 
         reading = asyncio.ensure_future(read())
-        for _ in range(20):
+        for _ in range(4):
             thread.pause(True)
             await thread.call(lambda engine: None)
             await asyncio.sleep(0.01)
             assert got == len(stream.requests[0].completion.token_ids)
             thread.pause(False)
             await asyncio.sleep(0.003)
-        stream.cancel()
-        await reading
+        await (asyncio.to_thread(thread.stop, 0.0) if ending is Stopping else thread.call(fail))
+        with pytest.raises(ending):
+            await reading
+        assert got == len(stream.requests[0].completion.token_ids)
         await asyncio.to_thread(thread.stop, 0.0)
 
-    asyncio.run(work())
+    def fail(engine: Any) -> None:
+        engine.fail_at = engine.steps + 8
+
+    for _ in range(5):
+        asyncio.run(work())
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
