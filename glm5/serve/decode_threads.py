@@ -66,16 +66,22 @@ class DecodeThreads:
         """Advance the engine by one step; returns its seconds. `batch` is the number of samples if all of them only
         decode, else None. Raises like `Engine.step`."""
         choice = self._choice(batch)
-        threads = self._all if choice is None else choice.threads
-        if threads != self._now:
-            torch.set_num_threads(threads)
-            self._now = threads
+        self._use(self._all if choice is None else choice.threads)
         began = self._clock()
         self._engine.step()
         seconds = self._clock() - began
         if choice is not None:
             choice.saw(seconds)
         return seconds
+
+    def close(self) -> None:
+        """All threads again: torch takes the number for threads that begin later, too."""
+        self._use(self._all)
+
+    def _use(self, threads: int) -> None:
+        if threads != self._now:
+            torch.set_num_threads(threads)
+            self._now = threads
 
     def _choice(self, batch: int | None) -> Choice | None:
         if batch is None or not 0 < batch <= MOST or self._all == 1 or getattr(self._engine, "exact", True):

@@ -237,6 +237,7 @@ class EngineThread:
             self._error = error
             self._end_all(EngineFailed(BROKEN))
         self._outbox.flush()
+        self._threads.close()
 
     def _end_all(self, end: EngineError) -> None:
         """End all requests in progress, in the engine too unless it has failed."""

@@ -44,11 +44,16 @@ def test_the_faster_number_is_found_again_when_the_machine_changes(two_threads: 
     threads = threads_of(clock)
     for _ in range(1000):
         threads.step(1)
-    assert clock.used[:3] == [2, 2, 2] and clock.used.count(1) > 900
+    assert clock.used[:3] == [2, 2, 2] and clock.used.count(1) > 900 and torch.get_num_threads() == 1
     clock.cost, clock.used = {1: 0.002, 2: 0.001}, []
     for _ in range(2 * (APART + SETTLING + TRIAL)):
         threads.step(1)
     assert set(clock.used[-100:]) == {2}
+    clock.cost = {1: 0.001, 2: 0.002}
+    for _ in range(1000):
+        threads.step(1)
+    threads.close()
+    assert clock.used[-1] == 1 and torch.get_num_threads() == 2
 
 
 def test_a_small_difference_does_not_change_it(two_threads: None) -> None:
