@@ -24,7 +24,7 @@ FROM := $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)")
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all demo smoke serve lint kernels bench clean
+.PHONY: help setup test test-all demo smoke serve lint kernels bench wheel clean
 .PHONY: moved  # internal: no recipe, only "newer than everything"
 
 help:  ## list the targets
@@ -83,6 +83,9 @@ kernels: $(READY)  ## compile the GPU kernels for three targets, without a GPU
 bench: $(READY)  ## every script of benchmarks/
 	@set -e; ls benchmarks/*.py >/dev/null; for script in benchmarks/[!_]*.py; do \
 		echo "bench: $$script"; $(BIN)/python "$$script"; done
+
+wheel: $(READY)  ## a wheel with compiled CPU kernels for this platform, into dist/
+	$(BIN)/python .ci/wheel.py
 
 clean:  ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

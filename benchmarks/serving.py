@@ -6,7 +6,7 @@ its fastest, also with the allocator setting that `glm5` gives its own process, 
 ratio is their time over ours, round by round. Prompts are held-out text.
 
     glm5 train recipes/tiny-serving.toml
-    python benchmarks/serving.py [--model DIR] [--repeats N] [--own]
+    python benchmarks/serving.py [--model DIR] [--repeats N] [--own | --http]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _contest import TUNED, Process, answer
+from _http import over_http
 from _llamacpp import TYPES
 
 PROMPT, TOKENS, BATCH = 512, 128, 16
@@ -248,50 +248,6 @@ def turns(final: dict[str, Process], job: str, repeats: int, length: int = 0) ->
     return runs
 
 
-def over_http(model: str, dtype: str, repeats: int) -> dict[str, Any]:
-    """Tokens per second and time to the first one as a client of `glm5 serve` sees them, streaming."""
-    import asyncio
-
-    import httpx
-    from _timing import spread
-
-    command = [sys.executable, "-m", "glm5", "serve", model, "--port", "0", "--dtype", dtype]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    address = server.stdout.readline().removeprefix("Ready on ").strip()
-    prompts = text_prompts(model, BATCH, PROMPT)
-
-    async def one(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, float]:
-        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        began, first = time.perf_counter(), 0.0
-        async with client.stream("POST", f"{address}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    first = first or time.perf_counter() - began
-        return first, time.perf_counter() - began
-
-    async def many(count: int) -> dict[str, float]:
-        async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-            await client.post(f"{address}/flush_cache")
-            began = time.perf_counter()
-            found = await asyncio.gather(*(one(client, prompt) for prompt in prompts[:count]))
-            return {"first": max(f for f, _ in found), "seconds": time.perf_counter() - began}
-
-    try:
-        runs = {count: [asyncio.run(many(count)) for _ in range(repeats + 1)][1:] for count in (1, BATCH)}
-    finally:
-        server.terminate()
-        server.wait()
-    return {
-        f"{count} at once": {
-            "tokens_per_second": spread([count * TOKENS / s for s in column(runs[count], "seconds")]),
-            "first": spread(column(runs[count], "first")),
-        }
-        for count in runs
-    }
-
-
 def column(runs: list[dict[str, float]], key: str) -> list[float]:
     return [run[key] for run in runs]
 
@@ -390,13 +346,16 @@ def main() -> None:
     parser.add_argument("--model", default="runs/tiny-serving/final")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--own", action="store_true", help="only what concerns our engine alone")
+    parser.add_argument("--http", action="store_true", help="only the server beside the engine")
     options = parser.parse_args()
     if not (Path(options.model) / "config.json").exists():
         parser.exit(1, f"{options.model} holds no model; make it with `glm5 train recipes/tiny-serving.toml`.\n")
     told = {name: what | {"model": options.model} for name, what in contestants().items()}
-    found = {} if options.own else race(told, options.repeats)
-    found |= own(told["glm5 bf16"], options.repeats)
-    found["over HTTP"] = over_http(options.model, "bfloat16", options.repeats)
+    found = {} if options.own or options.http else race(told, options.repeats)
+    if not options.http:
+        found |= own(told["glm5 bf16"], options.repeats)
+    prompts = text_prompts(options.model, BATCH, PROMPT)
+    found["over HTTP"] = over_http(told["glm5 bf16"], prompts, TOKENS, options.repeats)
     shapes = {"prompt": PROMPT, "tokens": TOKENS, "batch": BATCH, "shared": SHARED, "repeats": options.repeats}
     peaks = {dtype: matmul_peak(dtype=dtype) for dtype in ("float32", "bfloat16")}
     print(json.dumps({**machine(), **shapes, "matmul_gflops": peaks, **found}, indent=1))

@@ -11,12 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP = 1 << 30
 _WANTED_FILES = 1 << 16
 _GARBAGE = 10_000
+Result = TypeVar("Result")
 
 
 def safe_path() -> None:
@@ -48,6 +49,17 @@ def tune() -> None:
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, _KEEP)
             mallopt(_M_TRIM_THRESHOLD, _KEEP)
+
+
+def in_own_thread(work: Callable[[], Result]) -> Result:
+    """Do `work` in a thread that ends with it. Use it to load a model that another thread will run: each thread that
+    computes with OpenMP keeps workers of its own until it ends. If there are more workers than cores, libgomp lets them
+    all sleep at every barrier, and a step that wakes them twenty times takes twice as long.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # most commands do without
+
+    with ThreadPoolExecutor(1, "glm5-load") as one:
+        return one.submit(work).result()
 
 
 def read_job() -> bytes:

@@ -262,7 +262,7 @@ def test_the_other_checks_find_and_let_pass() -> None:
 HELP = """
 import contextlib, io, sys
 import glm5.cli
-loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi") if name in sys.modules]
+loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi", "rich.console") if name in sys.modules]
 assert not loaded, f"importing glm5.cli loads {loaded}"
 sys.argv = ["glm5", "--help"]
 out = io.StringIO()
@@ -273,7 +273,7 @@ except SystemExit as end:
     code = end.code
 assert code in (None, 0), code
 assert "pipeline" in out.getvalue(), out.getvalue()
-loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi") if name in sys.modules]
+loaded = [name for name in ("torch", "transformers", "matplotlib", "fastapi", "rich.console") if name in sys.modules]
 assert not loaded, f"glm5 --help loads {loaded}"
 """
 

@@ -89,6 +89,7 @@ class _State(enum.Enum):
     VALUE = ("</arg_value>", "<arg_key>", "</tool_call>", "<arg_value>")
 
 
+_PLAIN = (_State.REASONING, _State.CONTENT)
 _TAGS = ("<think>", "</think>")
 
 # Function names have neither white space nor braces; the text after such a name may be the arguments as JSON.
@@ -150,6 +151,9 @@ class ChatParser:
 
     def feed(self, text: str) -> list[Event]:
         """Add text; returns the events that it completes."""
+        if not self._tail and "<" not in text and self._state in _PLAIN and not self._doubtful:
+            self._blank = self._blank and text.isspace()  # nearly every token of an answer: no marker, no call
+            return [ReasoningDelta(text) if self._state is _State.REASONING else ContentDelta(text)] if text else []
         rest = self._scan(self._tail + text)
         end = len(rest) - _partial_marker(rest, _markers(self._state, self._calls, self._tagged)[0])
         self._take(rest[:end])

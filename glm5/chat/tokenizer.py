@@ -352,9 +352,17 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = False  # whether the decoder has bytes of an incomplete character
 
     def feed(self, ids: Iterable[int]) -> str:
-        return self._utf8.decode(self._tokenizer.decode_bytes(ids, self._skip_special))
+        data = self._tokenizer.decode_bytes(ids, self._skip_special)
+        if not self._held:
+            if data.isascii():
+                return data.decode("ascii")
+            self._utf8.reset()
+        text = self._utf8.decode(data)
+        self._held = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """The held-back bytes, as U+FFFD; empty after complete text."""

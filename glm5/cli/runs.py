@@ -22,7 +22,6 @@ from glm5.cli.options import (
     tokenizer_app,
 )
 from glm5.errors import UsageError
-from glm5.obs.logs import rank
 
 
 @tokenizer_app.command("train")
@@ -252,6 +251,7 @@ def _told(numbers: dict[str, float]) -> str:
 def _run(recipe: Path, overrides: list[str], kinds: tuple[str, ...] = (), resume: bool = True) -> Path:
     from glm5.config.load import load_recipe
     from glm5.config.recipe import RunRecipe
+    from glm5.obs.logs import rank
 
     loaded = load_recipe(recipe, RunRecipe, overrides)
     for stage in loaded.stages:

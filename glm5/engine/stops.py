@@ -122,7 +122,7 @@ class StopStringDetector:
     def feed_all(self, tokens: Sequence[int]) -> str:
         """`feed` of each token up to the stop string, joined. Much faster if there are no stop strings."""
         if not self._matcher.watches:
-            return self._decoder.feed(token for token in tokens if token not in self.silent)
+            return self._decoder.feed([token for token in tokens if token not in self.silent])
         return "".join(self.feed(token) for token in tokens if not self.hit)
 
     def finish(self) -> str:

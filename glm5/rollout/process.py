@@ -10,12 +10,14 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, Glm5Error, UsageError
 from glm5.obs.logs import get_logger
+from glm5.process import in_own_thread
 from glm5.records import SamplingParams
 from glm5.rollout.completions_engine import find_out
 from glm5.rollout.engine_events import EngineLost
@@ -124,7 +126,7 @@ def run(
 
 @contextlib.contextmanager
 def _local(directory: Path, options: EngineOptions, limits: Limits) -> Iterator[_Sources]:
-    engine = Engine.from_pretrained(directory, **asdict(options))
+    engine = in_own_thread(partial(Engine.from_pretrained, directory, **asdict(options)))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; a gateway needs one.")
     thread = EngineThread(engine, limits.samples)

@@ -134,18 +134,23 @@ class CallStream:
         self.requests = [call.sampled]
         self.deadline = call.deadline
         self._call, self._lost = call, lost
+        self._read = 0
+
+    @property
+    def caught_up(self) -> bool:
+        return self._read >= len(self._call.deltas)
 
     def cancel(self, index: int | None = None) -> None:
         """No effect: the call goes on (see the class)."""
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        call, at = self._call, 0
+        call, self._read = self._call, 0
         while True:
-            while at < len(call.deltas):
-                at += 1
-                if call.ended and at == len(call.deltas) and call.error is None:
+            while self._read < len(call.deltas):
+                self._read += 1
+                if call.ended and self._read == len(call.deltas) and call.error is None:
                     self._lost.discard(call.digest)
-                yield call.deltas[at - 1]
+                yield call.deltas[self._read - 1]
             if call.ended:
                 if call.error is not None:
                     raise call.error

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import asdict
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, EngineLost, Glm5Error
 from glm5.files import read_small
 from glm5.obs.logs import get_logger
+from glm5.process import in_own_thread
 from glm5.records import SamplingParams
 from glm5.serve.access import KEY_ALONE, Access, add_guard, hosts_answered
 from glm5.serve.connection import Server, ServerConfig, address_error, announce, bind, fitted
@@ -142,7 +144,7 @@ def load_app(
 ) -> FastAPI:
     """The application for a checkpoint directory; `rest` goes to `create_app`. Raises CheckpointError for a directory
     without a model or a matching tokenizer."""
-    engine = Engine.from_pretrained(directory, **asdict(options))
+    engine = in_own_thread(partial(Engine.from_pretrained, directory, **asdict(options)))
     if engine.tokenizer is None:
         raise CheckpointError(f"{directory} has no tokenizer.json; the server needs one to read and write text.")
     if engine.tokenizer.vocab_size > engine.model.config.vocab_size:

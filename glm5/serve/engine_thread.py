@@ -21,9 +21,11 @@ from glm5.engine.steps import caught
 from glm5.errors import EngineError, EngineLost, Glm5Error, RequestFailed
 from glm5.obs.logs import get_logger
 from glm5.records import Completion, SamplingParams
+from glm5.serve.decode_threads import DecodeThreads
 from glm5.serve.errors import ApiError, EngineFailed, Overloaded, Stopping
 from glm5.serve.grammar_compiler import Compiler, check_forms
 from glm5.serve.metrics import Metrics
+from glm5.serve.outbox import Outbox, measure
 from glm5.serve.samples import Delta, Part, Stream
 
 log = get_logger("serve")
@@ -59,9 +61,11 @@ class EngineThread:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._compiler = Compiler(lambda: self.engine.grammars)
-        # Only for the engine thread: the time of the next rebuild, and the callbacks to post after this round.
+        # Only for the engine thread.
         self._retry_at, self._patience = 0.0, FIRST_PATIENCE
-        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._outbox = Outbox()
+        self._threads = DecodeThreads(engine)
+        self._decoding: int | None = None  # samples of the next step, if it only decodes
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
@@ -199,9 +203,9 @@ class EngineThread:
             try:
                 result = function(self.engine)
             except Exception as error:
-                self._tell(loop, partial(_fail, future, error))
+                self._outbox.tell(loop, partial(_fail, future, error))
             else:
-                self._tell(loop, partial(_fulfil, future, result))
+                self._outbox.tell(loop, partial(_fulfil, future, result))
 
         with self._wake:
             self.check()
@@ -225,33 +229,36 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._work():
-                self._flush()
+                self._outbox.flush()
             self._end_all(Stopping("The server shut down before the answer was complete."))
         except BaseException as error:
             if not isinstance(error, EngineLost):  # which has logged its reason
                 log.exception("The engine's thread failed; the server cannot answer requests any more.")
             self._error = error
             self._end_all(EngineFailed(BROKEN))
-        self._flush()
+        self._outbox.flush()
+        self._threads.close()
 
     def _end_all(self, end: EngineError) -> None:
         """End all requests in progress, in the engine too unless it has failed."""
+        if self._outbox.held:
+            self._deliver(self._in_progress())
         with self._wake:
             left, calls = list(self._streams), list(self._calls.items())
             self._streams.clear()
             self._jobs.clear()
         for future, loop in calls:
-            self._tell(loop, partial(_fail, future, end))
+            self._outbox.tell(loop, partial(_fail, future, end))
         for stream in left:
             if not isinstance(end, EngineFailed):
                 self._abort(stream, None)
-            self._tell(stream.loop, partial(stream.settle, end))
-            self._tell(stream.loop, partial(stream.put, end))
+            self._outbox.tell(stream.loop, partial(stream.settle, end))
+            self._outbox.tell(stream.loop, partial(stream.put, end))
 
     def _work(self) -> bool:
         """Wait for work, do the jobs, advance the engine by one step. Returns False if the thread must end."""
         with self._wake:
-            while not (self._jobs or (self._streams and not self._paused) or self._deadline is not None):
+            while not (self._jobs or self._outbox.held or (self._streams and not self._paused) or self._deadline):
                 self._wake.wait(None if self._error is None else max(0.0, self._retry_at - time.monotonic()))
                 if self._error is not None and time.monotonic() >= self._retry_at:
                     break
@@ -267,22 +274,36 @@ class EngineThread:
         return True
 
     def _round(self, jobs: deque[Callable[[], None]]) -> None:
+        if jobs and self._outbox.held:
+            self._deliver(self._in_progress())  # the next step may be long
+            self._outbox.flush()
         for job in jobs:
             job()
+        seconds = 0.0
         if self.engine.busy and not self._paused:
             with contextlib.suppress(RequestFailed):  # its stream gets the error below
-                self.engine.step()
+                seconds = self._threads.step(None if jobs else self._decoding)
+        streams = self._in_progress()
+        self._decoding = sum(len(s.open) for s in streams) if all(all(s.last) for s in streams) else None
+        if jobs or not self._outbox.hold(streams, seconds, getattr(self.engine, "drafts", 0)):
+            self._deliver(streams)
+
+    def _in_progress(self) -> list[Stream]:
         with self._wake:
-            streams = list(self._streams)
+            return list(self._streams)
+
+    def _deliver(self, streams: Sequence[Stream]) -> None:
+        """Post the new tokens since the last call."""
+        self._outbox.held = False
         for stream in streams:
-            if error := caught(self._deliver, stream):
+            if error := caught(self._deliver_one, stream):
                 log.error("Tokens could not be delivered.", exc_info=error)
                 self._end(stream, RequestFailed(UNREADY))
 
     def _end(self, stream: Stream, error: EngineError) -> None:
         self._abort(stream, None)
         self._forget(stream)
-        self._tell(stream.loop, partial(stream.put, error))
+        self._outbox.tell(stream.loop, partial(stream.put, error))
 
     def _replace(self, failure: BaseException) -> None:
         """After a failure that no single request caused: end all requests, and rebuild the engine unless it is lost."""
@@ -292,7 +313,7 @@ class EngineThread:
         self.metrics.engine_failures += 1
         self._error = failure
         self._end_all(EngineFailed(REPLACED))
-        self._flush()
+        self._outbox.flush()
         self._patience = FIRST_PATIENCE
         self._rebuild()
 
@@ -311,14 +332,14 @@ class EngineThread:
         error = caught(self._submit, stream)
         if error is None:
             self.metrics.accepted(sum(len(part.prompt) for part in stream.parts))
-            self._tell(stream.loop, partial(stream.settle, None))
+            self._outbox.tell(stream.loop, partial(stream.settle, None))
             return
         if not isinstance(error, Glm5Error):
             log.error("A request could not be accepted.", exc_info=error)
             error = RequestFailed(UNREADY)
         self._abort(stream, None)
         self._forget(stream)
-        self._tell(stream.loop, partial(stream.settle, error))
+        self._outbox.tell(stream.loop, partial(stream.settle, error))
 
     def _submit(self, stream: Stream) -> None:
         for part in stream.parts:
@@ -333,8 +354,7 @@ class EngineThread:
         for request in stream.requests if index is None else stream.requests[index : index + 1]:
             self.engine.abort(request)
 
-    def _deliver(self, stream: Stream) -> None:
-        """Post the new tokens since the last call."""
+    def _deliver_one(self, stream: Stream) -> None:
         failed = [request.error for request in stream.requests if request.error is not None]
         if failed:
             self._end(stream, failed[0])
@@ -345,49 +365,21 @@ class EngineThread:
             if not request.done and (request.score or not ids):
                 continue  # send scores only when complete: after new weights, scoring starts again
             stream.sent[index] += len(ids)
-            self._measure(stream, index, len(ids))
+            measure(self.metrics, stream, index, len(ids))
             reason = done.finish_reason if request.done else None
             delta = Delta(
                 index, ids, done.logprobs[start:], done.top_logprobs[start:], reason, done.weight_versions[start:]
             )
-            self._tell(stream.loop, partial(stream.put, delta))
+            self._outbox.tell(stream.loop, partial(stream.put, delta))
             if request.done:
                 stream.open.discard(index)
         if stream.requests and not stream.open:
             self._forget(stream)
-            self._tell(stream.loop, partial(stream.put, None))
-
-    def _measure(self, stream: Stream, index: int, tokens: int) -> None:
-        if not tokens:
-            return
-        if stream.requests[index].score:
-            self.metrics.scored_tokens += tokens
-            return
-        now, before = time.monotonic(), stream.last[index]
-        stream.last[index] = now
-        if before:
-            self.metrics.tokens(tokens, now - before)
-        else:
-            self.metrics.first_token(tokens, now - stream.began, stream.requests[index].completion.cached_len)
+            self._outbox.tell(stream.loop, partial(stream.put, None))
 
     def _forget(self, stream: Stream) -> None:
         with self._wake:
             self._streams.pop(stream, None)
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
-        self._outbox.setdefault(loop, []).append(news)
-
-    def _flush(self) -> None:
-        """Wake each event loop once, with all its callbacks."""
-        outbox, self._outbox = self._outbox, {}
-        for loop, news in outbox.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no reader is left
-                loop.call_soon_threadsafe(_each, news)
-
-
-def _each(news: Sequence[Callable[[], None]]) -> None:
-    for item in news:
-        item()
 
 
 def _fulfil(future: asyncio.Future[Result], result: Result) -> None:

@@ -27,8 +27,12 @@ still sending could not read the error."""
 PIECE = 64
 """Entries of an iterator that are encoded at once."""
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+quoted = json.encoder.encode_basestring
+"""A string as JSON: `encode` for strings, in a tenth of the time."""
 DONE = "data: [DONE]\n\n"
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+TOGETHER = 64
+"""Events that are written at once, at most. They wait for each other only while tokens are ready."""
 GRACE_SECONDS = 10.0
 """A client that has not read its answer this many seconds after the deadline is disconnected."""
 
@@ -114,9 +118,16 @@ class EventResponse(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        ready: list[str] = []
         async for text in self._events:
-            await send({"type": "http.response.body", "body": text.encode("utf-8", "replace"), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            ready.append(text)
+            if self._stream.caught_up or len(ready) >= TOGETHER:
+                body = "".join(ready).encode("utf-8", "replace")
+                ready.clear()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send(
+            {"type": "http.response.body", "body": "".join(ready).encode("utf-8", "replace"), "more_body": False}
+        )
 
 
 async def gone(receive: Receive) -> None:

@@ -113,7 +113,9 @@ class Reply:
             self.matched = self._watch.matched or self.matched
         if self.finish_reason is not None:
             events += self._parser.finish()
-        deltas = [found for event in merge_events(events) if (found := self._delta(event)) is not None]
+        if len(events) > 1:
+            events = merge_events(events)
+        deltas = [found for event in events if (found := self._delta(event)) is not None]
         if self.finish_reason == "stop" and self.calls:
             self.finish_reason = "tool_calls"
         return deltas

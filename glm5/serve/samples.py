@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from glm5.serve.engine_thread import EngineThread
 
 
+TURN = 16
+"""Items of a queue that a reader takes in a row, before it lets other work of its event loop go on."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A prompt and how to sample from it. `name` identifies it for aborts. Prompts share the prefix cache only within
     one `namespace`. `grammar` is the compiled grammar of `params`, or None. With `score` the prompt's own tokens are
-    scored and none are sampled (see `Engine.submit_score`)."""
+    scored and none are sampled (see `Engine.submit_score`). Without `each`, tokens of a few steps may come as one
+    delta."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -30,6 +36,7 @@ class Part:
     namespace: str = ""
     grammar: Compiled | None = None
     score: bool = False
+    each: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,9 @@ class SampleStream(Protocol):
     @property
     def deadline(self) -> float | None: ...
 
+    @property
+    def caught_up(self) -> bool: ...
+
     def cancel(self, index: int | None = None) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
@@ -86,6 +96,7 @@ class Stream:
         self.parts = list(parts)
         self.names = [part.name for part in parts for _ in range(part.params.n)]  # by sample
         self.size = len(self.names)
+        self.each = any(part.each for part in parts)
         self.requests: list[Request] = []  # written by the engine thread once the engine has accepted the prompts
         self.sent = [0] * self.size
         self.open = set(range(self.size))  # samples without their last delta
@@ -96,7 +107,9 @@ class Stream:
         self._seconds = deadline
         self._deadline = None if deadline is None else self.loop.time() + deadline
         self._accepted: asyncio.Future[None] = self.loop.create_future()
-        self._queue: asyncio.Queue[Delta | EngineError | None] = asyncio.Queue()
+        self._items: deque[Delta | EngineError | None] = deque()
+        self._taken = 0
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -106,7 +119,7 @@ class Stream:
     @property
     def caught_up(self) -> bool:
         """Whether all deltas so far have been read."""
-        return self._queue.empty()
+        return not self._items
 
     @property
     def deadline(self) -> float | None:
@@ -122,16 +135,31 @@ class Stream:
         self._owner.cancel(self, index)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        timer = None if self._deadline is None else self.loop.call_at(self._deadline, self._wake)
+        try:
+            while True:
+                item = await self._next()
+                if item is None:
+                    return
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _next(self) -> Delta | EngineError | None:
+        """Wait for the next item. Raises TooLate at the deadline."""
+        self._taken += 1
+        if self._items and self._taken % TURN == 0:
+            await asyncio.sleep(0)  # a full queue must not block the event loop
         while True:
             if self._deadline is not None and self.loop.time() >= self._deadline:
-                raise self._too_late()  # the timeout has no effect while items are ready
-            item = await self.in_time(self._queue.get())
-            if item is None:
-                return
-            if isinstance(item, EngineError):
-                raise item
-            yield item
-            await asyncio.sleep(0)  # a full queue would otherwise block the event loop
+                raise self._too_late()
+            if self._items:
+                return self._items.popleft()
+            self._waiter = self.loop.create_future()
+            await self._waiter
 
     async def in_time(self, work: Any) -> Any:
         """Await `work` until the deadline."""
@@ -146,7 +174,12 @@ class Stream:
 
     def put(self, item: Delta | EngineError | None) -> None:
         """Add an item; call in the event loop. None is the end."""
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def settle(self, error: Glm5Error | None) -> None:
         """The prompts were accepted, or refused with `error`; call in the event loop."""

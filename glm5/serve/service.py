@@ -156,7 +156,7 @@ class TextService:
                     raise ApiError(400, text, param="tools" if grammar.kind == "tools" else "response_format")
                 made[id(body)] = body.params(self.defaults, self.tokenizer, room, top_logprobs or 0, grammar)
             params = replace(made[id(body)], max_tokens=room)
-            parts.append(Part(prompt.ids, params, name, body.cache_salt or ""))
+            parts.append(Part(prompt.ids, params, name, body.cache_salt or "", each=body.EACH_TOKEN))
         return parts
 
     def replies(self, jobs: Sequence[Job], stream: SampleStream, **options: Any) -> list[Reply]:

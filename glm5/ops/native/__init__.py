@@ -1,6 +1,8 @@
-"""Compiled CPU kernels: built from the C++ in this folder on first use, cached per user, optional.
+"""Compiled CPU kernels: from the wheel (`prebuilt`), or built from the C++ in this folder on first use and cached per
+user. They are optional.
 
-Operations use their torch reference if there are no kernels: no compiler, another device, float64, or `GLM5_NATIVE=0`.
+Operations use their torch reference if there are no kernels: neither wheel nor compiler, another device, float64, or
+`GLM5_NATIVE=0`.
 The kernels follow the same rule as the references (a row's result does not depend on its batch), but round differently.
 In an exact run, learner and engine must both use them or both not.
 
@@ -12,6 +14,7 @@ operator takes all weights of the model.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -27,12 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.ops.native import prebuilt
+from glm5.ops.native.prebuilt import SOURCE
 from glm5.ops.operators import LIBRARY, define
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = (
-    "-std=c++17 -O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
-)
+FLAGS = [*prebuilt.FLAGS, "-march=native"]
 COMPILE_SECONDS = 120
 
 
@@ -144,14 +146,10 @@ def _by_dtype() -> dict[torch.dtype, Kernels]:
 def _load() -> dict[torch.dtype, Kernels]:
     if os.environ.get("GLM5_NATIVE", "1") == "0":
         return {}
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
-        return {}
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-        if "clang" in version:  # the source uses GCC's vector shuffles
+        library = _prebuilt() or _compiled()
+        if library is None:
             return {}
-        library = ctypes.CDLL(str(_build(compiler, version)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or str(error)
         warnings.warn(f"CPU kernels could not be built, using torch alone: {str(detail)[:300]}", stacklevel=2)
@@ -159,10 +157,28 @@ def _load() -> dict[torch.dtype, Kernels]:
     return {torch.float32: Kernels(library, "f32"), torch.bfloat16: Kernels(library, "bf16")}
 
 
+def _prebuilt() -> ctypes.CDLL | None:
+    """The kernels of the wheel, unless there are none or they need a newer C library than this machine has."""
+    found = prebuilt.find()
+    with contextlib.suppress(OSError):
+        return None if found is None else ctypes.CDLL(str(found))
+    return None
+
+
+def _compiled() -> ctypes.CDLL | None:
+    """The kernels, built by this machine's compiler; None without GCC."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        return None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    if "clang" in version:  # the source uses GCC's vector shuffles
+        return None
+    return ctypes.CDLL(str(_build(compiler, version)))
+
+
 def _build(compiler: str, version: str) -> Path:
     """Path of the shared library for this source, compiler and processor; compiled if it does not exist."""
-    sources = [file.read_text() for file in sorted(SOURCE.parent.glob("*.h")) + [SOURCE]]
-    identity = "\n".join((*sources, " ".join(FLAGS), version, _processor()))
+    identity = "\n".join((*prebuilt.sources(), " ".join(FLAGS), version, _processor()))
     target = _cache_dir() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

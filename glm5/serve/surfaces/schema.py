@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
@@ -115,6 +115,8 @@ class Sampling(Penalties):
     """The sampling fields of a request. None means the server's default. Only requests with the same `cache_salt` share
     the prefix cache. `min_new_tokens` is an alias of `min_tokens`."""
 
+    EACH_TOKEN: ClassVar[bool] = False
+    """Whether a stream must have an event per token."""
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)

@@ -23,6 +23,7 @@ class NativeSampling(Sampling):
 
     IGNORED = SAMPLER_DETAILS | {"custom_params", "spaces_between_special_tokens", "temperature_last"}
     REFUSED = {**COMMON, "max_tokens": no(instead="use max_new_tokens")}
+    EACH_TOKEN = True
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 128
     n: int = Field(default=1, ge=1, le=128)

@@ -17,7 +17,7 @@ from glm5.errors import Glm5Error
 from glm5.obs.logs import get_logger
 from glm5.records import Completion
 from glm5.serve.errors import CLIENT_GONE, INTERNAL, ApiError
-from glm5.serve.http_io import DONE, EventResponse, event, json_answer, unless_gone
+from glm5.serve.http_io import DONE, EventResponse, event, framed, json_answer, quoted, unless_gone
 from glm5.serve.http_io import encode as encode_json
 from glm5.serve.prompts import Prompt, encode
 from glm5.serve.reply import OpenAIDelta, Reply, Scored, chat_logprobs, text_logprobs
@@ -146,6 +146,13 @@ class ChatForm:
         told = {"content": chat_logprobs(self._tokenizer, fresh), "refusal": None} if fresh else None
         return {"delta": delta, "logprobs": told}
 
+    def plain(self, delta: OpenAIDelta) -> str | None:
+        """`piece` as JSON without its braces, if it is only text; else None."""
+        if self.top is not None or "tool_calls" in delta:
+            return None
+        names = ",".join([f'"{name}":{quoted(text)}' for name, text in delta.items()])
+        return f'"delta":{{{names}}},"logprobs":null'
+
 
 class TextForm:
     """Writes text completions. With `echo` the prompt comes first, with scores if log-probabilities are requested."""
@@ -196,6 +203,10 @@ class TextForm:
 
     def piece(self, reply: Reply, delta: OpenAIDelta) -> dict[str, Any]:
         return {"text": delta.get("content", ""), "logprobs": self._written(reply.new_scored())}
+
+    def plain(self, delta: OpenAIDelta) -> str | None:
+        """See `ChatForm.plain`."""
+        return None if self._top is not None else f'"text":{quoted(delta.get("content", ""))},"logprobs":null'
 
     def _written(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if self._top is None or not scored:
@@ -264,8 +275,14 @@ async def _events(
     usage, running = body.stream_options.include_usage, body.stream_options.continuous_usage_stats
     told = [0] * len(replies)
     head: Mapping[str, Any] = {**form.head, "object": form.chunk_name}
+    # Nearly all chunks differ in their text alone: the rest of their JSON is written once.
+    common, end = encode_json(head)[:-1], '],"usage":null}' if usage else "]}"
+    simple = not (running or body.return_token_ids)
 
     def chunk(reply: Reply, delta: OpenAIDelta, *, first: bool = False, last: bool = False) -> str:
+        text = form.plain(delta) if simple and not last else None
+        if text is not None:
+            return framed(f'{common},"choices":[{{"index":{reply.index},{text},"finish_reason":null}}{end}')
         choice = {"index": reply.index, **form.piece(reply, delta), "finish_reason": None}
         if last:
             choice |= {"finish_reason": reply.finish_reason, "matched_stop": reply.matched}
