@@ -12,8 +12,9 @@ from glm5.cli.options import Checkpoint, Json, Out, app, show
 @app.command()
 def quantize(
     model: Checkpoint,
-    scheme: Annotated[str, typer.Option(help="w8a8, w4a8, w4a16, fp8 or paper-w4a8.")],
+    scheme: Annotated[str, typer.Option(help="w8a8, w4a8, w4a8-channel, w4a16, fp8 or paper-w4a8.")],
     out: Out,
+    layout: Annotated[str, typer.Option("--format", help="compressed-tensors or ascend.")] = "compressed-tensors",
     without: Annotated[list[str], typer.Option(help="Leave out a step: quarot, awq, smooth or ssz.")] = [],  # noqa: B006
     text: Annotated[list[str], typer.Option(help="Calibration text: sources as in `glm5 data build`.")] = ["stdlib"],  # noqa: B006
     rows: Annotated[int, typer.Option(min=1, help="Rows of calibration text.")] = 16,
@@ -26,7 +27,7 @@ def quantize(
     from glm5.launch.quantise import Options, run
     from glm5.obs.progress import QuietConsole
 
-    options = Options(scheme, tuple(without), tuple(text), rows, length, seed, measure)
+    options = Options(scheme, tuple(without), tuple(text), rows, length, seed, measure, layout)
     with QuietConsole().status("starting") as status:
 
         def progress(name: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Quantised matrices in checkpoint files, read back as plain ones: block FP8 as released, and compressed-tensors.
+"""Quantised matrices in checkpoint files, read back as plain ones: block FP8 as released, compressed-tensors, Ascend.
 
 | on disk | value |
 |---|---|
@@ -8,7 +8,8 @@
 
 Despite the name, `scale_inv` is multiplied. FP8 blocks at the lower and right edge may be smaller: 576 rows have five
 scales, the last one for 64 rows. The stored types decide what a tensor is, not the lists in config.json: in releases
-these name modules that do not exist.
+these name modules that do not exist. Only for Ascend a description decides, because four bits and eight have one stored
+type there (`ascend_files`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from glm5.errors import CheckpointError
+from glm5.model.ascend_files import OFFSET, W4A8
 from glm5.model.tensor_files import Stored, open_tensors, read_tensor, rows_of
-from glm5.ops.quantisers import unpack_int4
+from glm5.ops.quantisers import unpack_int4, unpack_int4_rows
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (128, 128)
 PACKED = "_packed"
-SUFFIXES = ("_scale_inv", "_scale", PACKED, "_shape")
+SUFFIXES = ("_scale_inv", "_scale", PACKED, "_shape", OFFSET)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,13 +103,15 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: tor
 @dataclass(frozen=True)
 class StoredMatrix:
     """One tensor of the model as the files have it: its numbers, their scales if they are quantised, and the rows and
-    columns that share a scale."""
+    columns that share a scale. `offset` [rows, 1] must be zeros; `row_pairs`: a byte has four bits of two rows."""
 
     values: Stored
     scale: Stored | None
     scale_name: str
     block: tuple[int, int]
     columns: int
+    offset: Stored | None = None
+    row_pairs: bool = False
 
     def read_rows(self, handle: BinaryIO, first: int, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [first, first + len(target)): in `target` itself if that is possible, otherwise new, computed in
@@ -118,11 +122,17 @@ class StoredMatrix:
         # Scales are for blocks of rows, or for single experts of a stack.
         height = self.block[0] if len(self.values.shape) == 2 else 1
         spare, end = first % height, first + count
-        raw = read_tensor(handle, rows_of(self.values, first - spare, count + spare))
+        if self.row_pairs:
+            pairs = rows_of(self.values, first // 2, -(-end // 2) - first // 2)
+            raw = unpack_int4_rows(read_tensor(handle, pairs))[first % 2 :][:count]
+        else:
+            raw = read_tensor(handle, rows_of(self.values, first - spare, count + spare))
         if raw.dtype == torch.int32:
             raw = unpack_int4(raw, self.columns)
         blocks = first // height, -(-end // height)
         factors = self._scales(rows_of(self.scale, blocks[0], blocks[1] - blocks[0]))
+        if self.offset is not None:
+            self._check_offsets(rows_of(self.offset, first, count))
         return dequantise(raw, factors, self.block, dtype)[spare:]
 
     def _scales(self, scale: Stored) -> Tensor:
@@ -131,15 +141,24 @@ class StoredMatrix:
         check_scale(value, f'{scale.file}: "{self.scale_name}"')
         return value
 
+    def _check_offsets(self, offset: Stored) -> None:
+        with open_tensors(offset.file, offset.stamp) as handle:
+            if bool(read_tensor(handle, offset).any()):
+                name = self.scale_name.removesuffix("_scale") + OFFSET
+                raise CheckpointError(f'{offset.file}: "{name}" is not zero; only symmetric integers can be read.')
+
 
 def stored_matrix(
-    path: object, name: str, shape: torch.Size, stored: Mapping[str, Stored], block: tuple[int, int]
+    path: object, name: str, shape: torch.Size, stored: Mapping[str, Stored], block: tuple[int, int], ascend: str = ""
 ) -> StoredMatrix:
-    """The matrix `name` of this shape from the headers of the files. Raises CheckpointError for types and shapes that
-    do not belong together."""
+    """The matrix `name` of this shape from the headers of the files; `ascend` is its type in an Ascend description.
+    Raises CheckpointError for types and shapes that do not belong together."""
     packed = name not in stored
     values = stored[name + PACKED if packed else name]
     expected = (*shape[:-1], -(-shape[-1] // 8)) if packed and shape else tuple(shape)
+    row_pairs = ascend == W4A8 and len(shape) == 2
+    if row_pairs:
+        expected = (-(-shape[0] // 2), shape[1])
     if values.shape != expected:
         raise CheckpointError(
             f'{path}: tensor "{name}" has shape {list(values.shape)}, config.json demands {list(expected)}.'
@@ -166,7 +185,8 @@ def stored_matrix(
             f'{path}: the scale "{scale_name}" is {scale.dtype} of shape {list(scale.shape)}; blocks of {list(block)} '
             f"demand torch.float32 of shape {list(demanded)}."
         )
-    return StoredMatrix(values, scale, scale_name, block, shape[-1])
+    offset = stored.get(name + OFFSET) if ascend else None
+    return StoredMatrix(values, scale, scale_name, block, shape[-1], offset, row_pairs)
 
 
 def _row_groups(path: object, scale_name: str, shape: torch.Size, scale: Stored) -> tuple[int, int]:

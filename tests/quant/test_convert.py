@@ -142,6 +142,8 @@ def test_refusals(source: Path, tmp_path: Path, small: Callable[..., GLM5ForCaus
         scheme_named("w8a9")
     with pytest.raises(ConfigError, match='needs calibration text for its step "awq"'):
         quantise_checkpoint(source, tmp_path / "out", scheme_named("paper-w4a8"))
+    with pytest.raises(ConfigError, match="have 24 tokens; give a length that is a multiple of"):
+        quantise_checkpoint(source, tmp_path / "out", scheme_named("paper-w4a8"), text(length=24))
     with pytest.raises(ConfigError, match='has no step "awq"; it has: none'):
         scheme_named("w8a8").without("awq")
     small().save_pretrained(tmp_path / "narrow")
