@@ -1,7 +1,8 @@
-"""The verb that makes a quantised copy of a checkpoint."""
+"""The verbs that make a quantised copy of a checkpoint, or a file for another program."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,4 +37,22 @@ def quantize(
         found = run(model, out, options, progress)
     if not as_json:
         found["steps"] = ", ".join(found["steps"]) or "none"
+    show(found, as_json)
+
+
+@app.command()
+def export(
+    model: Checkpoint,
+    gguf: Annotated[str, typer.Option(help="The type of the file: F32, F16, BF16, Q8_0 or Q4_0.")],
+    out: Annotated[Path, typer.Option(help="File to write, such as model.gguf.")],
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a GGUF file for llama.cpp."""
+    from glm5.obs.progress import QuietConsole
+    from glm5.quant.gguf_file import export_gguf
+
+    with QuietConsole().status("starting") as status:
+        found = export_gguf(
+            model, out, gguf.upper(), lambda name, done, total: status.update(f"{name} ({done} of {total})")
+        )
     show(found, as_json)
