@@ -54,18 +54,17 @@ class Description:
 
     def check(self, path: Path, model: GLM5ForCausalLM) -> None:
         """Raises CheckpointError if matrices that are computed as one differ in type."""
-        types: dict[str, dict[str, str]] = {}
+        first: dict[str, tuple[str, str]] = {}
         for name, tensor in model.state_dict(keep_vars=False).items() if self.types else ():
-            if tensor.ndim > 1:
-                for part in disk_parts(name, model.config, tensor):
-                    kind = self.types.get(part, FLOAT)
-                    module = types.setdefault(name.removesuffix(".weight").rpartition(".experts.")[0] or name, {})
-                    other = next(iter(module), kind)
-                    if module.setdefault(kind, part) and other != kind:
-                        raise CheckpointError(
-                            f'{path / DESCRIPTION}: "{part}" is {kind} and "{module[other]}" {other}, but they are one '
-                            f"matrix in memory and need one type."
-                        )
+            module = name.partition(".experts.")[0]  # experts of a layer are one module, with two stacks
+            for part in disk_parts(name, model.config, tensor) if tensor.ndim > 1 else ():
+                kind = self.types.get(part, FLOAT)
+                other, one = first.setdefault(module, (kind, part))
+                if kind != other:
+                    raise CheckpointError(
+                        f'{path / DESCRIPTION}: "{part}" is {kind} and "{one}" {other}, but they are one matrix in '
+                        f"memory and need one type."
+                    )
 
 
 def read_description(path: Path, stored: Mapping[str, Stored], quantization: Any) -> Description:
@@ -110,10 +109,12 @@ def _check(file: Path, name: str, item: Stored, types: Mapping[str, str], stored
     if kind == FLOAT:
         return
     if matrix == name:
+        if not name.endswith(".weight"):
+            raise CheckpointError(f'{file}: "{_short(name)}" is {kind}; only a matrix "….weight" can be.')
         wanted = [f"{name}_scale", name + OFFSET, name.removesuffix(".weight") + BIAS][: 3 if kind == W4A8 else 2]
         missing = next((other for other in wanted if types.get(other) != kind), None)
-        if missing is not None or not name.endswith(".weight"):
-            raise CheckpointError(f'{file}: "{_short(name)}" is {kind}, but "{_short(missing or name)}" is not.')
+        if missing is not None:
+            raise CheckpointError(f'{file}: "{_short(name)}" is {kind}, but "{_short(missing)}" is not.')
         return
     whole = stored.get(matrix)
     rows = whole.shape[0] * (2 if kind == W4A8 else 1) if whole is not None and whole.shape else -1

@@ -8,7 +8,7 @@ from typing import Any
 
 from glm5.chat.split_pattern import SPLIT
 from glm5.chat.tokenizer import VISIBLE_MARKERS, Tokenizer
-from glm5.chat.tokenizer_files import read_text, stored_template
+from glm5.chat.tokenizer_files import TEMPLATE_FILE, read_text, stored_template
 from glm5.config.model import GLM5Config
 from glm5.errors import ConfigError
 
@@ -56,7 +56,8 @@ def add_vocabulary(writer: Any, gguf: Any, folder: Path, config: GLM5Config) -> 
     for role, word in SPECIAL.items():
         getattr(writer, f"add_{role}_token_id")(tokenizer.special[word])
     writer.add_add_bos_token(False)
-    template = stored_template(folder).source
+    jinja = folder / TEMPLATE_FILE
+    template = read_text(jinja) if jinja.exists() else stored_template(folder).source
     if template is not None:
         writer.add_chat_template(template)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from glm5.chat import Tokenizer
 from glm5.errors import ConfigError, MissingExtraError
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.quant.gguf_file import check, export_gguf, plan
+from glm5.quant.gguf_vocab import add_vocabulary
 
 SIZES: dict[str, Any] = dict(index_head_dim=64, num_nextn_predict_layers=1, moe_intermediate_size=32)
 
@@ -132,3 +135,18 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not a folder; make it first"):
         export_gguf(tmp_path, tmp_path / "no" / "out.gguf", "F16")
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_tokenizers_that_llamacpp_would_split_differently(
+    small: Callable[..., GLM5ForCausalLM], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer.save(tmp_path)
+    config = small(vocab_size=tokenizer.vocab_size - 1).config
+    with pytest.raises(ConfigError, match="has 292 tokens, but the model has 291 rows"):
+        add_vocabulary(None, None, tmp_path, config)
+    file = tmp_path / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["pre_tokenizer"]["pretokenizers"].insert(1, {"type": "Digits", "individual_digits": True})
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="splits text in another way than the tokenizers of GLM"):
+        add_vocabulary(None, None, tmp_path, config.replace(vocab_size=tokenizer.vocab_size))
