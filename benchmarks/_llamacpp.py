@@ -19,7 +19,7 @@ Array = NDArray[np.float32]
 
 
 class Session:
-    """One llama.cpp context for `sequences` sequences of `length` tokens; with `exact`, its cache is fp32."""
+    """One llama.cpp context for `sequences` sequences of `length` tokens; with `exact`, attention is fp32."""
 
     def __init__(self, path: Path, sequences: int, length: int, *, exact: bool = False) -> None:
         import llama_cpp
@@ -41,6 +41,7 @@ class Session:
         options.n_threads = options.n_threads_batch = len(os.sched_getaffinity(0))
         if exact:
             options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to fp16
         self.context = llama_cpp.llama_init_from_model(self.model, options)
         if not self.context:
             raise SystemExit("llama.cpp could not make a context.")
