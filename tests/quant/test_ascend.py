@@ -96,6 +96,17 @@ def test_layout(four: Path) -> None:
             assert abs(float(sums[row, part]) - 8 * sum(own)) < 1e-5
 
 
+def test_any_rows(four: Path) -> None:
+    """A rank may want rows that begin or end in the middle of a byte."""
+    source = GLM5ForCausalLM.from_pretrained(four, device="meta").weight_source
+    whole = disk_tensors(GLM5ForCausalLM.from_pretrained(four))[f"{DOWN}.weight"]
+    matrix = source.plan.reads[f"{DOWN}.weight"]  # type: ignore[union-attr]
+    with matrix.values.file.open("rb", buffering=0) as handle:
+        for first, end in ((0, 32), (0, 1), (3, 4), (3, 8), (4, 7), (31, 32)):
+            rows = matrix.read_rows(handle, first, torch.empty(end - first, 32), torch.float32)
+            assert torch.equal(rows, whole[first:end])
+
+
 def test_all_pairs_of_rows() -> None:
     values = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8)).T.to(torch.int8)
     assert pack_int4_rows(values).shape == (1, 256)
