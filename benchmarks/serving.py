@@ -221,12 +221,14 @@ def transformers_jobs(told: dict[str, str]) -> dict[str, Job]:
 
 
 def llamacpp_jobs(told: dict[str, str]) -> dict[str, Job]:
-    from _llamacpp import Session, write_gguf
+    from _llamacpp import Session
+
+    from glm5.quant.gguf_file import export_gguf
 
     prompts = text_prompts(told["model"], BATCH, PROMPT)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(Path(told["model"]), path, told["gguf"])
+        export_gguf(Path(told["model"]), path, told["gguf"].upper())
         sessions = {many: Session(path, many, PROMPT + TOKENS) for many in (1, BATCH)}
     return {
         "single": lambda _: sessions[1].run(prompts[:1], TOKENS),

@@ -34,6 +34,8 @@ class Options:
     seed: int = 0
     measure: int = 0
     """Bytes of held-out documents of `text` to measure bits per byte on, before and after; 0: none."""
+    layout: str = "compressed-tensors"
+    """A key of `quant.formats.FORMATS`."""
 
     def resolved(self) -> Scheme:
         return scheme_named(self.scheme).without(*self.without)
@@ -87,7 +89,7 @@ def run(source: Path, out: Path, options: Options, progress: Callable[[str, int,
     if any(step in CALIBRATED for step in scheme.steps):
         tokenizer = Tokenizer.load(source)
         ids = calibration_ids(tokenizer, options.text, options.rows, options.length)
-    report = quantise_checkpoint(source, out, scheme, ids, seed=options.seed, progress=progress)
+    report = quantise_checkpoint(source, out, scheme, ids, seed=options.seed, layout=options.layout, progress=progress)
     errors = [error for piece in report["pieces"].values() for error in piece["tensors"].values()]
     scores = {}
     if options.measure:
@@ -99,6 +101,7 @@ def run(source: Path, out: Path, options: Options, progress: Callable[[str, int,
         write_manifest(out)
     return scores | {
         "scheme": scheme.name,
+        "format": options.layout,
         "steps": list(scheme.steps),
         "bytes_before": report["bytes_before"],
         "bytes_after": report["bytes_after"],

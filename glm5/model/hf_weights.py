@@ -22,6 +22,7 @@ from torch import Tensor
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, publish_dir, verify_manifest
+from glm5.model.ascend_files import DESCRIPTION, read_description
 from glm5.model.disk_names import disk_rows, disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.integer_layers import hold_integers
@@ -139,8 +140,8 @@ def write_rows(folder: Path, config: GLM5Config, parts: Iterable[tuple[str, RowP
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Weights and index that a checkpoint in this folder may have; others' `.safetensors` are not among them."""
-    return [*folder.glob("model*.safetensors"), folder / INDEX]
+    """Weights and what describes them in a checkpoint folder; others' `.safetensors` are not among them."""
+    return [*folder.glob("model*.safetensors"), folder / INDEX, folder / DESCRIPTION]
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
@@ -205,17 +206,20 @@ def load_checkpoint(
         _verify(path)
     config = GLM5Config.load(path, strict=strict_config, **(overrides or {}))
     raw = read_json(path / "config.json", _SIDE_FILE_LIMIT, "a model configuration")
-    block = block_size(raw.get("quantization_config"), str(path / "config.json"))
+    quantization = raw.get("quantization_config")
+    block = block_size(quantization, str(path / "config.json"))
     stored = read_folder(path)
+    description = read_description(path, stored, quantization)
     mtp = f"model.layers.{config.num_hidden_layers}."
     if config.num_nextn_predict_layers and not any(name.startswith(mtp) for name in stored):
         warnings.warn(f"{path} announces an MTP layer but holds no tensor of it; loading the trunk only.", stacklevel=3)
         config = config.replace(num_nextn_predict_layers=0)
     model = _skeleton(path, config, stored).cast(dtype or torch.float32)
-    round_activations(model, activations_of(raw.get("quantization_config"), str(path / "config.json")))
-    plan = make_plan(
-        path, model, stored, block, _pattern(allow_missing, "missing"), _pattern(allow_unexpected, "unexpected")
-    )
+    description.check(path, model)
+    rounded = activations_of(quantization, str(path / "config.json"))
+    round_activations(model, description.activation if description.types else rounded)
+    may_miss, may_ignore = _pattern(allow_missing, "missing"), _pattern(allow_unexpected, "unexpected")
+    plan = make_plan(path, model, stored, block, may_miss, may_ignore, description)
     model.census = plan.census()
     model.weight_source = FolderWeights(plan, config, RandomWeights(seed, config.initializer_range))
     if device.type != "meta":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glm5.config.model import GLM5Config
 from glm5.errors import CheckpointError
+from glm5.model.ascend_files import BIAS, Description, matrix_of
 from glm5.model.disk_names import disk_name, disk_parts, disk_rows, disk_tensors, expert_stacks, ignorable
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.quantised_files import PACKED, SUFFIXES, StoredMatrix, stored_matrix
@@ -45,8 +46,9 @@ def make_plan(
     block: tuple[int, int],
     may_miss: Callable[[str], bool],
     may_ignore: Callable[[str], bool],
+    description: Description = Description(),  # noqa: B008
 ) -> LoadPlan:
-    """Match the tensors in the files with those of the model, from the headers alone."""
+    """Match the tensors in the files with those of the model, from the headers and the description alone."""
     plan = LoadPlan()
     targets = {name: (tensor, [name]) for name, tensor in disk_tensors(model).items()}
     wanted = list(targets)
@@ -65,7 +67,7 @@ def make_plan(
             twice = "as it is and packed" if name in plan.reads else "for single experts and for all in one"
             raise CheckpointError(f'{path}: tensor "{name}" is stored twice, {twice}.')
         plan.filled.update(parts)
-        plan.reads[name] = stored_matrix(path, name, tensor.shape, stored, block)
+        plan.reads[name] = stored_matrix(path, name, tensor.shape, stored, block, description.types.get(name, ""))
     plan.generated = {name for name in wanted if name not in plan.filled}
     missing = [name for name in wanted if name in plan.generated and not may_miss(name)]
     if missing:
@@ -76,6 +78,8 @@ def make_plan(
 
 def _base(name: str) -> str:
     """The matrix that a tensor with scales or packed numbers belongs to."""
+    if name.endswith(BIAS):
+        return matrix_of(name)
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix)
 

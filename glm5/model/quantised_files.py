@@ -1,4 +1,4 @@
-"""Quantised matrices in checkpoint files, read back as plain ones: block FP8 as released, and compressed-tensors.
+"""Quantised matrices in checkpoint files, read back as plain ones: block FP8 as released, compressed-tensors, Ascend.
 
 | on disk | value |
 |---|---|
@@ -8,7 +8,8 @@
 
 Despite the name, `scale_inv` is multiplied. FP8 blocks at the lower and right edge may be smaller: 576 rows have five
 scales, the last one for 64 rows. The stored types decide what a tensor is, not the lists in config.json: in releases
-these name modules that do not exist.
+these name modules that do not exist. Only for Ascend a description decides, because four bits and eight have one stored
+type there (`ascend_files`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from glm5.errors import CheckpointError
+from glm5.model.ascend_files import OFFSET, W4A8
 from glm5.model.tensor_files import Stored, open_tensors, read_tensor, rows_of
-from glm5.ops.quantisers import Quantised, Quantiser, unpack_int4
+from glm5.ops.quantisers import Quantised, Quantiser, unpack_int4, unpack_int4_rows
 
 FP8 = torch.float8_e4m3fn
 BLOCK = (128, 128)
 PACKED = "_packed"
-SUFFIXES = ("_scale_inv", "_scale", PACKED, "_shape")
+SUFFIXES = ("_scale_inv", "_scale", PACKED, "_shape", OFFSET)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,24 +103,27 @@ def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: tor
 @dataclass(frozen=True)
 class StoredMatrix:
     """One tensor of the model as the files have it: its numbers, their scales if they are quantised, and the rows and
-    columns that share a scale."""
+    columns that share a scale. `offset` [rows, 1] must be zeros; `row_pairs`: a byte has four bits of two rows."""
 
     values: Stored
     scale: Stored | None
     scale_name: str
     block: tuple[int, int]
     columns: int
+    offset: Stored | None = None
+    row_pairs: bool = False
 
     def read(self) -> Quantised | None:
         """The whole matrix as it is stored, if it is one of integers."""
         if self.scale is None or self.values.dtype == FP8:
             return None
         with open_tensors(self.values.file, self.values.stamp) as handle:
-            values = read_tensor(handle, self.values)
-        packed = values.dtype == torch.int32
+            values = self._numbers(handle, 0, self.scale.shape[0])
+        if self.offset is not None:
+            self._check_offsets(self.offset)
+        bits = 4 if self.row_pairs or self.values.dtype == torch.int32 else 8
         group = None if self.block[1] == self.columns else self.block[1]
-        form = Quantiser(4 if packed else 8, group)
-        return Quantised(unpack_int4(values, self.columns) if packed else values, self._scales(self.scale), form)
+        return Quantised(values, self._scales(self.scale), Quantiser(bits, group))
 
     def read_rows(self, handle: BinaryIO, first: int, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [first, first + len(target)): in `target` itself if that is possible, otherwise new, computed in
@@ -129,12 +134,20 @@ class StoredMatrix:
         # Scales are for blocks of rows, or for single experts of a stack.
         height = self.block[0] if len(self.values.shape) == 2 else 1
         spare, end = first % height, first + count
-        raw = read_tensor(handle, rows_of(self.values, first - spare, count + spare))
-        if raw.dtype == torch.int32:
-            raw = unpack_int4(raw, self.columns)
+        raw = self._numbers(handle, first - spare, count + spare)
         blocks = first // height, -(-end // height)
         factors = self._scales(rows_of(self.scale, blocks[0], blocks[1] - blocks[0]))
+        if self.offset is not None:
+            self._check_offsets(rows_of(self.offset, first, count))
         return dequantise(raw, factors, self.block, dtype)[spare:]
+
+    def _numbers(self, handle: BinaryIO, first: int, count: int) -> Tensor:
+        """Rows [first, first + count) without their scales, one number per element."""
+        if self.row_pairs:
+            pairs = rows_of(self.values, first // 2, -(-(first + count) // 2) - first // 2)
+            return unpack_int4_rows(read_tensor(handle, pairs))[first % 2 :][:count]
+        raw = read_tensor(handle, rows_of(self.values, first, count))
+        return unpack_int4(raw, self.columns) if raw.dtype == torch.int32 else raw
 
     def _scales(self, scale: Stored) -> Tensor:
         with open_tensors(scale.file, scale.stamp) as handle:
@@ -142,15 +155,24 @@ class StoredMatrix:
         check_scale(value, f'{scale.file}: "{self.scale_name}"')
         return value
 
+    def _check_offsets(self, offset: Stored) -> None:
+        with open_tensors(offset.file, offset.stamp) as handle:
+            if bool(read_tensor(handle, offset).any()):
+                name = self.scale_name.removesuffix("_scale") + OFFSET
+                raise CheckpointError(f'{offset.file}: "{name}" is not zero; only symmetric integers can be read.')
+
 
 def stored_matrix(
-    path: object, name: str, shape: torch.Size, stored: Mapping[str, Stored], block: tuple[int, int]
+    path: object, name: str, shape: torch.Size, stored: Mapping[str, Stored], block: tuple[int, int], ascend: str = ""
 ) -> StoredMatrix:
-    """The matrix `name` of this shape from the headers of the files. Raises CheckpointError for types and shapes that
-    do not belong together."""
+    """The matrix `name` of this shape from the headers of the files; `ascend` is its type in an Ascend description.
+    Raises CheckpointError for types and shapes that do not belong together."""
     packed = name not in stored
     values = stored[name + PACKED if packed else name]
     expected = (*shape[:-1], -(-shape[-1] // 8)) if packed and shape else tuple(shape)
+    row_pairs = ascend == W4A8 and len(shape) == 2
+    if row_pairs:
+        expected = (-(-shape[0] // 2), shape[1])
     if values.shape != expected:
         raise CheckpointError(
             f'{path}: tensor "{name}" has shape {list(values.shape)}, config.json demands {list(expected)}.'
@@ -177,7 +199,8 @@ def stored_matrix(
             f'{path}: the scale "{scale_name}" is {scale.dtype} of shape {list(scale.shape)}; blocks of {list(block)} '
             f"demand torch.float32 of shape {list(demanded)}."
         )
-    return StoredMatrix(values, scale, scale_name, block, shape[-1])
+    offset = stored.get(name + OFFSET) if ascend else None
+    return StoredMatrix(values, scale, scale_name, block, shape[-1], offset, row_pairs)
 
 
 def _row_groups(path: object, scale_name: str, shape: torch.Size, scale: Stored) -> tuple[int, int]:

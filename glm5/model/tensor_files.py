@@ -25,6 +25,8 @@ from glm5.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ASCEND = "quant_model_weights.safetensors"
+"""The name that msModelSlim gives to its only file; its index and parts are named likewise."""
 MAX_HEADER = 32 << 20  # a header of 118,629 tensors, the largest release in one file, would have about 18 MB
 MAX_INDEX = 64 << 20
 _MAX_DIMS = 8
@@ -67,11 +69,15 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
     Raises CheckpointError if index and files disagree, a tensor exists twice, or a file is missing, damaged or outside.
     """
-    index = folder / INDEX
-    if not index.exists() and not (folder / SINGLE).exists():
+    ours = any((folder / name).exists() for name in (SINGLE, INDEX))
+    single = (
+        ASCEND if not ours and any((folder / name).exists() for name in (ASCEND, f"{ASCEND}.index.json")) else SINGLE
+    )
+    index = folder / f"{single}.index.json"
+    if not index.exists() and not (folder / single).exists():
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.")
     where = _read_index(index) if index.exists() else None
-    names = [SINGLE] if where is None else sorted(set(where.values()))
+    names = [single] if where is None else sorted(set(where.values()))
     found: dict[str, Stored] = {}
     for name in names:
         for tensor, stored in read_header(_locate(folder, name)).items():

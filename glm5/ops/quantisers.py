@@ -183,3 +183,14 @@ def unpack_int4(words: Tensor, columns: int) -> Tensor:
     """The reverse of `pack_int4`: int8 [rows, columns]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)[..., :columns].to(torch.int8) - 8
+
+
+def pack_int4_rows(values: Tensor) -> Tensor:
+    """int8 values in [-8, 7] [rows, columns] -> int8 [rows / 2, columns], the even row of a pair in the low half of a
+    byte: the layout of Ascend. The number of rows is even."""
+    return (values[0::2] & 15) | (values[1::2] << 4)
+
+
+def unpack_int4_rows(packed: Tensor) -> Tensor:
+    """The reverse of `pack_int4_rows`."""
+    return torch.stack(((packed << 4) >> 4, packed >> 4), 1).flatten(0, 1)

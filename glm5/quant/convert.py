@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from glm5.errors import CheckpointError, ConfigError
 from glm5.files import MANIFEST, atomic_write, exclusive, publish_dir
+from glm5.model.ascend_files import DESCRIPTION
 from glm5.model.context import ForwardContext
 from glm5.model.disk_names import disk_rows
 from glm5.model.glm5 import Block, GLM5ForCausalLM
@@ -29,7 +30,7 @@ from glm5.model.tensor_files import INDEX, Stored, open_tensors, read_header, re
 from glm5.model.weight_source import WeightSource, allocate, whole
 from glm5.ops.quantisers import Quantised
 from glm5.quant.calibration import observe
-from glm5.quant.formats import encode, quantization_config
+from glm5.quant.formats import format_named
 from glm5.quant.rotation import Rotations, rotate_block, rotate_columns, rotate_end, rotate_mtp_inputs
 from glm5.quant.schemes import Form, Scheme, round_weight
 from glm5.quant.smoothing import smooth
@@ -70,9 +71,11 @@ class _Stream:
 class Conversion:
     """One run of `quantise_checkpoint`."""
 
-    def __init__(self, source: Path, scheme: Scheme, ids: Tensor | None, seed: int) -> None:
+    def __init__(self, source: Path, scheme: Scheme, ids: Tensor | None, seed: int, layout: str) -> None:
         self.base = GLM5ForCausalLM.from_pretrained(source, device="meta")
         scheme.check(self.base)
+        self.layout, self.format = layout, format_named(layout)
+        self.format.check(scheme, self.base)
         self.scheme, self.seed, config = scheme, seed, self.base.config
         assert self.base.weight_source is not None
         self.weights: WeightSource = self.base.weight_source
@@ -184,7 +187,7 @@ class Conversion:
                         tensors[disk] = view if "e_score_correction_bias" in disk else view.to(self.dtype)
                         continue
                     rounded = self._rounded(disk, view, form)
-                    tensors |= encode(disk, rounded)
+                    tensors |= self.format.encode(disk, rounded)
                     size = float(view.square().sum())
                     errors[disk] = float((rounded.dequantise() - view).square().sum()) / size if size else 0.0
         return tensors, errors
@@ -204,15 +207,17 @@ def quantise_checkpoint(
     ids: Tensor | None = None,
     *,
     seed: int = 0,
+    layout: str = "compressed-tensors",
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, Any]:
     """Write a quantised copy of the checkpoint `source` to the folder `out`, and return its report.
 
-    ids [rows, length] is calibration text, for schemes whose steps need it. Tokenizer and other small files are copied.
-    An interrupted conversion goes on if it is called with the same arguments. Raises ConfigError for a scheme that does
-    not fit the model, CheckpointError for files that cannot be read or for another conversion into `out`.
+    ids [rows, length] is calibration text, for schemes whose steps need it. `layout` is a key of `formats.FORMATS`.
+    Tokenizer and other small files are copied. An interrupted conversion goes on if it is called with the same
+    arguments. Raises ConfigError for a scheme that does not fit the model, CheckpointError for files that cannot be
+    read or for another conversion into `out`.
     """
-    conversion = Conversion(source, scheme, ids, seed)
+    conversion = Conversion(source, scheme, ids, seed, layout)
     work = out.with_name(f".{out.name}.quantising")
     work.mkdir(parents=True, exist_ok=True)
     with exclusive(work / "lock", f"another process is writing {out}; wait for it, or choose another folder."):
@@ -249,7 +254,8 @@ def _settle(work: Path, conversion: Conversion, source: Path, ids: Tensor | None
     stamps = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(source.glob("*.safetensors"))]
     scheme = conversion.scheme
     settings = {"scheme": scheme.name, "steps": list(scheme.steps), "seed": conversion.seed, "text": text}
-    wanted = json.dumps(settings | {"config": config, "files": stamps}, sort_keys=True)
+    settings |= {"layout": conversion.layout, "config": config, "files": stamps}
+    wanted = json.dumps(settings, sort_keys=True)
     note = work / "settings.json"
     if not note.exists() or note.read_text(encoding="utf-8") != wanted:
         for old in work.glob("piece-*"):
@@ -282,6 +288,7 @@ def _report(
     rotations = conversion.rotations
     return {
         "scheme": scheme.name,
+        "format": conversion.layout,
         "steps": list(scheme.steps),
         "rotation": None if rotations is None else rotations.contract(conversion.seed),
         "bytes_before": size,
@@ -291,7 +298,7 @@ def _report(
 
 def _publish(work: Path, out: Path, source: Path, conversion: Conversion, count: int, report: dict[str, Any]) -> None:
     config = conversion.config.to_dict() | {"dtype": str(conversion.dtype).removeprefix("torch.")}
-    config |= {"quantization_config": quantization_config(conversion.scheme, conversion.config)}
+    config |= conversion.format.settings(conversion.scheme, conversion.config)
     config |= {"glm5_quantization": {key: report[key] for key in ("scheme", "steps", "rotation")}}
     with publish_dir(out, unlike="shards.json") as folder:
         for file in source.iterdir():
@@ -309,7 +316,8 @@ def _publish(work: Path, out: Path, source: Path, conversion: Conversion, count:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         for name, value in (("config.json", config), (INDEX, index), (REPORT, report)):
             (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        conversion.format.finish(folder, conversion.scheme, conversion.config, where)
 
 
 def _replaced(file: Path) -> bool:
-    return file.suffix == ".safetensors" or file.name in (INDEX, MANIFEST, REPORT, "config.json")
+    return file.suffix == ".safetensors" or file.name in (INDEX, MANIFEST, REPORT, DESCRIPTION, "config.json")

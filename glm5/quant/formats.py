@@ -1,30 +1,76 @@
 """How quantised matrices are written: as compressed-tensors, or as block FP8 like the releases (see
-`model.quantised_files`, which reads both)."""
+`model.quantised_files`, which reads both), or for Ascend (`ascend`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from glm5.config.model import GLM5Config
+from glm5.errors import ConfigError, nearest
+from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.quantised_files import PACKED
 from glm5.ops.quantisers import Quantised, Quantiser, pack_int4
+from glm5.quant.ascend import Ascend
 from glm5.quant.schemes import KINDS, Form, Scheme
 
 VERSION = "0.12.2"
 """Of compressed-tensors, whose configuration this is."""
 
 
-def encode(name: str, matrix: Quantised) -> dict[str, Tensor]:
-    """The tensors that stand for a matrix, by their names on disk."""
-    if matrix.form.fp8:
-        return {name: matrix.values, f"{name}_scale_inv": matrix.scales}
-    if matrix.form.bits == 8:
-        return {name: matrix.values, f"{name}_scale": matrix.scales}
-    shape = torch.tensor(matrix.values.shape, dtype=torch.int64)
-    return {name + PACKED: pack_int4(matrix.values), f"{name}_scale": matrix.scales, f"{name}_shape": shape}
+class Format(Protocol):
+    """A layout of quantised matrices in a checkpoint folder."""
+
+    def check(self, scheme: Scheme, model: GLM5ForCausalLM) -> None:
+        """Raises ConfigError for a scheme or a model that the format cannot express."""
+        ...
+
+    def encode(self, name: str, matrix: Quantised) -> dict[str, Tensor]:
+        """The tensors of a matrix, by their names on disk."""
+        ...
+
+    def settings(self, scheme: Scheme, config: GLM5Config) -> dict[str, Any]:
+        """More keys for config.json."""
+        ...
+
+    def finish(self, folder: Path, scheme: Scheme, config: GLM5Config, names: Iterable[str]) -> None:
+        """Write further files, when the tensors of all `names` are in the folder."""
+        ...
+
+
+class CompressedTensors:
+    """compressed-tensors for integers, block FP8 as in the releases for the scheme fp8."""
+
+    def check(self, scheme: Scheme, model: GLM5ForCausalLM) -> None:
+        """All schemes have this form."""
+
+    def encode(self, name: str, matrix: Quantised) -> dict[str, Tensor]:
+        if matrix.form.fp8:
+            return {name: matrix.values, f"{name}_scale_inv": matrix.scales}
+        if matrix.form.bits == 8:
+            return {name: matrix.values, f"{name}_scale": matrix.scales}
+        shape = torch.tensor(matrix.values.shape, dtype=torch.int64)
+        return {name + PACKED: pack_int4(matrix.values), f"{name}_scale": matrix.scales, f"{name}_shape": shape}
+
+    def settings(self, scheme: Scheme, config: GLM5Config) -> dict[str, Any]:
+        return {"quantization_config": quantization_config(scheme, config)}
+
+    def finish(self, folder: Path, scheme: Scheme, config: GLM5Config, names: Iterable[str]) -> None:
+        """config.json says everything."""
+
+
+FORMATS: dict[str, Format] = {"compressed-tensors": CompressedTensors(), "ascend": Ascend()}
+
+
+def format_named(name: str) -> Format:
+    """Raises ConfigError for a name that no format has."""
+    if name not in FORMATS:
+        raise ConfigError(f'there is no format "{name}"{nearest(name, FORMATS)}; choose one of {", ".join(FORMATS)}.')
+    return FORMATS[name]
 
 
 def quantization_config(scheme: Scheme, config: GLM5Config) -> dict[str, Any]:

@@ -105,6 +105,8 @@ SCHEMES = {
     for scheme in (
         Scheme("w8a8", _everywhere(W8A8)),
         Scheme("w4a8", _everywhere(W4A8)),
+        # As the paper's scheme, without its steps: what vLLM-Ascend serves.
+        Scheme("w4a8-channel", {"experts": W4A8_CHANNEL, "mlp": W8A8, "attention": W8A8}),
         Scheme("w4a16", {"experts": W4A16}),
         Scheme("fp8", _everywhere(FP8)),
         # The MTP layer is left alone, as in the recipe of msModelSlim for GLM-5.
