@@ -50,10 +50,11 @@ class Engine:
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
-    dropped. `speculative` is the number of tokens that the MTP layer drafts per step; it changes no distribution and no
-    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
-    drafts it has no effect, because the next plan depends on how many drafts are accepted; on an accelerator it is
-    always on. `graphs` captures decoding on a CUDA device as CUDA graphs.
+    dropped. `speculative` is the number of tokens that the MTP layer drafts per step,
+    with `exact=False` on a CPU the largest (see `DraftCount`); it changes no distribution and no greedy token. `chunk`
+    bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With drafts it has no effect,
+    because the next plan depends on how many drafts are accepted; on an accelerator it is always on. `graphs` captures
+    decoding on a CUDA device as CUDA graphs.
     """
 
     def __init__(
