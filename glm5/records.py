@@ -103,7 +103,8 @@ class Completion:
     `token_ids` includes the stop token. `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
     it was sampled from (after temperature); `weight_versions[i]` is the version of the weights that produced it.
     `finish_reason` is "stop" (a stop id or string), "length" (max_tokens or the context limit), "abort", or "error"
-    (the engine could not compute it).
+    (the engine could not compute it). `drafted` tokens were proposed by the MTP layer, `accepted` of them are in the
+    sample.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -112,6 +113,8 @@ class Completion:
     finish_reason: str = "length"
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     cached_len: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Outcome(enum.StrEnum):

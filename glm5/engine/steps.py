@@ -264,6 +264,8 @@ class Steps:
         self.counts.generated += taken
         if not span.drafts:
             return span.count
+        done.drafted += span.drafts
+        done.accepted += taken - 1
         request.saw(span.start + taken)
         return taken
 

@@ -51,14 +51,13 @@ class Scored:
 class Reply:
     """Sample `index` of a request. Feed it the deltas of its index; it has ended when `finish_reason` is set.
 
-    `matched` is then the stop string or stop id that ended it, or None. `drafts` is the number of tokens that the
-    engine drafts per step. `draft_tokens` counts the drafted tokens, `accepted_draft_tokens` those that were accepted
-    into the sample. The ids of its calls begin with `name`, or are random.
+    `matched` is then the stop string or stop id that ended it, or None. The ids of its calls begin
+    with `name`, or are random.
     """
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, prompt: Prompt, stops: Sequence[str], stop_ids: Iterable[int],
-        *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0, drafts: int = 0,
+        *, logprobs: bool = False, parallel_calls: bool = True, min_tokens: int = 0,
         name: str = "",
     ) -> None:  # fmt: skip
         self.index = index
@@ -70,8 +69,6 @@ class Reply:
         self.matched: str | int | None = None
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self.draft_tokens = 0
-        self.accepted_draft_tokens = 0
         self.scored: list[Scored] | None = [] if logprobs else None
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -83,7 +80,6 @@ class Reply:
         self._by_token = bool(stops) or logprobs or not parallel_calls
         self._name = name
         self._call_ids: dict[int, str] = {}
-        self._drafts = drafts
         self._told = 0
         self._offsets = StreamDecoder(tokenizer)
         self._offset = 0
@@ -103,9 +99,6 @@ class Reply:
         """The deltas of a chat message for the new tokens. Sets `finish_reason` at the end."""
         if self.finish_reason is not None:
             return []
-        if self.ids and delta.token_ids:  # an engine step; the first token comes from the prefill, without drafts
-            self.draft_tokens += self._drafts
-            self.accepted_draft_tokens += min(self._drafts, len(delta.token_ids) - 1)
         events = self._read_each(delta) if self._by_token else self._read(delta.token_ids)
         if self.finish_reason is None and delta.finish_reason is not None:
             self._end(delta.finish_reason)

@@ -61,11 +61,6 @@ class TextService:
         raise NotImplementedError
 
     @property
-    def drafts(self) -> int:
-        """Number of tokens that the engine drafts per step."""
-        return 0
-
-    @property
     def fingerprint(self) -> str:
         """Changes whenever the same request may get a different answer."""
         return f"glm5-{__version__}-w{self.weight_version}"
@@ -163,7 +158,6 @@ class TextService:
         """One reply per sample of `stream`."""
         owners = [job for job in jobs for _ in range(job[0].samples())]
         stop_ids = stream.requests[0].stop_ids
-        options["drafts"] = self.drafts
         return [
             Reply(i, self.tokenizer, prompt, body.stops(), stop_ids, min_tokens=body.min_tokens or 0, **options)
             for i, (body, prompt) in enumerate(owners)
@@ -188,10 +182,6 @@ class Service(TextService):
     @property
     def weight_version(self) -> int:
         return self.thread.engine.weight_version
-
-    @property
-    def drafts(self) -> int:
-        return getattr(self.thread.engine, "drafts", 0)
 
     async def begin(
         self,
@@ -296,8 +286,8 @@ def openai_usage(stream: SampleStream, replies: Sequence[Reply]) -> Mapping[str,
     """`usage` of the OpenAI surface. As an extension for engines that draft tokens, `completion_tokens_details` has the
     number of drafts (`draft_tokens`) and of accepted drafts (`accepted_draft_tokens`)."""
     details = {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)}
-    if drafted := sum(reply.draft_tokens for reply in replies):
-        accepted = sum(reply.accepted_draft_tokens for reply in replies)
+    if drafted := sum(request.completion.drafted for request in stream.requests):
+        accepted = sum(request.completion.accepted for request in stream.requests)
         details |= {"draft_tokens": drafted, "accepted_draft_tokens": accepted}
     prompt, completion = sum(len(part.prompt) for part in stream.parts), sum(reply.tokens for reply in replies)
     return {
