@@ -152,6 +152,8 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise EngineError unless the tensors are a complete set of weights for the model, undivided."""
+    if any(getattr(module, "integers", None) for module in model.modules()):
+        raise EngineError("This engine multiplies integers, so its weights cannot be updated; start a new one.")
     own = whole_state(model)
     for name in sorted(own.keys() ^ tensors.keys()):
         what = "is missing" if name in own else "is not in the model"

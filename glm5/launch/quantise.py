@@ -76,6 +76,8 @@ def held_out_rows(tokenizer: Tokenizer, options: Options) -> tuple[list[list[int
     for document in iter_sources(options.text):
         if document.held_out and size < options.measure:
             ids = tokenizer.encode(document.text[: 4 * options.length])[: options.length - 1]
+            while ids and tokenizer.decode(ids).endswith("\ufffd"):  # half a character
+                ids.pop()
             size += len(tokenizer.decode(ids).encode())
             rows.append([tokenizer.special["<|endoftext|>"], *ids])
     if not rows:

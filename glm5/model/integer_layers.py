@@ -20,6 +20,9 @@ from glm5.ops.quantisers import INT8_TOKEN, Quantised
 QuantisedOf = Callable[[str, Tensor], Quantised | None]
 """The quantised matrix of a disk name, given the plain one (perhaps without memory); None if there is none."""
 
+READ = ("lm_head", "kv_b_proj", "eh_proj")
+"""Layers whose weights others read too: halves of kv_b_proj are folded into queries and values."""
+
 
 @torch.no_grad()
 def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf) -> int:
@@ -27,7 +30,7 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf) -> int:
     how many layers do; those whose groups do not fit the kernels stay as they are."""
     held = 0
     for name, module in model.named_modules():
-        if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN:
+        if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN or name.endswith(READ):
             continue
         if isinstance(module, Experts):
             up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
@@ -55,17 +58,23 @@ def _matrix(model: GLM5ForCausalLM, name: str, weight: Tensor, quantised_of: Qua
 def _joined(parts: list[Quantised], wanted: int) -> IntegerWeight | None:
     if len(parts) < wanted or not all(fits(part.form, part.values.shape[-1]) for part in parts):
         return None
+    if any(part.form != parts[0].form for part in parts):
+        return None
     values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
     return integer_weight(Quantised(values, scales, parts[0].form))
 
 
 def _stack(model: GLM5ForCausalLM, name: str, stack: Tensor, quantised_of: QuantisedOf) -> IntegerWeight | None:
-    experts = []
+    experts: list[IntegerWeight] = []
     for number in range(len(stack)):
         rows = disk_rows(name, model.config, stack[number : number + 1], number, len(stack))
         parts = [quantised_of(disk, view) for disk, view, _ in rows]
         weight = _joined([part for part in parts if part is not None], len(parts))
-        if weight is None:
+        if (
+            weight is None
+            or (experts and weight.scales.shape != experts[0].scales.shape)
+            or (experts and weight.bits != experts[0].bits)
+        ):
             return None
         experts.append(weight)
     sums = [weight.sums for weight in experts if weight.sums is not None]

@@ -120,9 +120,14 @@ class MLP(nn.Module):
         self.gate_up_proj = linear(hidden, 2 * intermediate, split=(intermediate, intermediate))
         self.down_proj = linear(intermediate, hidden)
 
+    @property
+    def plain(self) -> bool:
+        """Whether kernels may multiply with the weights as they are."""
+        return self.gate_up_proj.plain and self.down_proj.plain
+
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         up, down = self.gate_up_proj.weight, self.down_proj.weight
-        native = None if exact or not self.down_proj.plain else small_batch.kernels_for(x, up, down)
+        native = None if exact or not self.plain else small_batch.kernels_for(x, up, down)
         if native is not None:
             return small_batch.mlp(native, x, up, down)
         return self.down_proj(swiglu(self.gate_up_proj(x, exact)), exact)

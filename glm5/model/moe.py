@@ -106,7 +106,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         gate = self.gate
-        if not ctx.exact and ctx.router_stats is None and self.experts.plain:
+        if not ctx.exact and ctx.router_stats is None and self.experts.plain and self.shared_experts.plain:
             routed = (self.experts.gate_up_proj, self.experts.down_proj)
             shared = (self.shared_experts.gate_up_proj.weight, self.shared_experts.down_proj.weight)
             if small_batch.suits(x, gate.weight, *routed, *shared):

@@ -77,6 +77,10 @@ def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = No
     is M.
     """
     shape = weight.values.shape
+    if x.ndim != 2 or x.shape[1] != weight.columns:
+        raise ValueError(f"rows of shape {list(x.shape)} do not fit weights with {weight.columns} columns")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("integer products have no gradient; load the checkpoint without integers to train")
     if (bounds is None) != (len(shape) == 2) or (bounds is not None and bounds.shape != (shape[0] + 1,)):
         raise ValueError(f"bounds do not fit weights of shape {list(shape)}")
     native = kernels(x)

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from glm5.model.ascend_files import DESCRIPTION
 from glm5.model.context import ForwardContext
 from glm5.model.disk_names import disk_rows
 from glm5.model.glm5 import Block, GLM5ForCausalLM
+from glm5.model.hf_weights import verify_checkpoint
 from glm5.model.layers import Embedding, Linear, final_norm
 from glm5.model.mtp import MTPLayer
-from glm5.model.tensor_files import INDEX, Stored, open_tensors, read_header, read_tensor, save_file
+from glm5.model.tensor_files import INDEX, Stored, open_tensors, read_folder, read_header, read_tensor, save_file
 from glm5.model.weight_source import WeightSource, allocate, whole
 from glm5.ops.quantisers import Quantised
 from glm5.quant.calibration import observe
@@ -45,11 +47,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class _Piece:
-    """A part of the model that is converted at once: its modules, and their names in the model."""
+    """A part of the model that is converted at once. `modules` makes them, by their names in the model, without
+    memory."""
 
     name: str
-    modules: dict[str, nn.Module]
-    layer: int | None = None
+    modules: Callable[[], dict[str, nn.Module]]
 
 
 @dataclass
@@ -90,21 +92,28 @@ class Conversion:
         self.dtype = stored_dtype(source)
 
     def pieces(self) -> list[_Piece]:
-        """Embedding, layers, end and MTP layer, without storage; the order in which a forward pass needs them."""
+        """Embedding, layers, end and MTP layer: the order in which a forward pass needs them."""
         c, depth = self.config, self.config.num_hidden_layers
-        with torch.device("meta"):
-            pieces = [_Piece("embedding", {"model.embed_tokens": Embedding(c.vocab_size, c.hidden_size)})]
-            pieces += [_Piece(f"layer {i}", {f"model.layers.{i}": Block(c, i)}, i) for i in range(depth)]
-            end = {"model.norm": final_norm(c), "lm_head": Linear(c.hidden_size, c.vocab_size)}
-            pieces.append(_Piece("end", end))
-            if c.num_nextn_predict_layers:
-                pieces.append(_Piece("MTP layer", {"mtp": MTPLayer(c, Block(c, depth))}, depth))
+
+        def block(layer: int) -> dict[str, nn.Module]:
+            return {f"model.layers.{layer}": Block(c, layer)}
+
+        def end() -> dict[str, nn.Module]:
+            return {"model.norm": final_norm(c), "lm_head": Linear(c.hidden_size, c.vocab_size)}
+
+        pieces = [_Piece("embedding", lambda: {"model.embed_tokens": Embedding(c.vocab_size, c.hidden_size)})]
+        pieces += [_Piece(f"layer {layer}", partial(block, layer)) for layer in range(depth)]
+        pieces.append(_Piece("end", end))
+        if c.num_nextn_predict_layers:
+            pieces.append(_Piece("MTP layer", lambda: {"mtp": MTPLayer(c, Block(c, depth))}))
         return pieces
 
     @torch.no_grad()
     def convert(self, piece: _Piece) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of a piece as they are stored, by their names there, and what was measured on the way."""
-        for prefix, module in piece.modules.items():
+        with torch.device("meta"):
+            modules = piece.modules()
+        for prefix, module in modules.items():
             allocate(module.to(WORKING), torch.device("cpu"))
             state = module.state_dict()
             if self.rotations is not None:  # the source has none
@@ -113,30 +122,28 @@ class Conversion:
         begin = time.monotonic()
         report: dict[str, Any] = {"junctions": []}
         if piece.name == "embedding":
-            self._embedding(piece)
+            self._embedding(*modules.values())
         elif piece.name == "end":
-            self._end(piece)
+            self._end(*modules.values())
         else:
-            self._layer(piece, report)
-        tensors, report["tensors"] = self._round(piece)
+            self._layer(modules, report)
+        tensors, report["tensors"] = self._round(modules)
         report["seconds"] = round(time.monotonic() - begin, 3)
         return tensors, report
 
-    def _embedding(self, piece: _Piece) -> None:
-        (table,) = piece.modules.values()
+    def _embedding(self, table: Any) -> None:
         if self.rotations is not None:
-            rotate_columns(table.weight, self.rotations.hidden)  # type: ignore[arg-type]
+            rotate_columns(table.weight, self.rotations.hidden)
         if self.stream is not None:
             self.stream.x = [ctx.flat(table(self.stream.ids[row : row + 1])) for row, ctx in self.stream.contexts()]
             self.stream.indices = [None] * len(self.stream.ids)
 
-    def _end(self, piece: _Piece) -> None:
-        norm, head = piece.modules.values()
+    def _end(self, norm: Any, head: Any) -> None:
         if self.rotations is not None:
-            rotate_end(norm, head.weight, self.rotations)  # type: ignore[arg-type]
+            rotate_end(norm, head.weight, self.rotations)
 
-    def _layer(self, piece: _Piece, report: dict[str, Any]) -> None:
-        ((prefix, module),) = piece.modules.items()
+    def _layer(self, modules: dict[str, nn.Module], report: dict[str, Any]) -> None:
+        ((prefix, module),) = modules.items()
         block: Any = module.block if isinstance(module, MTPLayer) else module
         if self.rotations is not None:
             if isinstance(module, MTPLayer):
@@ -174,11 +181,11 @@ class Conversion:
 
     _rounded_form = _form
 
-    def _round(self, piece: _Piece) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _round(self, modules: dict[str, nn.Module]) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Every tensor as it is stored, and the relative squared error of each that was rounded."""
         tensors: dict[str, Tensor] = {}
         errors: dict[str, float] = {}
-        for prefix, module in piece.modules.items():
+        for prefix, module in modules.items():
             for inner, tensor in module.state_dict().items():
                 name = f"{prefix}.{inner}"
                 for disk, view, _ in disk_rows(name, self.config, tensor, 0, tensor.shape[0]):
@@ -217,7 +224,11 @@ def quantise_checkpoint(
     arguments. Raises ConfigError for a scheme that does not fit the model, CheckpointError for files that cannot be
     read or for another conversion into `out`.
     """
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents or out in source.parents:
+        raise CheckpointError(f"{out} contains the checkpoint {source}, or is inside it; choose another folder.")
     conversion = Conversion(source, scheme, ids, seed, layout)
+    verify_checkpoint(source)
     work = out.with_name(f".{out.name}.quantising")
     work.mkdir(parents=True, exist_ok=True)
     with exclusive(work / "lock", f"another process is writing {out}; wait for it, or choose another folder."):
@@ -240,11 +251,9 @@ def read_stored(stored: Stored) -> Tensor:
 
 
 def stored_dtype(source: Path) -> torch.dtype:
-    """The dtype of the matrices of a checkpoint that is not quantised, as its config.json says; bf16 by default."""
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    name = raw.get("dtype", raw.get("torch_dtype"))
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    return known.get(name, torch.bfloat16)
+    """The dtype for tensors that are not rounded: that of the embedding in the files, at most fp32."""
+    dtype = read_folder(source)["model.embed_tokens.weight"].dtype
+    return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _settle(work: Path, conversion: Conversion, source: Path, ids: Tensor | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.rounding import round_activations, round_weights
+from glm5.model.rounding import layers, round_activations, round_weights
 from glm5.ops.quantisers import Quantiser
 from glm5.quant.schemes import scheme_named
 
@@ -31,10 +31,11 @@ def quantization_aware(model: GLM5ForCausalLM, scheme: str | None) -> Iterator[N
         form = chosen.form(f"{name}.weight", model.config)
         return None if form is None else form.activation
 
+    before = {name: module.activation for name, module in layers(model)}
     round_weights(model, weight)
     round_activations(model, activation)
     try:
         yield
     finally:
         round_weights(model, lambda name: None)
-        round_activations(model, lambda name: None)
+        round_activations(model, before.get)

@@ -93,6 +93,9 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="no integer products with groups of 32 of 64 columns"):
         integer_weight(quantise(numbers(2, 64), INT4_GROUP_32))
     weight = integer_weight(quantise(numbers(2, 3, 64), INT8_CHANNEL))
+    for rows in (numbers(4, 32), numbers(2, 2, 64)):
+        with pytest.raises(ValueError, match="do not fit weights with 64 columns"):
+            integer_product(rows, weight, torch.tensor([0, 2, 4]))
     with pytest.raises(ValueError, match="bounds do not fit weights"):
         integer_product(numbers(4, 64), weight, torch.tensor([0, 4]))
     if available():

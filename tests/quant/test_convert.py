@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.errors import ConfigError
+from glm5.errors import CheckpointError, ConfigError
 from glm5.model.disk_names import disk_tensors
-from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.glm5 import Block, GLM5ForCausalLM
 from glm5.model.rounding import round_activations
 from glm5.ops.quantisers import quantise
 from glm5.quant import convert
@@ -147,3 +149,33 @@ def test_refusals(source: Path, tmp_path: Path, small: Callable[..., GLM5ForCaus
     small().save_pretrained(tmp_path / "narrow")
     with pytest.raises(ConfigError, match="groups of 32 do not divide 16 columns"):
         quantise_checkpoint(tmp_path / "narrow", tmp_path / "out", scheme_named("w4a16"))
+
+
+def test_one_layer_is_in_memory_at_a_time(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with memory, whenever the next one is about to be read."""
+    alive: list[int] = []
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(found, Block) and not next(found.parameters()).is_meta for found in gc.get_objects())
+
+    others = count()
+    progress = lambda name, done, total: alive.append(count() - others)  # noqa: E731
+    quantise_checkpoint(source, tmp_path / "out", scheme_named("paper-w4a8"), text(), progress=progress)
+    assert len(alive) == 7 and max(alive) <= 1
+
+
+def test_the_source_is_never_harmed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as its own output, nor from inside; and damage of its weights is found, not given a new manifest."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    monkeypatch.chdir(copy)
+    for out in (copy, copy / "inside", tmp_path, Path(), Path("..")):
+        with pytest.raises(CheckpointError, match="choose another folder"):
+            quantise_checkpoint(copy, out, scheme_named("w8a8"))
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-64, 2)
+        file.write(bytes(64))
+    with pytest.raises(CheckpointError):
+        quantise_checkpoint(copy, tmp_path / "out", scheme_named("w8a8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]

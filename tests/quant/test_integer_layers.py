@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from glm5.engine.engine import Engine
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError, ConfigError, EngineError
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.integer_layers import hold_integers
 from glm5.model.layers import Linear
+from glm5.model.rounding import round_activations
+from glm5.ops.quantisers import INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, quantise
 from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.in_place import quantise_in_place
 from glm5.quant.schemes import scheme_named
@@ -74,3 +77,21 @@ def test_what_cannot_be_done_while_loading(folders: Path, small: Callable[..., G
         quantise_in_place(GLM5ForCausalLM.from_pretrained(folders / "plain", device="meta"), "w8a8")
     with pytest.raises(ConfigError, match="one process per engine"):
         Engine.from_pretrained(folders / "plain", quantize="w8a8", tp=2)
+
+
+def test_what_integers_refuse(folders: Path) -> None:
+    """Weight updates, clones and gradients; and matrices whose two halves have different forms stay dequantised."""
+    engine = Engine.from_pretrained(folders / "w8a8", device="cpu")
+    with pytest.raises(EngineError, match="multiplies integers"):
+        engine.update_weights(GLM5ForCausalLM.from_pretrained(folders / "plain").state_dict(), 1)
+    with pytest.raises(ConfigError, match="cannot be cloned"):
+        engine.model.clone()
+    with pytest.raises(ValueError, match="have no gradient"):
+        engine.model(IDS)
+    mixed = GLM5ForCausalLM.from_pretrained(folders / "plain")
+    round_activations(mixed, lambda name: INT8_TOKEN)
+    forms = {"gate_proj": INT4_CHANNEL, "kv_b_proj": INT8_CHANNEL, "lm_head": INT8_CHANNEL}
+    hold_integers(mixed, lambda disk, w: quantise(w, forms.get(disk.split(".")[-2], INT8_CHANNEL)))
+    held = {name for name, module in mixed.named_modules() if getattr(module, "integers", None)}
+    assert "model.layers.0.self_attn.o_proj" in held and "model.layers.0.mlp.down_proj" in held
+    assert not any("gate_up" in name or "kv_b" in name or "lm_head" in name or name == "experts" for name in held)

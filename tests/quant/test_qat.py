@@ -79,10 +79,10 @@ def test_refused_before_training(small: Callable[..., GLM5ForCausalLM]) -> None:
             raise AssertionError
 
 
-def quantization(*targets: str, **other: Any) -> dict[str, Any]:
-    seen = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+def quantization(*targets: str, ignore: Any = None, bits: int = 8, **seen: Any) -> dict[str, Any]:
+    seen = {"num_bits": bits, "type": "int", "strategy": "token", "dynamic": True} | seen
     group = {"targets": list(targets), "weights": {"num_bits": 8}, "input_activations": seen}
-    return {"quant_method": "compressed-tensors", "config_groups": {"a": group}} | other
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": group}, "ignore": ignore}
 
 
 def test_targets_of_activations() -> None:
@@ -100,7 +100,15 @@ def test_targets_of_activations() -> None:
         (quantization("re:(a*)*b"), "too complex to be trusted"),
         (quantization("re:" + ".*" * 5), "too complex to be trusted"),
         (quantization("re:(unclosed"), "is no regular expression"),
-        (quantization("Linear", ignore="lm_head"), "must be lists of names"),
+        (quantization("re:" + ".?" * 26 + "!"), "too complex to be trusted"),
+        (quantization("re:" + "(.|.)" * 20 + "!"), "too complex to be trusted"),
+        (quantization("re:" + "(a|a)" * 7), "too complex to be trusted"),
+        (quantization("Linear", ignore="lm_head"), "must be lists of at most"),
+        (quantization(*["a"] * 1001), "must be lists of at most"),
+        (quantization("Linear", bits=4), "only activations in int8"),
+        (quantization("Linear", strategy="tensor"), "only activations in int8"),
+        (quantization("Linear", symmetric=False), "only activations in int8"),
+        (quantization("Linear", dynamic=False), "only activations in int8"),
     ],
 )
 def test_hostile_targets(bad: dict[str, Any], message: str) -> None:
