@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.device import AUTO, choose_device
+from glm5.device import AUTO
 from glm5.engine.grammar import Compiled, Grammars
 from glm5.engine.graphs import CudaCapture
 from glm5.engine.kv_pool import PAGE, KVPool, token_bytes
@@ -25,9 +25,9 @@ from glm5.engine.scheduler import Scheduler
 from glm5.engine.steps import Counts, Steps
 from glm5.engine.stops import StopStringDetector
 from glm5.engine.weights import check_fit
-from glm5.errors import ConfigError, EngineError, RequestFailed
+from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.quant.in_place import quantise_in_place
+from glm5.quant.in_place import load_for_inference
 from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
@@ -50,11 +50,11 @@ class Engine:
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
-    dropped. `speculative` is the number of tokens that the MTP layer drafts per step,
-    with `exact=False` on a CPU the largest (see `DraftCount`); it changes no distribution and no greedy token. `chunk`
-    bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With drafts it has no effect,
-    because the next plan depends on how many drafts are accepted; on an accelerator it is always on. `graphs` captures
-    decoding on a CUDA device as CUDA graphs.
+    dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` on a CPU the
+    largest (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no
+    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
+    drafts it has no effect, because the next plan depends on how many are accepted; on an accelerator it is always on.
+    `graphs` captures decoding on a CUDA device as CUDA graphs.
     """
 
     def __init__(
@@ -152,17 +152,10 @@ class Engine:
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if tp > 1:
-            if quantize is not None:
-                raise ConfigError("quantize needs one process per engine; leave out --tp.")
             from glm5.engine.tensor_parallel import TpEngine
 
-            return TpEngine.start(directory, tokenizer, tp, dtype, device, **options)
-        place = choose_device(device)
-        whole = place.type == "cpu" and quantize is None
-        model = GLM5ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), device=place, integers=whole)
-        if quantize is not None:
-            quantise_in_place(model, quantize)
-        return cls(model, tokenizer, **options)
+            return TpEngine.start(directory, tokenizer, tp, dtype, device, quantize, **options)
+        return cls(load_for_inference(directory, dtype, device, quantize), tokenizer, **options)
 
     def close(self) -> None:
         """End the processes of a tensor-parallel engine. Any other engine has none."""

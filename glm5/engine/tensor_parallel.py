@@ -25,7 +25,7 @@ from glm5.engine.kv_pool import KVPool
 from glm5.engine.request import Request
 from glm5.engine.runner import Feed, Runner, forward_pass
 from glm5.engine.tensor_parallel_group import Group, bytes_of, cache_digest
-from glm5.errors import EngineError
+from glm5.errors import ConfigError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import check_divisible, division_of
 
@@ -113,9 +113,19 @@ class TpEngine(Engine):
 
     @classmethod
     def start(
-        cls, directory: Path, tokenizer: Tokenizer | None, world: int, dtype: str, device: str, **options: Any
+        cls,
+        directory: Path,
+        tokenizer: Tokenizer | None,
+        world: int,
+        dtype: str,
+        device: str,
+        quantize: str | None = None,
+        **options: Any,
     ) -> TpEngine:
-        """Start the processes, and load a checkpoint directory (see `Engine.from_pretrained`)."""
+        """Start the processes, and load a checkpoint directory (see `Engine.from_pretrained`). Raises ConfigError for
+        `quantize`, whose integers are not divided."""
+        if quantize is not None:
+            raise ConfigError("quantize needs one process per engine; leave out --tp.")
         check_divisible(GLM5Config.load(directory), world)
         group = Group(world, device)
         try:

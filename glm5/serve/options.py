@@ -53,6 +53,7 @@ class EngineOptions:
             names may be divided by commas, one per rank.
         tp: processes over which every layer is divided.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
+        quantize: "int8" or "int4" rounds weights while loading, on a CPU (see `glm5.quant.in_place`).
     """
 
     exact: bool = False
@@ -65,3 +66,4 @@ class EngineOptions:
     device: str = "auto"
     tp: int = 1
     graphs: bool = True
+    quantize: str | None = None

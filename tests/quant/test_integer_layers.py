@@ -76,7 +76,7 @@ def test_what_cannot_be_done_while_loading(folders: Path, small: Callable[..., G
     with pytest.raises(ConfigError, match="the device is meta"):
         quantise_in_place(GLM5ForCausalLM.from_pretrained(folders / "plain", device="meta"), "w8a8")
     with pytest.raises(ConfigError, match="one process per engine"):
-        Engine.from_pretrained(folders / "plain", quantize="w8a8", tp=2)
+        Engine.from_pretrained(folders / "plain", quantize="int8", tp=2)
 
 
 def test_what_integers_refuse(folders: Path) -> None:
