@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -135,7 +136,9 @@ def test_infinity_behind_the_rope_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter multiplies tiles with a BLAS, which on some processors sums the rows of one tile in several orders.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a, b, dtype=dtype))
     q, up, index_q, cos, sin = absorb_inputs((140, 2, 20, 24, 4, 2, 9, 3), dtype)
     together = mla_absorb(q, up, index_q, cos, sin)
     for part in (slice(0, 1), slice(130, 140)):
