@@ -24,7 +24,7 @@ KEPT = {
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     # ours: attention, selections of keys and of experts, products
     *("glm5::attend", "glm5::attend_ranges", "glm5::select", "glm5::selected", "glm5::route", "glm5::expert_layout"),
-    *("glm5::grouped_rows", "glm5::wide_linear"),
+    *("glm5::grouped_rows", "glm5::wide_linear", "glm5::bf16_product"),
 }
 """Operators whose results selective recomputation keeps; the others are cheap: norms, SwiGLU, RoPE, casts, copies."""
 

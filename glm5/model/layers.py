@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glm5.config.model import GLM5Config
-from glm5.ops import small_batch
+from glm5.ops import narrow, small_batch
 from glm5.ops.elementwise import rms_norm, swiglu
 from glm5.ops.integers import IntegerWeight, integer_product
 from glm5.ops.quantisers import Quantiser, fake_quantise
@@ -40,7 +39,7 @@ class RestoringNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [M, D] in the rotated basis, a row times `rotation` [D, D] -> normed rows in the basis before."""
-        return F.linear(rms_norm(x, torch.ones_like(self.weight), self.eps), self.rotation) * self.weight
+        return narrow.linear(rms_norm(x, torch.ones_like(self.weight), self.eps), self.rotation) * self.weight
 
 
 def final_norm(config: GLM5Config) -> RMSNorm:
@@ -77,8 +76,10 @@ class Linear(nn.Linear):
         if not self.plain:
             x = x if self.activation is None else fake_quantise(x, self.activation)
             weight = self.weight if self.weight_form is None else fake_quantise(self.weight, self.weight_form)
-            return F.linear(x, weight, self.bias)
-        return super().forward(x) if exact or self.bias is not None else small_batch.linear(x, self.weight)
+            return narrow.linear(x, weight, self.bias)
+        if exact or self.bias is not None:
+            return narrow.linear(x, self.weight, self.bias)
+        return small_batch.linear(x, self.weight)
 
     @property
     def plain(self) -> bool:

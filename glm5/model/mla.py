@@ -9,6 +9,7 @@ from glm5.config.model import GLM5Config
 from glm5.model.context import AllKeys, ForwardContext
 from glm5.model.dsa import Indexer, IndexerState
 from glm5.model.layers import RMSNorm, linear
+from glm5.ops import narrow
 from glm5.ops.attention import max_selected_logits, sparse_attention
 from glm5.ops.dense import dense_attention, grouped_attention, max_logits
 from glm5.ops.mlapo import mla_absorb, mla_latents
@@ -131,13 +132,13 @@ class MLA(nn.Module):
     def _absorb(self, q: Tensor, ctx: ForwardContext) -> Tensor:
         """Queries in latent space, with RoPE applied: [M, N, nope + R] -> [B, T, N, C + R]."""
         cos, sin = ctx.rope(self.rope_dim, self.theta)
-        absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self._up()[0]).transpose(0, 1)
+        absorbed = narrow.bmm(q[..., : self.nope].transpose(0, 1), self._up()[0]).transpose(0, 1)
         return ctx.rows(torch.cat((absorbed, rope(q[..., self.nope :], cos, sin)), dim=-1))
 
     def _values(self, out: Tensor, ctx: ForwardContext) -> Tensor:
         """Latent outputs [B, T, N, C] -> flat values [M, N * v]."""
         out = ctx.flat(out)
-        return torch.bmm(out.transpose(0, 1), self._up()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
+        return narrow.bmm(out.transpose(0, 1), self._up()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _sparse(
         self, q: Tensor, latents: Tensor, indices: Tensor, state: IndexerState | None, ctx: ForwardContext

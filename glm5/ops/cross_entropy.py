@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm5.ops import ROW_TILE, small_batch
+from glm5.ops import ROW_TILE, narrow, small_batch
 from glm5.ops.native import kernels
 from glm5.ops.operators import operator
 from glm5.ops.wide import operand, product, wide
@@ -21,7 +21,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """Projects, normalises and differentiates chunk by chunk; a [rows, V] tensor is freed with its chunk.
 
     Backward projects again: one extra matrix product, no extra memory. Logits are fp32 or wider. For 16-bit inputs the
-    gradient of the logits has 16 bits too, rounded once.
+    gradient of the logits has 16 bits too, rounded once, if such matrices are what is multiplied (see `narrow`).
     """
 
     @staticmethod
@@ -62,11 +62,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype)  # chunks are summed in fp32
+    matrix = narrow.widen(weight)
     for rows, logits in _chunks(hidden, weight):
         view = (logits, targets[rows], normaliser[rows], grad[rows].contiguous(), scale)
-        grad_logits = (gradient or _gradient)(*view, weight.dtype)
-        torch.mm(grad_logits, weight, out=grad_hidden[rows])
-        grad_weight += grad_logits.T @ hidden[rows]
+        grad_logits = (gradient or _gradient)(*view, matrix.dtype)
+        narrow.mm_into(grad_hidden[rows], grad_logits, matrix)
+        grad_weight += grad_logits.T @ narrow.widen(hidden[rows])
     return grad_hidden, grad_weight.to(weight.dtype)
 
 

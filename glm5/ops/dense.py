@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from glm5.ops import narrow
 from glm5.ops.native import kernels
 from glm5.ops.operators import DEVICE_QUERIES, TORCH_FORMS, block_length, cpu_form, operator
 from glm5.ops.wide import operand, product, wide
@@ -102,7 +103,7 @@ def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, 
             if not long:  # a token that sees only itself
                 out[rows] = v[rows]
                 continue
-            inputs = _one_width(q[rows], k[rows], v[rows])
+            inputs = _one_width(*(narrow.widen(t[rows]) for t in (q, k, v)))
             done, lse[0][rows] = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
             out[rows] = done[..., : v.shape[3]]
     elif kernels(q) is None:
@@ -164,10 +165,10 @@ def _pieces_backward(
         if not long:
             found[2][rows] = grad[rows]
             continue
-        inputs = _one_width(q[rows], k[rows], v[rows])
-        width = inputs[2].shape[3] - v.shape[3]
+        inputs = _one_width(*(narrow.widen(t[rows]) for t in (q, k, v)))
+        grad_part, out_part = (pad(narrow.widen(t[rows]), (0, inputs[2].shape[3] - v.shape[3])) for t in (grad, out))
         done = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            pad(grad[rows], (0, width)), *inputs, pad(out[rows], (0, width)), lse[rows], 0.0, True, scale=scale
+            grad_part, *inputs, out_part, lse[rows], 0.0, True, scale=scale
         )
         for own, new in zip(found, done):
             own[rows] = new[..., : own.shape[3]]
@@ -210,7 +211,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tenso
     Query t of sequence b attends to keys ranges[0][b, t] .. ranges[1][b, t] - 1 (int64 [B, T]); its output is 0 if it
     has none. `ranges=None` means plain causal attention with T = S. Scores, softmax and sums are fp32 (fp64 for fp64).
     """
-    return _causal(q, k, v, scale) if ranges is None else _RangeAttention.apply(q, k, v, *ranges, scale)
+    if ranges is None and narrow.product_dtype(q.dtype, q.device) == q.dtype:
+        return _causal(q, k, v, scale)
+    if ranges is None:  # with a gradient of ours, backward keeps no fp32 copies
+        end = torch.arange(1, q.shape[2] + 1, device=q.device).expand(q.shape[0], -1)
+        ranges = torch.zeros_like(end), end
+    return _RangeAttention.apply(q, k, v, *ranges, scale)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from glm5.ops import ROW_TILE
+from glm5.ops import ROW_TILE, narrow
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import block_length, cpu_form, operator, shapes_only, torch_form
 from glm5.ops.wide import operand, product, wide
@@ -71,7 +71,7 @@ def _grouped_rows_on_cpu(x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     out, ends = x.new_empty(x.shape[0], weight.shape[1]), bounds.tolist()
     for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
-            torch.mm(x[start:end], weight[expert].T, out=out[start:end])
+            narrow.mm_into(out[start:end], x[start:end], weight[expert].T)
     out[ends[-1] :] = 0
     return out
 
@@ -81,7 +81,7 @@ def _grouped_weights_on_cpu(grad: Tensor, x: Tensor, bounds: Tensor) -> Tensor:
     out, ends = x.new_zeros(bounds.shape[0] - 1, grad.shape[1], x.shape[1]), bounds.tolist()
     for expert, (start, end) in enumerate(pairwise(ends)):
         if end > start:
-            torch.mm(grad[start:end].T, x[start:end], out=out[expert])
+            narrow.mm_into(out[expert], grad[start:end].T, x[start:end])
     return out
 
 

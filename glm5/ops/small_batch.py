@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5.ops import narrow
 from glm5.ops.native import Kernels, kernels, register, registered
 
 MOST_ROWS = 64
@@ -33,10 +34,10 @@ def _fit(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times weight [N, K] transposed -> [M, N]; uses torch if `kernels_for` returns None."""
+    """x [M, K] times weight [N, K] transposed -> [M, N]; `narrow.linear` if `kernels_for` returns None."""
     native = kernels_for(x, weight)
     if native is None:
-        return torch.nn.functional.linear(x, weight)
+        return narrow.linear(x, weight)
     if not x.is_contiguous():
         x = x.contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])

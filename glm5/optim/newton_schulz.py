@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from glm5.ops.narrow import widen
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 
@@ -24,8 +26,10 @@ def newton_schulz(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def iterate(x: Tensor) -> Tensor:
-    """`newton_schulz` in the dtype of x [n, r, c]; x is not changed."""
-    a, b, c = COEFFICIENTS
+    """`newton_schulz` of x [n, r, c] with a result of its dtype; x is not changed. bf16 on a CPU without it is computed
+    in fp32."""
+    (a, b, c), kind = COEFFICIENTS, x.dtype
+    x = widen(x)
     norm = torch.linalg.vector_norm(x.flatten(1), dim=1).add_(1e-7)
     x = x * norm.reciprocal_()[:, None, None]
     tall = x.shape[1] > x.shape[2]
@@ -40,7 +44,7 @@ def iterate(x: Tensor) -> Tensor:
         else:
             torch.baddbmm(x, polynomial, x, beta=a, out=other)
         x, other = other, x
-    return x
+    return x.to(kind)
 
 
 def chunk_length(rows: int, columns: int, device: torch.device) -> int:

@@ -24,7 +24,9 @@ static inline void dots4x4(const float* heads, const float* rows, i64 line, i64 
     for (int h = 0; h < 4; h++) memcpy(out + h * stride, flat + 4 * h, 16);
 }
 
-// out[h] = sum over n rows of p[h * stride + j] * rows[j], 4 heads by `CHUNKS` * 16 values held in registers.
+// out[h] = sum over n rows of p[h * stride + j] * rows[j], for heads in groups of four.
+#ifdef __AVX512F__
+// 4 heads by `CHUNKS` * 16 values held in registers.
 template <int CHUNKS>
 static inline void mix_block(const float* p, i64 stride, const float* rows, i64 line, i64 n, float* out) {
     v16 acc[4][CHUNKS] = {};
@@ -55,6 +57,26 @@ static inline void mix(const float* p, i64 stride, const float* rows, i64 line, 
             }
         }
 }
+#else
+static inline void mix(const float* p, i64 stride, const float* rows, i64 line, i64 n, float* out, i64 heads,
+                       i64 width) {
+    for (i64 h = 0; h < heads; h += 4)
+        for (i64 i = 0; i < width; i += 16) {
+            v8 acc[4][2] = {};
+            for (i64 j = 0; j < n; j++) {
+                v8 low = half(rows + j * line + i), high = half(rows + j * line + i + 8);
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    float f = p[(h + k) * stride + j];
+                    acc[k][0] += f * low;
+                    acc[k][1] += f * high;
+                }
+            }
+            for (int k = 0; k < 4; k++)
+                half(out + (h + k) * line + i) = acc[k][0], half(out + (h + k) * line + i + 8) = acc[k][1];
+        }
+}
+#endif
 
 // Softmax over p[0..n) in place (padded to 16 with zeros).
 static void softmax_row(float* p, i64 n) {

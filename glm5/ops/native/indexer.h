@@ -35,6 +35,7 @@ static inline void transpose_tile(const T* keys, i64 count, i64 d, float* tile) 
 }
 
 // Scores of one query against one transposed tile of 64 keys [d][64]: sum_j w[j] * relu(q[j] . key).
+#ifdef __AVX512F__
 static inline void tile_scores(const float* q, const float* w, const float* tile, i64 J, i64 d, float* out) {
     v16 total[4] = {};
     i64 j = 0;
@@ -65,6 +66,39 @@ static inline void tile_scores(const float* q, const float* w, const float* tile
         }
     for (int c = 0; c < 4; c++) at(out + 16 * c) = total[c];
 }
+#else
+// `HEADS` heads against 32 keys.
+template <int HEADS>
+static inline void half_scores(const float* q, const float* w, const float* tile, i64 d, v8* total) {
+    v8 acc[HEADS][4] = {};
+    for (i64 i = 0; i < d; i++) {
+        const float* t = tile + i * TILE;
+        v8 t0 = half(t), t1 = half(t + 8), t2 = half(t + 16), t3 = half(t + 24);
+#pragma GCC unroll 2
+        for (int h = 0; h < HEADS; h++) {
+            v8 x = v8{} + q[h * d + i];
+            acc[h][0] += x * t0;
+            acc[h][1] += x * t1;
+            acc[h][2] += x * t2;
+            acc[h][3] += x * t3;
+        }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) total[c] += w[h] * (acc[h][c] < 0.0f ? v8{} : acc[h][c]);
+}
+
+static inline void tile_scores(const float* q, const float* w, const float* tile, i64 J, i64 d, float* out) {
+    for (i64 s = 0; s < TILE; s += 32) {
+        v8 total[4] = {};
+        i64 j = 0;
+        for (; j + 2 <= J; j += 2) half_scores<2>(q + j * d, w + j, tile + s, d, total);
+        if (j < J) half_scores<1>(q + j * d, w + j, tile + s, d, total);
+        for (int c = 0; c < 4; c++) half(out + s + 8 * c) = total[c];
+    }
+}
+#endif
 
 // The k-th largest of n > k integers, bit by bit from the highest. Each bit halves those that may be it, so all passes
 // together read about twice n. Writes behind the first n of `order`, which has room for twice n and 32 more.

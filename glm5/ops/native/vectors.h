@@ -20,6 +20,9 @@ typedef int64_t i64;
 // wait for them until they get a core.
 static const i64 SHARED = 1 << 18;
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
+// Half as many, where sixteen take two registers: a loop that keeps more sums than there are registers writes them to
+// memory in every round.
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16v __attribute__((vector_size(64), aligned(4), may_alias));
 
@@ -81,6 +84,8 @@ static inline float hsum(v16 x) {
 }
 static inline v16& at(float* p) { return *(v16*)p; }
 static inline const v16& at(const float* p) { return *(const v16*)p; }
+static inline v8& half(float* p) { return *(v8*)p; }
+static inline const v8& half(const float* p) { return *(const v8*)p; }
 static inline i64 up16(i64 n) { return (n + 15) / 16 * 16; }
 
 // Working memory that is written before it is read: zeroing it would take as long as a small product. It begins at a line

@@ -1,0 +1,83 @@
+"""Products of bf16 matrices with a bf16 result, also on a CPU without instructions for them.
+
+There, torch's own product takes about ten times as long as one of fp32 copies. So operands become fp32 for one product,
+which is summed in fp32 and rounded once, as processors with bf16 instructions do. What backward keeps stays bf16. On
+every other CPU and device, and for other dtypes, torch multiplies as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glm5.ops.operators import operator
+
+
+def _has_bf16() -> bool:
+    """Whether torch has a fast bf16 product for this CPU."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+CPU_HAS_BF16 = _has_bf16()
+"""Decided once: a process does not change its CPU. A constant, so that `torch.compile` can look at it."""
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which products of matrices of `dtype` are computed: fp32 for bf16 on a CPU that has no bf16."""
+    slow = dtype == torch.bfloat16 and device.type == "cpu" and not CPU_HAS_BF16
+    return torch.float32 if slow else dtype
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in its `product_dtype`; the same tensor where that is its own."""
+    return x.to(product_dtype(x.dtype, x.device))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in the dtype of x; differentiable."""
+    if not _widens(x, weight):
+        return F.linear(x, weight, bias)
+    return _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """a [n, M, K] times b [n, K, N] -> [n, M, N]; differentiable."""
+    return _Product.apply(a, b.mT, None) if _widens(a, b) else torch.bmm(a, b)
+
+
+def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out [M, N] <- a [M, K] times b [K, N]; no gradient. If `a` is wider than `out`, so is `b` (see `widen`)."""
+    if a.dtype == out.dtype and not _widens(a, b):
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(torch.mm(widen(a), widen(b)))
+
+
+def _widens(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and product_dtype(a.dtype, a.device) != a.dtype
+
+
+class _Product(torch.autograd.Function):
+    """x [..., M, K] times weight [..., N, K] transposed, plus bias [N]. The gradient of a weight is laid out as it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        grad_x = _product(grad, weight.mT, None) if wanted[0] else None
+        grad_weight = _product(grad.mT, x.mT, None) if wanted[1] else None
+        return grad_x, grad_weight, grad.sum(0) if wanted[2] else None
+
+
+@operator(
+    "bf16_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, weight, _: x.new_empty(*x.shape[:-1], weight.shape[-2]),
+)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.matmul(x.float(), weight.float().mT)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)
