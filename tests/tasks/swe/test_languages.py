@@ -243,6 +243,27 @@ def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:
     assert not list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
 
 
+def test_types_do_not_make_another_program() -> None:
+    pytest.importorskip("tree_sitter_typescript", reason="tree-sitter's grammar of TypeScript is not installed.")
+    from glm5.tasks.swe.languages.syntax import Parsed
+
+    texts = ("type A = 1;\nconst f = (x: A) => x;\n", "const f = <T,>(x: T): T => x;\n", "const f = (x) => -x;\n")
+    typed, other, changed = (Parsed(text, "a.ts", "typescript").tokens() for text in texts)
+    assert typed == other != changed
+
+
+def test_what_was_built_from_the_sources_is_left_out(tmp_path: Path) -> None:
+    for name in ("src/clip.js", "src/test/clip.js", "dist/clip.js", "package.json"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(JS)
+    tree = SourceTree(tmp_path / "tree", "1.0", "MIT", "sha256:1")
+    root = imports.kept(tree, ("src", "*.json"), tmp_path)
+    assert {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} == {
+        "src/clip.js", "src/test/clip.js", "package.json"
+    }  # fmt: skip
+    assert imports.kept(tree, ("src", "*.json"), tmp_path) == root != imports.kept(tree, ("src",), tmp_path)
+
+
 @pytest.mark.parametrize("language", sorted(SYNTAX))
 def test_cheats_are_code_of_the_language(language: str) -> None:
     pytest.importorskip("tree_sitter", reason="tree-sitter (the extra swe) is not installed.")
