@@ -15,6 +15,7 @@ from glm5.tasks.swe.driver import DRIVERS, open_room
 from glm5.tasks.swe.folder import read_tests
 from glm5.tasks.swe.grading import grade
 from glm5.tasks.swe.in_room import suite
+from glm5.tasks.swe.in_room.grade import request
 from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.attacks import TITLES, additions
 from glm5.tasks.swe.languages.table import SYNTAX
@@ -175,7 +176,9 @@ def test_ids_have_no_addresses_of_ruby_objects(tmp_path: Path) -> None:
 
 def test_what_an_import_of_vitest_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"root": "/app", "files": ["src/a.test.ts"], "site": [], "select": None, "args": [],
-            "paths": [".", "@x/kit/query=src/query/index.ts", "@x/kit=src/index.ts"]}  # fmt: skip
+            "paths": [".", "@x/kit/query=src/query/index.ts", "@x/kit=src/index.ts"],
+            "framework": "vitest", "reload": [], "language": "typescript", "runner": "suite.py"}  # fmt: skip
+    spec = request(spec, {"files": spec["files"], "select": None}, None, "0")
     told: dict[str, str] = {}
     monkeypatch.setattr(suite, "link_modules", lambda _: None)
     monkeypatch.setattr(suite.Suite, "launch", lambda _, command, **given: told.update(given) or (0, b"", b""))
