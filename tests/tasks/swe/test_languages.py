@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm5.tasks.swe.attacks import _with_modules
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.driver import DRIVERS, open_room
@@ -244,6 +245,12 @@ def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:
     assert not list(Versions(tmp_path / "old", "0.9", most_lines=2).candidates(new, 0))
     (tmp_path / "old/clip.js").write_text(JS + "// old\n")
     assert not list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
+
+
+def test_a_cheat_in_node_modules_replaces_the_link() -> None:
+    cheat = _with_modules({"a.js": "1\n", "node_modules/tape/index.js": "process.exit(0);\n"})
+    assert dict(cheat.files) == {"a.js": "1\n"}
+    assert cheat.command.startswith("rm -rf node_modules\nmkdir -p node_modules/tape\n")
 
 
 def test_types_do_not_make_another_program() -> None:
