@@ -14,7 +14,7 @@ from typing import Any
 from glm5.sandbox.environment import NamespaceEnvironment
 from glm5.tasks.swe.driver import APP
 from glm5.tasks.swe.languages.attacks import PROGRAMS, additions
-from glm5.tasks.swe.languages.table import SYNTAX
+from glm5.tasks.swe.languages.compiled import SYNTAX  # the table with its rows
 from glm5.tasks.swe.telling import keep_tests, telling
 from glm5.tasks.swe.test_files import split_id
 
@@ -102,9 +102,18 @@ def cheats(folder: Path) -> dict[str, Cheat]:
     shadows = f"cd /usr/local/bin && for p in {PROGRAMS}; do printf '{script}' > $p && chmod +x $p; done"
     return {
         **_on_tests(spec, ""),
-        **{name: Cheat(files) for name, files in added.items()},
+        **{name: _with_modules(files) for name, files in added.items()},
         "programs shadowed": Cheat({}, shadows.replace("\n", "\\n")),
     }
+
+
+def _with_modules(files: Mapping[str, str]) -> Cheat:
+    """Files of `node_modules` are written by a command, for it is a link to a folder that is read-only."""
+    linked = {path: text for path, text in files.items() if path.startswith("node_modules/")}
+    lines = ["rm -rf node_modules"] if linked else []
+    for path, text in linked.items():
+        lines += [f"mkdir -p {path.rpartition('/')[0]}", f"printf %s {shlex.quote(text)} > {path}"]
+    return Cheat({path: text for path, text in files.items() if path not in linked}, "\n".join(lines))
 
 
 def _passing(spec: dict[str, Any]) -> str:

@@ -347,6 +347,26 @@ def test_a_test_that_needs_one_left_out_is_not_kept(tmp_path: Path, monkeypatch:
     }
 
 
+def test_a_twin_that_loses_tests_is_none(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its report would not count, and so the solution would score 0."""
+    run, twins = RoomDriver.run, []
+
+    def ends_early(self: RoomDriver, found: Repository, changes: dict[str, str | None], *args: Any) -> TestRun:
+        done = run(self, found, changes, *args)
+        if set(changes) <= set(found.test_files) and changes:
+            twins.append(done)
+            return replace(done, collected=done.collected[:-1]) if len(twins) == 1 else done
+        return done
+
+    monkeypatch.setattr(RoomDriver, "run", ends_early)
+    validate(bug(repository, "return high", "return low"), clean, DRIVER, RULES, tmp_path / "task")
+    assert len(json.loads(read_tests(tmp_path / "task")["tests.json"])["runs"]) == len(
+        twins
+    )  # the tests, one twin less
+
+
 def test_two_threads_do_not_pass_the_count(
     repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

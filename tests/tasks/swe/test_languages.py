@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from glm5.tasks.swe.attacks import _with_modules
 from glm5.tasks.swe.candidate import Candidate, Repository
 from glm5.tasks.swe.debian import SourceTree
 from glm5.tasks.swe.driver import DRIVERS, open_room
 from glm5.tasks.swe.folder import read_tests
 from glm5.tasks.swe.grading import grade
 from glm5.tasks.swe.in_room import suite
+from glm5.tasks.swe.in_room.grade import request
 from glm5.tasks.swe.languages import imports
 from glm5.tasks.swe.languages.attacks import TITLES, additions
 from glm5.tasks.swe.languages.table import SYNTAX
@@ -175,7 +177,9 @@ def test_ids_have_no_addresses_of_ruby_objects(tmp_path: Path) -> None:
 
 def test_what_an_import_of_vitest_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"root": "/app", "files": ["src/a.test.ts"], "site": [], "select": None, "args": [],
-            "paths": [".", "@x/kit/query=src/query/index.ts", "@x/kit=src/index.ts"]}  # fmt: skip
+            "paths": [".", "@x/kit/query=src/query/index.ts", "@x/kit=src/index.ts"],
+            "framework": "vitest", "reload": [], "language": "typescript", "runner": "suite.py"}  # fmt: skip
+    spec = request(spec, {"files": spec["files"], "select": None}, None, "0")
     told: dict[str, str] = {}
     monkeypatch.setattr(suite, "link_modules", lambda _: None)
     monkeypatch.setattr(suite.Suite, "launch", lambda _, command, **given: told.update(given) or (0, b"", b""))
@@ -241,6 +245,33 @@ def test_a_release_is_taken_back_in_any_language(tmp_path: Path) -> None:
     assert not list(Versions(tmp_path / "old", "0.9", most_lines=2).candidates(new, 0))
     (tmp_path / "old/clip.js").write_text(JS + "// old\n")
     assert not list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
+
+
+def test_a_cheat_in_node_modules_replaces_the_link() -> None:
+    cheat = _with_modules({"a.js": "1\n", "node_modules/tape/index.js": "process.exit(0);\n"})
+    assert dict(cheat.files) == {"a.js": "1\n"}
+    assert cheat.command.startswith("rm -rf node_modules\nmkdir -p node_modules/tape\n")
+
+
+def test_types_do_not_make_another_program() -> None:
+    pytest.importorskip("tree_sitter_typescript", reason="tree-sitter's grammar of TypeScript is not installed.")
+    from glm5.tasks.swe.languages.syntax import Parsed
+
+    texts = ("type A = 1;\nconst f = (x: A) => x;\n", "const f = <T,>(x: T): T => x;\n", "const f = (x) => -x;\n")
+    typed, other, changed = (Parsed(text, "a.ts", "typescript").tokens() for text in texts)
+    assert typed == other != changed
+
+
+def test_what_was_built_from_the_sources_is_left_out(tmp_path: Path) -> None:
+    for name in ("src/clip.js", "src/test/clip.js", "dist/clip.js", "package.json"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(JS)
+    tree = SourceTree(tmp_path / "tree", "1.0", "MIT", "sha256:1")
+    root = imports.kept(tree, ("src", "*.json"), tmp_path)
+    assert {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} == {
+        "src/clip.js", "src/test/clip.js", "package.json"
+    }  # fmt: skip
+    assert imports.kept(tree, ("src", "*.json"), tmp_path) == root != imports.kept(tree, ("src",), tmp_path)
 
 
 @pytest.mark.parametrize("language", sorted(SYNTAX))

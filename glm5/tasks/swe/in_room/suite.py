@@ -196,7 +196,8 @@ def run_vitest(suite: Suite) -> None:
         shutil.copy(os.path.join(REPORTERS, name), suite.scratch)
     command += ["--config", f"{suite.scratch}/vitest.config.mjs", "--root", suite.root, "--reporter=json"]
     command += [f"--outputFile={suite.report}", *suite.spec["args"]]
-    pairs = [path.split("=", 1) for path in suite.spec["paths"] if "=" in path]
+    own = [path.removeprefix(suite.root + "/") for path in suite.spec["paths"]]  # the request has them below the root
+    pairs = [path.split("=", 1) for path in own if "=" in path]
     aliases = [{"find": name, "replacement": os.path.join(suite.root, path)} for name, path in pairs]
     _, printed, raw = suite.launch([*command, *suite.files], NODE_ENV="test", VITEST_SCRATCH=suite.scratch,
                                    VITEST_ALIASES=json.dumps(aliases))  # fmt: skip

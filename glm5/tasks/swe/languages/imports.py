@@ -19,6 +19,8 @@ protected = []                # further files, folders and name patterns that be
 paths = ["lib"]               # import roots; of Go the import path, if neither go.mod nor Debian's control file has it;
                               # of vitest NAME=PATH: what an import of NAME means, longer names first
 args = []                     # further arguments of the test program
+keep = ["src"]                # globs of what belongs to the repository at all; default: everything. npm packages often
+                              # have what was built from the sources beside them, so that every fix stands there too
 ```
 """
 
@@ -94,6 +96,7 @@ class Package:
     origin: str = ""
     build: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
+    keep: tuple[str, ...] = ()
 
 
 def packages(language: str, path: Path | None = None) -> list[Package]:
@@ -131,6 +134,8 @@ def open_package(
         if root == tree.root or not root.is_dir():
             raise DataError(f"{package.name} {tree.version} has no folder {package.folder}.")
         tree = replace(tree, root=root)
+    if package.keep:
+        tree = replace(tree, root=kept(tree, package.keep, work))
     if package.framework == "cargo":
         crates.simplify(tree.root)
     site = () if language in compiled.LANGUAGES else (str(install(package.requires, language, work / "bases")),)
@@ -140,6 +145,25 @@ def open_package(
     if package.framework == "cc":
         found = replace(found, site=(str(object_cache(found, work)),))
     return found, tree.patches
+
+
+def kept(tree: SourceTree, patterns: Sequence[str], work: Path) -> Path:
+    """A copy of a tree with the files and folders that fit one of the patterns, made once."""
+    key = hashlib.sha256("\0".join([tree.origin, *patterns]).encode()).hexdigest()[:16]
+    folder = work / "trees" / f"kept-{key}"
+    if not folder.is_dir():
+        part = folder.with_name(f"part{os.getpid()}.{threading.get_ident()}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for path in {path for pattern in patterns for path in tree.root.glob(pattern)}:
+            target = part / path.relative_to(tree.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                shutil.copytree(path, target, symlinks=True, dirs_exist_ok=True)
+            else:
+                shutil.copy(path, target, follow_symlinks=False)
+        part.replace(folder)
+    return folder
 
 
 def object_cache(repository: Repository, work: Path) -> Path:

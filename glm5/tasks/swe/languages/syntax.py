@@ -40,8 +40,9 @@ class Parsed:
         return self.raw[node.start_byte : node.end_byte]
 
     def tokens(self) -> list[bytes]:
-        """The leaves without comments: what makes two texts different programs."""
-        return [self.of(node) for node in walk(self.root) if node.child_count == 0 and "comment" not in node.type]
+        """The leaves without comments and types: what makes two texts different programs."""
+        nodes = walk(self.root, self.syntax.erased)
+        return [self.of(node) for node in nodes if node.child_count == 0 and "comment" not in node.type]
 
     def whole_line(self, node: Node) -> tuple[int, int] | None:
         """The byte range of the lines of a node, the last line end included; None if something else is on them."""
@@ -77,11 +78,13 @@ class Parsed:
         return ""
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """The node and all below, in order of the text."""
+def walk(node: Node, left_out: frozenset[str] = frozenset()) -> Iterator[Node]:
+    """The node and all below, in order of the text, without the kinds `left_out` and what is below them."""
     stack = [node]
     while stack:
         found = stack.pop()
+        if found.type in left_out:
+            continue
         yield found
         stack.extend(reversed(found.children))
 

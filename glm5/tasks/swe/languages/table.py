@@ -25,7 +25,7 @@ class Syntax:
 
     `grammars` maps a file suffix to (module, function) of the grammar's Python package. `functions` are definitions,
     `leave` ends a function or a loop's turn, `simple` are statements without inner ones. `missing` is what a function
-    without its body does; `negation` wraps a condition.
+    without its body does; `negation` wraps a condition; `erased` are types, which are gone when the program runs.
     """
 
     grammars: Mapping[str, tuple[str, str]]
@@ -53,6 +53,7 @@ class Syntax:
     assertion: str = ""
     fence: str = ""
     macros: bool = False
+    erased: Words = frozenset()
 
 
 COMPARE = {
@@ -97,6 +98,9 @@ SYNTAX: dict[str, Syntax] = {
             ".mts": ("tree_sitter_typescript", "language_typescript"),
             ".tsx": ("tree_sitter_typescript", "language_tsx"),
         },
+        erased=words("type_annotation type_arguments type_parameters interface_declaration type_alias_declaration "
+                     "type_predicate_annotation asserts_annotation function_signature accessibility_modifier readonly "
+                     "implements_clause"),
         fence="typescript", **ECMASCRIPT,  # type: ignore[arg-type]
     ),
     "go": Syntax(
