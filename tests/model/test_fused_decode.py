@@ -134,7 +134,8 @@ def test_another_type_is_noticed() -> None:
     wide = Decoding(model).step(1)[0]
     narrow = Decoding(model.cast(torch.bfloat16)).step(1)[0]
     assert narrow.dtype == torch.bfloat16
-    assert (narrow.float() - wide).pow(2).mean().sqrt() < 0.1 * wide.pow(2).mean().sqrt()
+    errors = (narrow.float() - wide).pow(2).mean(-1).sqrt()  # of the longest sequence, rounding may select other keys
+    assert errors.median() < 0.02 * wide.pow(2).mean().sqrt()
 
 
 def test_whoever_watches_sees_the_blocks_run() -> None:
