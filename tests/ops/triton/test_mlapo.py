@@ -137,7 +137,7 @@ def test_infinity_behind_the_rope_stays() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter multiplies tiles with a BLAS, which on some processors sums the rows of one tile in several orders.
+    # The interpreter uses a BLAS, which on some processors sums the rows of one tile in several orders.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("mk,kn->mn", a, b, dtype=dtype))
     q, up, index_q, cos, sin = absorb_inputs((140, 2, 20, 24, 4, 2, 9, 3), dtype)
     together = mla_absorb(q, up, index_q, cos, sin)
