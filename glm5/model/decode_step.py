@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from glm5.model.context import LatentCache
-from glm5.model.fused_decode import FusedDecode, Location, Plan
+from glm5.model.fused_decode import FusedDecode, IntegerCopies, Location, Plan
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.layers import Linear
 from glm5.ops.decode_step import LIKELIEST, Draws, StepInputs
 from glm5.ops.fused_blocks import Weights
+from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import kernels
 from glm5.ops.rope import rope_table
 
@@ -38,12 +40,14 @@ class DecodeStep:
     """The compiled calls for a model and its cache of pages. `trunk`, `mtp` and `drafts` return None for a model or a
     number of tokens that they do not support; nothing has then been written.
 
-    Weights are checked in every call, as in `FusedDecode`. Not for exact mode.
+    Weights are checked in every call, as in `FusedDecode`. Not for exact mode. Drafts of a bf16 model are computed with
+    int8 copies of the weights, unless `round_drafts` is False: they are verified, so that only their number can suffer.
     """
 
-    def __init__(self, model: GLM5ForCausalLM, cache: LatentCache) -> None:
+    def __init__(self, model: GLM5ForCausalLM, cache: LatentCache, *, round_drafts: bool = True) -> None:
+        rounds = round_drafts and model.dtype == torch.bfloat16
         self._trunk = _Program(model, cache, model.model.fused_decode, 0)
-        self._mtp = None if model.mtp is None else _Program(model, cache, model.mtp.fused_decode, 1)
+        self._mtp = None if model.mtp is None else _Program(model, cache, model.mtp.fused_decode, 1, rounds=rounds)
 
     def trunk(
         self, columns: Sequence[int], table: Tensor, longest: int, draws: Draws | None
@@ -77,13 +81,19 @@ class DecodeStep:
 
 
 class _Program:
-    def __init__(self, model: GLM5ForCausalLM, cache: LatentCache, blocks: FusedDecode, first_key: int) -> None:
-        self._cache, self._blocks, self._first_key = cache, blocks, first_key
-        modules: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
+    def __init__(
+        self, model: GLM5ForCausalLM, cache: LatentCache, blocks: FusedDecode, first_key: int, *, rounds: bool = False
+    ) -> None:
+        self._cache, self._first_key = cache, first_key
+        self._blocks = blocks.rounded() if rounds else blocks
+        modules: list[nn.Module] = [model.model.embed_tokens, model.model.norm]
+        products: list[Linear] = [model.lm_head]
         if first_key and model.mtp is not None:
-            modules = [modules[0], model.mtp.shared_head.norm, modules[2]]
-            modules += [model.mtp.enorm, model.mtp.hnorm, model.mtp.eh_proj]
-        self._ends: list[Location] = [(module._parameters, "weight") for module in modules]
+            modules = [modules[0], model.mtp.shared_head.norm, model.mtp.enorm, model.mtp.hnorm]
+            products.append(model.mtp.eh_proj)
+        self._ends: list[Location] = [(module._parameters, "weight") for module in (*modules, *products)]
+        self._products, self._copies = products, IntegerCopies(rounds)
+        self._matrices: list[Tensor | IntegerWeight] = []
         self._vocab, self._width = model.lm_head.weight.shape
         self._rotated = model.config.rotated_residual  # the final norms are no plain ones
         self._checked: Weights | None = None
@@ -142,10 +152,15 @@ class _Program:
         weights, biases = plan.tensors()
         checked = plan.check(weights, biases)
         ends = [module[name] for module, name in self._ends]
-        if self._checked is None or not self._checked.current(ends):
+        if self._checked is None or not self._checked.current(ends) or not self._copies.current():
             if not all(type(end) is nn.Parameter and end.dtype == plan.dtype and end.is_contiguous() for end in ends):
                 return None
             self._checked, self._known = Weights(ends, (), plan.dtype), ()
+            self._copies = IntegerCopies(self._copies.wanted)
+            self._matrices = [
+                layer.integers or self._copies.take((layer._parameters, "weight")) or layer.weight
+                for layer in self._products
+            ]
         if self._rope is None or self._rope[0].shape[0] < longest:
             first = plan.attention[0]
             positions = torch.arange(1 << max(10, longest.bit_length()))
@@ -155,7 +170,8 @@ class _Program:
             self._known = known
             pools = (cache.latents, cache.index_keys)
             self._inputs = StepInputs(
-                checked, ends, pools, table, self._rope, plan.layers(cache), plan.numbers, self._first_key
+                *(checked, ends[: -len(self._products)], self._matrices, pools, table, self._rope),
+                *(plan.layers(cache), plan.numbers, self._first_key),
             )
             self._sizes = [*plan.sizes(cache, table.shape[1], cache.capacity.bit_length() - 1, 1, 1)]
         return self._inputs

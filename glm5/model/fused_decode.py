@@ -17,7 +17,9 @@ from glm5.model.mla import MLA
 from glm5.model.moe import Experts, MoE
 from glm5.ops import small_batch
 from glm5.ops.fused_blocks import Sizes, Weights, fused_blocks, run
+from glm5.ops.integers import IntegerWeight, integer_weight
 from glm5.ops.native import kernels, registered
+from glm5.ops.quantisers import INT8_CHANNEL, quantise
 
 Location = tuple[dict[str, Any], str]
 """The parameters (or buffers) of a module, and a name there. Tensors are looked up in every call, because weights are
@@ -29,12 +31,19 @@ class FusedDecode:
 
     It keeps the locations of the weights, found on first use and again whenever the dtype has changed, and the weights
     that it checked last. They are checked again when a tensor or its memory is another one. Replacing tensors of the
-    blocks is allowed, replacing their modules is not.
+    blocks is allowed, replacing their modules is not. With `rounds` it multiplies int8 copies of the weights:
+    for drafts, which are verified. `off` turns it off.
     """
 
-    def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module]) -> None:
-        self._config, self._blocks = config, blocks
+    off = False
+
+    def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module], *, rounds: bool = False) -> None:
+        self._config, self._blocks, self._rounds = config, blocks, rounds
         self._plan: Plan | None = None
+
+    def rounded(self) -> FusedDecode:
+        """The same blocks with int8 copies of the weights."""
+        return FusedDecode(self._config, self._blocks, rounds=True)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """The residual stream x [M, D] after all blocks, [M, D]; writes the tokens' latents and index keys into the
@@ -55,6 +64,8 @@ class FusedDecode:
         rest = ([tensor.contiguous() for tensor in view], plan.layers(cache), sizes, plan.numbers)
         weights, biases = plan.tensors()
         native = kernels(x)
+        if native is None and plan.integers:
+            return None
         if native is None:
             return fused_blocks(x.contiguous(), cache.latents, cache.index_keys, weights, biases, *rest)
         # The dispatcher takes and returns every tensor one by one, which is as much work as a layer of a small model.
@@ -64,22 +75,53 @@ class FusedDecode:
     def plan(self, dtype: torch.dtype) -> Plan | None:
         """What is known of the blocks; None if they are not supported."""
         plan = self._plan
-        if plan is None or plan.dtype != dtype:
-            plan = self._plan = Plan(self._config, list(self._blocks), dtype)
-        if not plan.suits or any(not experts.plain for experts in plan.experts):
+        if plan is None or plan.dtype != dtype or not plan.copies.current():
+            plan = self._plan = Plan(self._config, list(self._blocks), dtype, IntegerCopies(self._rounds))
+        if self.off or not plan.suits or any(not experts.multiplies for experts in plan.experts):
             return None
         return None if any(indexer.rule is not None for indexer in plan.indexers) else plan
+
+    def forget(self) -> None:
+        """Look at the blocks anew: their layers multiply in another way now."""
+        self._plan = None
+
+
+class IntegerCopies:
+    """int8 copies of plain weights, to multiply faster with less exact results; none, if they are not `wanted`."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._sources: list[tuple[Location, Tensor, int]] = []
+
+    def take(self, place: Location) -> IntegerWeight | None:
+        """The copy of the weight at a place."""
+        weight: Tensor = place[0][place[1]]
+        if not self.wanted or weight.is_meta:
+            return None
+        self._sources.append((place, weight, _version(weight)))
+        return integer_weight(quantise(weight.detach(), INT8_CHANNEL))
+
+    def current(self) -> bool:
+        """Whether the weights are the same and nothing has been written to them since they were copied."""
+        return all(where[name] is own and _version(own) == count for (where, name), own, count in self._sources)
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 class Plan:
     """Locations of the weights in the order of `fused_blocks`, and the fields of `Layer` after its slot.
 
-    `suits` is False for a block of another kind, and for weights that are not contiguous plain tensors of `dtype`.
+    `suits` is False for a block of another kind, and for weights that are neither integers nor contiguous plain tensors
+    of `dtype`.
     """
 
-    def __init__(self, config: GLM5Config, blocks: list[Any], dtype: torch.dtype) -> None:
-        self.dtype, self._config = dtype, config
-        self.weights: list[Location] = []
+    def __init__(self, config: GLM5Config, blocks: list[Any], dtype: torch.dtype, copies: IntegerCopies) -> None:
+        self.dtype, self._config, self.copies = dtype, config, copies
+        widths = {config.intermediate_size, config.moe_intermediate_size}
+        copies.wanted = copies.wanted and not any(width % 16 for width in widths)
+        self.weights: list[Location | IntegerWeight] = []
         self.biases: list[Location] = []
         self.forms: list[tuple[int, ...]] = []
         self.attention: list[MLA] = [block.self_attn for block in blocks]
@@ -90,13 +132,15 @@ class Plan:
         self.suits = (
             config.selects_keys
             and all(isinstance(attention, MLA) for attention in self.attention)
-            and all(m.plain for block in blocks for m in block.modules() if isinstance(m, Linear))
+            and all(m.plain or m.integers for block in blocks for m in block.modules() if isinstance(m, Linear))
             and all(type(p) in (nn.Parameter, FakeTensor) and p.dtype == dtype and p.is_contiguous() for p in weights)
             and all(b.dtype == torch.float32 for block in blocks for b in block.buffers())
         )
         if self.suits:
             for block in blocks:
                 self._add(block)
+            self.integers = any(isinstance(weight, IntegerWeight) for weight in self.weights)
+            self._locations = [weight for weight in self.weights if not isinstance(weight, IntegerWeight)]
             first = self.attention[0]
             self.numbers = [config.rms_norm_eps, config.latent_norm_eps, first.scale, config.routed_scaling_factor]
 
@@ -131,30 +175,37 @@ class Plan:
         return [number for slot, form in zip(slots, self.forms, strict=True) for number in (slot, *form)]
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and biases as they are now."""
-        return [module[name] for module, name in self.weights], [module[name] for module, name in self.biases]
+        """Plain weights and biases as they are now."""
+        return [module[name] for module, name in self._locations], [module[name] for module, name in self.biases]
 
     def check(self, weights: list[Tensor], biases: list[Tensor]) -> Weights:
         """The tensors in the form that the kernel takes, checked if they are others than before."""
         checked = self.checked
         if checked is None or not checked.current([*weights, *biases]):
-            checked = self.checked = Weights(weights, biases, self.dtype)
+            plain = iter(weights)
+            whole = [weight if isinstance(weight, IntegerWeight) else next(plain) for weight in self.weights]
+            checked = self.checked = Weights(whole, biases, self.dtype)
         return checked
 
     def _add(self, block: Any) -> None:
         attention, index, mlp = block.self_attn, block.self_attn.indexer, block.mlp
         self._take(block.input_layernorm, block.post_attention_layernorm)
-        self._take(attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj)
-        self._take(attention.kv_a_proj_with_mqa, attention.kv_a_layernorm, attention.kv_b_proj, attention.o_proj)
+        self._take_matrix(attention.q_a_proj)
+        self._take(attention.q_a_layernorm)
+        self._take_matrix(attention.q_b_proj, attention.kv_a_proj_with_mqa)
+        self._take(attention.kv_a_layernorm, attention.kv_b_proj)
+        self._take_matrix(attention.o_proj)
         if index is not None:
             self.indexers.append(index)
-            self._take(index.wq_b, index.wk, index.k_norm)
+            self._take_matrix(index.wq_b)
+            self._take(index.wk, index.k_norm)
             self.weights.append((index.k_norm._parameters, "bias"))
             self._take(index.weights_proj)
         if isinstance(mlp, MoE):
             self._take(mlp.gate)
             self.biases.append((mlp.gate._buffers, "e_score_correction_bias"))
-            self.weights += [(mlp.experts._parameters, name) for name in ("gate_up_proj", "down_proj")]
+            stacks = [(mlp.experts._parameters, name) for name in ("gate_up_proj", "down_proj")]
+            self.weights += mlp.experts.integers or [self.copies.take(stack) or stack for stack in stacks]
             inner, shared = mlp.experts.down_proj.shape[2], mlp.shared_experts.down_proj.weight.shape[1]
             if shared:
                 self._take_mlp(mlp.shared_experts)
@@ -162,9 +213,16 @@ class Plan:
             inner, shared = mlp.down_proj.weight.shape[1], 0
             self._take_mlp(mlp)
         self.forms.append((int(index is not None), int(isinstance(mlp, MoE)), inner, shared))
+        if (inner % 16 or shared % 16) and any(isinstance(weight, IntegerWeight) for weight in self.weights):
+            self.suits = False  # sixteen rows of integers lie together, and none may be of gate and up
 
     def _take_mlp(self, mlp: MLP) -> None:
-        self._take(mlp.gate_up_proj, mlp.down_proj)
+        self._take_matrix(mlp.gate_up_proj, mlp.down_proj)
+
+    def _take_matrix(self, *layers: Linear) -> None:
+        for layer in layers:
+            place = (layer._parameters, "weight")
+            self.weights.append(layer.integers or self.copies.take(place) or place)
 
     def _take(self, *modules: nn.Module) -> None:
         self.weights += [(module._parameters, "weight") for module in modules]

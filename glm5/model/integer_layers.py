@@ -15,13 +15,20 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import Linear
 from glm5.model.moe import Experts
 from glm5.ops.integers import IntegerWeight, fits, integer_weight
-from glm5.ops.quantisers import INT8_TOKEN, Quantised
+from glm5.ops.quantisers import INT8_CHANNEL, INT8_TOKEN, Quantised, quantise
 
 QuantisedOf = Callable[[str, Tensor], Quantised | None]
 """The quantised matrix of a disk name, given the plain one (perhaps without memory); None if there is none."""
 
 READ = ("lm_head", "kv_b_proj", "eh_proj")
 """Layers whose weights others read too: halves of kv_b_proj are folded into queries and values."""
+
+
+@torch.no_grad()
+def hold_head(model: GLM5ForCausalLM) -> None:
+    """Let decoding multiply with the output matrix in int8, which is a large part of a small model's. The weight stays,
+    because others read it."""
+    model.lm_head.integers = integer_weight(quantise(model.lm_head.weight, INT8_CHANNEL))
 
 
 @torch.no_grad()
@@ -41,47 +48,45 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf) -> int:
             module.gate_up_proj = _without_memory(module.gate_up_proj)
             module.down_proj = _without_memory(module.down_proj)
         else:
-            weight = _matrix(model, f"{name}.weight", module.weight, quantised_of)
+            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), quantised_of)
             if weight is None or module.bias is not None:
                 continue
             module.integers, module.weight = weight, _without_memory(module.weight)
         held += 1
+    for part in (model.model, model.mtp):
+        if part is not None:
+            part.fused_decode.forget()
     return held
 
 
-def _matrix(model: GLM5ForCausalLM, name: str, weight: Tensor, quantised_of: QuantisedOf) -> IntegerWeight | None:
-    """One matrix in memory; gate and up projections are two on disk."""
-    parts = [quantised_of(disk, view) for disk, view, _ in disk_rows(name, model.config, weight, 0, len(weight))]
-    return _joined([part for part in parts if part is not None], len(parts))
-
-
-def _joined(parts: list[Quantised], wanted: int) -> IntegerWeight | None:
-    if len(parts) < wanted or not all(fits(part.form, part.values.shape[-1]) for part in parts):
+def _matrix(
+    model: GLM5ForCausalLM, name: str, rows: Tensor, first: int, total: int, quantised_of: QuantisedOf
+) -> IntegerWeight | None:
+    """One matrix, or one of a stack of `total`, in memory; gate and up projections are two on disk."""
+    parts = [quantised_of(disk, view) for disk, view, _ in disk_rows(name, model.config, rows, first, total)]
+    known = [part for part in parts if part is not None]
+    form = known[0].form if known else None
+    if form is None or len(known) < len(parts) or any(part.form != form for part in known):
         return None
-    if any(part.form != parts[0].form for part in parts):
-        return None
-    values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
-    return integer_weight(Quantised(values, scales, parts[0].form))
+    values, scales = torch.cat([part.values for part in known]), torch.cat([part.scales for part in known])
+    return integer_weight(Quantised(values, scales, form)) if fits(form, values.shape[-1]) else None
 
 
 def _stack(model: GLM5ForCausalLM, name: str, stack: Tensor, quantised_of: QuantisedOf) -> IntegerWeight | None:
     experts: list[IntegerWeight] = []
     for number in range(len(stack)):
-        rows = disk_rows(name, model.config, stack[number : number + 1], number, len(stack))
-        parts = [quantised_of(disk, view) for disk, view, _ in rows]
-        weight = _joined([part for part in parts if part is not None], len(parts))
-        if (
-            weight is None
-            or (experts and weight.scales.shape != experts[0].scales.shape)
-            or (experts and weight.bits != experts[0].bits)
-        ):
+        weight = _matrix(model, name, stack[number : number + 1], number, len(stack), quantised_of)
+        if weight is None:
             return None
         experts.append(weight)
+    if len({(weight.bits, weight.groups) for weight in experts}) != 1:
+        return None
     sums = [weight.sums for weight in experts if weight.sums is not None]
     return IntegerWeight(
         torch.stack([weight.values for weight in experts]),
         torch.stack([weight.scales for weight in experts]),
         torch.stack(sums) if sums else None,
+        experts[0].rows,
         experts[0].columns,
     )
 

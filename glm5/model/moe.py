@@ -71,6 +71,11 @@ class Experts(nn.Module):
         rounds = self.weight_form is not None or self.activation is not None or self.integers is not None
         return self.dispatch is None and not rounds
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether kernels may multiply with the matrices, or the integers in their place, as they are."""
+        return self.plain or (self.dispatch is None and self.integers is not None)
+
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Shared) -> Tensor:
         """shared() + weighted sum of each token's experts: x [M, D], weights and experts [M, K] -> [M, D]."""
         if self.dispatch is not None:

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm5.ops.fused_blocks import REFUSALS, VERSION, Weights, words
+from glm5.ops.fused_blocks import PER_WEIGHT, REFUSALS, VERSION, Weights, stored, words
+from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import Kernels
 
-_CALL = struct.Struct("=47q4d32q3q")
-"""`DecodeStep` of native/step.h: `FusedBlocks` (see `glm5.ops.fused_blocks`), 16 arrays, vocabulary, first key,
-drafts."""
+_CALL = struct.Struct("=47q4d40q3q")
+"""`DecodeStep` of native/step.h: `FusedBlocks` (see `glm5.ops.fused_blocks`), 14 arrays and two weights,
+vocabulary, first key, drafts."""
 _LEFT_TO_THE_CALL = [0, 0]
 
 
@@ -48,13 +49,15 @@ def verify_drafts(
 
 class StepInputs:
     """What stays the same from call to call: weights, tables and the cache, as numbers of `DecodeStep`. Keep the
-    tensors alive while it is in use. `ends` are embedding, final norm and output matrix; of the MTP layer (`first_key`
-    1) also the norms of its two inputs and the matrix that joins them. `rope` are cos and sin [positions, R / 2]."""
+    tensors alive while it is in use. `ends` are embedding and final norm, of the MTP layer (`first_key` 1) also the
+    norms of its two inputs; `matrices` the output matrix, and the one that joins those inputs. `rope` are cos and sin
+    [positions, R / 2]."""
 
     def __init__(
         self,
         weights: Weights,
         ends: Sequence[Tensor],
+        matrices: Sequence[Tensor | IntegerWeight],
         pools: Sequence[Tensor],
         table: Tensor,
         rope: Sequence[Tensor],
@@ -65,7 +68,7 @@ class StepInputs:
         self._layers = array.array("q", layers)
         self._weights = weights
         self._begin = (
-            *(VERSION, _CALL.size, len(layers) // 5, len(weights.words) // 2),
+            *(VERSION, _CALL.size, len(layers) // 5, len(weights.words) // PER_WEIGHT),
             *(self._layers.buffer_info()[0], weights.words.buffer_info()[0]),
             *_LEFT_TO_THE_CALL * 2,
             *words(pools),
@@ -73,8 +76,9 @@ class StepInputs:
             *words([table]),
             *_LEFT_TO_THE_CALL * 2,
         )
-        given = words(ends)
-        self._middle = (*numbers, *given, *[0] * (12 - len(given)), *words(rope))
+        vectors, products = words(ends), [word for matrix in matrices for word in stored(matrix)]
+        given = (*vectors, *[0] * (8 - len(vectors)), *products, *[0] * (2 * PER_WEIGHT - len(products)))
+        self._middle = (*numbers, *given, *words(rope))
         self._vocab, self._first_key = ends[0].shape[0], first_key
 
     def __call__(

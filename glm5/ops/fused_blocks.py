@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import Kernels, register
 
-VERSION = 2
-_PER_LAYER = 5
+VERSION = 3
+_PER_LAYER, PER_WEIGHT = 5, 6
 REFUSALS = (
     "",
     "the layout of the structure is another one; the compiled kernels are of another version",
@@ -60,21 +61,31 @@ class Weights:
     """Weights and biases (see `fused_blocks`) that have been checked, in the form that the kernel takes. Raises
     ValueError for tensors that are not contiguous, for weights not of `dtype` and for biases not in fp32."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype) -> None:
-        _check(weights, dtype)
+    def __init__(self, weights: Sequence[Tensor | IntegerWeight], biases: Sequence[Tensor], dtype: torch.dtype) -> None:
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        _check(plain, dtype)
         _check(biases, torch.float32)
-        self._tensors = (*weights, *biases)
+        self._tensors, self._integers = (*plain, *biases), weights
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self.words = array.array("q", words(self._tensors))
+        self.words = array.array("q", [word for weight in (*weights, *biases) for word in stored(weight)])
 
     def current(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors that were checked, weights first, in the same memory."""
+        """Whether these are the plain tensors that were checked, weights first, in the same memory."""
         return all(map(is_, self._tensors, tensors)) and self._addresses == [*map(Tensor.data_ptr, tensors)]
 
 
 def _check(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     if not all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors):
         raise ValueError(f"fused_blocks needs contiguous tensors, here of {dtype}")
+
+
+def stored(weight: Tensor | IntegerWeight) -> tuple[int, ...]:
+    """`Stored` of native/fused.h."""
+    if isinstance(weight, Tensor):
+        return weight.data_ptr(), weight.numel(), 0, 0, 0, 0
+    sums = 0 if weight.sums is None else weight.sums.data_ptr()
+    values = weight.values
+    return values.data_ptr(), values.numel(), weight.scales.data_ptr(), sums, weight.bits, weight.groups
 
 
 def words(tensors: Iterable[Tensor]) -> list[int]:
@@ -104,7 +115,7 @@ def run(
     out = torch.empty_like(x)
     fields = array.array("q", layers)
     call = _CALL.pack(
-        *(VERSION, _CALL.size, len(layers) // _PER_LAYER, len(weights.words) // 2),
+        *(VERSION, _CALL.size, len(layers) // _PER_LAYER, len(weights.words) // PER_WEIGHT),
         *(fields.buffer_info()[0], weights.words.buffer_info()[0]),
         *words((x, out, latents, index_keys, *view)),
         *sizes,

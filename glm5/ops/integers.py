@@ -9,27 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from glm5.ops.native import kernels
 from glm5.ops.quantisers import INT8_TOKEN, Quantised, Quantiser, quantise
 from glm5.ops.wide import wide
 
-PAIRED = 128
-"""Values of a 4-bit row that share 64 bytes: byte j has value j in its low half and value j + 64 in its high half."""
+GROUP = 128
+"""Scales of 4-bit weights are for multiples of so many columns, or for all columns."""
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight [rows, columns], or a stack [experts, rows, columns], for `integer_product`.
+    """A weight [rows, columns], or a stack [experts, rows, columns], in the form that the kernels multiply with
+    (`IntegerMatrix` of native/integers.h). Rows are padded with zeros to a multiple of 16, columns to one of 4.
 
-    `values` int8 of that shape, or uint8 [..., rows, columns / 2] with two 4-bit values + 8 (see `PAIRED`); `scales`
-    fp32 [..., rows, groups]; `sums` int32 [..., rows] of int8 values, else None.
+    `values` int8 [..., rows / 16, columns / 4, 16, 4], or uint8 [..., rows / 16, columns / 8, 16, 4] with two 4-bit
+    values + 8 per byte, those of the first four of 8 columns in the low halves; `scales` fp32 [..., rows / 16, groups,
+    16]; `sums` int32 [..., rows] of int8 values, else None.
     """
 
     values: Tensor
     scales: Tensor
     sums: Tensor | None
+    rows: int
     columns: int
 
     @property
@@ -37,17 +41,27 @@ class IntegerWeight:
         return 8 if self.sums is not None else 4
 
     @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return self.scales.shape[-2]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values, self.scales) if self.sums is None else (self.values, self.scales, self.sums)
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.sums) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as a plain tensor."""
+        """The weight as a plain tensor [..., rows, columns]."""
         values = self.values
         if self.bits == 4:
-            pairs = values.unflatten(-1, (-1, PAIRED // 2))
-            values = torch.cat((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int8) - 8
-        groups = values.unflatten(-1, (self.scales.shape[-1], -1)).to(wide(dtype))
-        return (groups * self.scales.unsqueeze(-1).to(wide(dtype))).flatten(-2).to(dtype)
+            values = torch.stack((values & 15, values >> 4), -3).flatten(-4, -3).to(torch.int8) - 8
+        values = values.movedim(-2, -3).flatten(-2)[..., : self.columns]
+        groups = values.unflatten(-1, (self.groups, -1)).to(wide(dtype))
+        scales = self.scales.transpose(-1, -2).unsqueeze(-1).to(wide(dtype))
+        return (groups * scales).flatten(-2).flatten(-3, -2)[..., : self.rows, :].to(dtype)
 
 
 def fits(form: Quantiser, columns: int) -> bool:
@@ -55,19 +69,25 @@ def fits(form: Quantiser, columns: int) -> bool:
     group = form.group or columns
     if form.fp8 or columns % group:
         return False
-    return group == columns if form.bits == 8 else group % PAIRED == 0
+    if form.bits == 8:
+        return group == columns
+    return group % GROUP == 0 or (group == columns and columns % 8 == 0)
 
 
 def integer_weight(quantised: Quantised) -> IntegerWeight:
     """The form for multiplying of quantised weights that `fits` allows. Raises ValueError for others."""
-    values, columns = quantised.values, quantised.values.shape[-1]
+    values, (rows, columns) = quantised.values, quantised.values.shape[-2:]
+    bits = quantised.form.bits
     if not fits(quantised.form, columns):
         raise ValueError(f"no integer products with groups of {quantised.form.group or columns} of {columns} columns")
-    scales = quantised.scales.float().contiguous()
-    if quantised.form.bits == 8:
-        return IntegerWeight(values.contiguous(), scales, values.sum(-1, dtype=torch.int32), columns)
-    low, high = ((values + 8).to(torch.uint8).unflatten(-1, (-1, 2, PAIRED // 2))).unbind(-2)
-    return IntegerWeight((low | high << 4).flatten(-2), scales, None, columns)
+    scales = F.pad(quantised.scales.float(), (0, 0, 0, -rows % 16)).unflatten(-2, (-1, 16)).transpose(-1, -2)
+    values = F.pad(values, (0, -columns % 4, 0, -rows % 16))
+    sums = values.sum(-1, dtype=torch.int32) if bits == 8 else None
+    values = values.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 16)).movedim(-2, -3)
+    if bits == 4:
+        low, high = (values + 8).to(torch.uint8).unflatten(-3, (-1, 2)).unbind(-3)
+        values = low | high << 4
+    return IntegerWeight(values.contiguous(), scales.contiguous(), sums, rows, columns)
 
 
 def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = None) -> Tensor:
@@ -76,23 +96,23 @@ def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = No
     With a stack, rows bounds[e] to bounds[e + 1] are multiplied with expert e; the last of the integers bounds [E + 1]
     is M.
     """
-    shape = weight.values.shape
+    experts = weight.values.shape[0] if weight.values.ndim == 5 else 0
     if x.ndim != 2 or x.shape[1] != weight.columns:
         raise ValueError(f"rows of shape {list(x.shape)} do not fit weights with {weight.columns} columns")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("integer products have no gradient; load the checkpoint without integers to train")
-    if (bounds is None) != (len(shape) == 2) or (bounds is not None and bounds.shape != (shape[0] + 1,)):
-        raise ValueError(f"bounds do not fit weights of shape {list(shape)}")
+    if (bounds is None) != (experts == 0) or (bounds is not None and bounds.shape != (experts + 1,)):
+        raise ValueError(f"bounds do not fit {f'{experts} experts' if experts else 'one matrix'}")
     native = kernels(x)
     if native is None or not weight.values.is_cpu:
         return _reference(x, weight, bounds)
-    x, out = x.contiguous(), x.new_empty(x.shape[0], shape[-2])
+    x, out = x.contiguous(), x.new_empty(x.shape[0], weight.rows)
     whole = torch.tensor([0, x.shape[0]]) if bounds is None else bounds.long().contiguous()
     if int(whole[-1]) != x.shape[0]:
         raise ValueError(f"bounds end at {int(whole[-1])}, and there are {x.shape[0]} rows")
     native.integer_product(
-        x, weight.values, weight.scales, weight.sums, whole, out, x.shape[0], shape[-2], weight.columns, len(whole) - 1,
-        weight.scales.shape[-1], weight.bits,
+        x, weight.values, weight.scales, weight.sums, whole, out, x.shape[0], weight.rows, weight.columns,
+        len(whole) - 1, weight.groups, weight.bits, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

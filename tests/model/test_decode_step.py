@@ -13,6 +13,7 @@ from torch import Tensor
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
 from glm5.engine.runner import Feed
+from glm5.model.decode_step import DecodeStep
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.ops.native import available
 from glm5.records import Completion, SamplingParams
@@ -40,8 +41,8 @@ def fixed(engine: Engine) -> Engine:
 
 def generate(model: GLM5ForCausalLM, params: list[SamplingParams], drafts: int, compiled: bool) -> list[Completion]:
     engine = fixed(Engine(model, exact=False, speculative=drafts))
-    if not compiled:
-        engine.runner.step = None
+    # The same seed draws the same tokens after the same drafts, so these are not rounded to int8 here.
+    engine.runner.step = DecodeStep(model, engine.pool.cache, round_drafts=False) if compiled else None
     done = engine.generate(prompts(len(params)), params)
     assert not drafts or (engine.rounds > 0 and engine.accepted[0] > 0)
     return done
@@ -145,7 +146,9 @@ THREADS = """
 import ctypes, os, sys, threading, torch
 from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
+from glm5.model.decode_step import DecodeStep
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.ops.native import kernels
 from glm5.records import SamplingParams
 
 torch.set_num_threads(3)
@@ -169,10 +172,14 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 torch.set_num_threads(1)
 assert ask(engines[2]) == known
-daemon = threading.Thread(target=lambda: [ask(engines[0]) for _ in range(10_000)], daemon=True)
-daemon.start()
+x, w, out = torch.ones(4, 2048), torch.ones(4096, 2048), torch.zeros(4, 4096)
+products = lambda: [kernels(x).thin_linear(x, w, out, 4, 4096, 2048, 3) for _ in range(10_000)]
+threading.Thread(target=products, daemon=True).start()
+while not out.all():
+    pass
 print("well", flush=True)
-# Not Python's own exit: it ends the daemon within torch's code, which then calls std::terminate, with any kernels.
+# Not Python's own exit: it ends the daemon within torch's code, which then calls std::terminate, with any kernels. For
+# the same reason the daemon calls nothing of torch's: what that allocates with is gone before it ends.
 ctypes.CDLL(None).exit(0)
 """
 

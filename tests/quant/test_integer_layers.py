@@ -10,11 +10,14 @@ import torch
 
 from glm5.engine.engine import Engine
 from glm5.errors import CheckpointError, ConfigError, EngineError
-from glm5.model.context import packed_context
+from glm5.model.context import LatentCache, cache_context, packed_context
+from glm5.model.fused_decode import FusedDecode
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.integer_layers import hold_integers
 from glm5.model.layers import Linear
 from glm5.model.rounding import round_activations
+from glm5.ops.integers import IntegerWeight, integer_weight
+from glm5.ops.native import available
 from glm5.ops.quantisers import INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, quantise
 from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.in_place import quantise_in_place
@@ -95,3 +98,60 @@ def test_what_integers_refuse(folders: Path) -> None:
     held = {name for name, module in mixed.named_modules() if getattr(module, "integers", None)}
     assert "model.layers.0.self_attn.o_proj" in held and "model.layers.0.mlp.down_proj" in held
     assert not any("gate_up" in name or "kv_b" in name or "lm_head" in name or name == "experts" for name in held)
+
+
+@pytest.mark.skipif(not available(), reason="needs compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["w8a8", "w4a8", "int8", "int4"])
+@torch.no_grad()
+def test_whole_blocks_multiply_integers(
+    folders: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compiled call for a few tokens gives what the layers give one by one, for one row and several, any batch."""
+    model = GLM5ForCausalLM.from_pretrained(folders / "plain", dtype=dtype)
+    quantise_in_place(model, name)
+    whole = []
+    call = FusedDecode.__call__
+    monkeypatch.setattr(FusedDecode, "__call__", lambda *a: whole.append(call(*a)) or whole[-1])
+    for count in (1, 3):
+        with monkeypatch.context() as patch:
+            found = after(model, count)
+            assert whole[-1] is not None
+            patch.setattr(FusedDecode, "__call__", lambda *a: None)
+            expected = after(model, count)
+        apart = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        # Sums in another order flip an integer of the next layer's input now and then.
+        assert apart.median() < (2e-3 if dtype == torch.float32 else 5e-2)
+        whole.clear()
+    assert torch.equal(after(model, 3, rows=2), after(model, 3)[:6])
+
+
+def after(model: GLM5ForCausalLM, count: int, rows: int = 3) -> torch.Tensor:
+    """Hidden states [rows * count, D] of tokens that follow eight in the cache."""
+    cache, ids = LatentCache(model.config, 4, 64, model.dtype), IDS.repeat(2, 1)[:rows]
+    for row in range(rows):
+        model.model(ids[row : row + 1, :8], cache_context(cache, torch.tensor([row]), torch.tensor([0]), 8))
+    start = torch.full((rows,), 8)
+    return model.model(
+        ids[:, 8 : 8 + count], cache_context(cache, torch.arange(rows), start, count, exact=False)
+    ).float()
+
+
+@pytest.mark.skipif(not available(), reason="needs compiled kernels")
+def test_drafts_are_rounded_and_tokens_are_not(folders: Path) -> None:
+    """Drafts in int8 change which are accepted, never a greedy token; their copies follow the weights."""
+    model = GLM5ForCausalLM.from_pretrained(folders / "plain", dtype=torch.bfloat16)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    engines = [Engine(model, exact=False, speculative=drafts) for drafts in (0, 3)]
+    engines[1].steps.draft_count.adapts = False
+    step = engines[1].runner.step
+    assert step is not None and step._mtp is not None
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+            model.mtp.eh_proj.weight.mul_(factor)  # type: ignore[union-attr]
+        plain, drafted = (engine.generate([[1, 2, 3, 4]], params)[0] for engine in engines)
+        assert plain.token_ids == drafted.token_ids and drafted.drafted > 0
+        head, join = step._mtp._matrices
+        assert isinstance(head, IntegerWeight) and isinstance(join, IntegerWeight)
+        assert torch.equal(head.scales, integer_weight(quantise(model.lm_head.weight.detach(), INT8_CHANNEL)).scales)

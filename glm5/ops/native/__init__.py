@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "combine": (_P, _P, _P, _P, _I, _I, _I),
     "combine_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
     "logsumexp": (_P, _P, _P, _I, _I, _F),
-    "integer_product": (*[_P] * 6, *[_I] * 6),
+    "integer_product": (*[_P] * 6, *[_I] * 7),
     "nll_backward": (_P, _P, _P, _P, _I, _I, _F),
 }
 _CHECKED = ("fused_blocks", "decode_step")

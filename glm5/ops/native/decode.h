@@ -8,7 +8,7 @@ template <class T, class O>
 static void thin_linear(const T* x, const T* w, O* out, i64 M, i64 N, i64 K, i64 threads) {
     Team team(threads);
     Input<T> in(x, M, K);
-    products<T>(team, in, K, {{w, N}}, [&](int, i64 m, i64 n, v16 y, i64 count) { store16(out + m * N + n, y, count); });
+    products<T>(team, in, K, {{{w, {}}, N}}, [&](int, i64 m, i64 n, v16 y, i64 count) { store16(out + m * N + n, y, count); });
 }
 
 template <class T>
@@ -227,12 +227,13 @@ static inline void absorb(const T* q, const T* up, const float* cos, const float
 // Weights of one layer's attention, and its part of the cache.
 template <class T>
 struct Attention {
-    const T *q_a, *q_norm, *q_b, *kv_a, *kv_norm, *kv_b, *o, *wq, *wk, *k_weight, *k_bias, *w_proj;
+    Weight<T> q_a, q_b, kv_a, o, wq;
+    const T *q_norm, *kv_norm, *kv_b, *wk, *k_weight, *k_bias, *w_proj;
     T *latents, *index_keys;
 };
 
 // One layer's attention in absorbed form over normed tokens x [M, D]: the same steps as MLA.forward. Writes latents and
-// index keys into their slots of the cache and reads the selected rows from there. Without an indexer (wq null), `indices`
+// index keys into their slots of the cache and reads the selected rows from there. Without an indexer (wk null), `indices`
 // [M, K] are an input, else an output. sink(m, d, y, count) takes the output.
 template <class T, class F>
 static void few_attend(const Team& team, const T* x, const Attention<T>& a, const Places& p, const Shape& s, i64* indices,
@@ -242,10 +243,11 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
          normed = memory<T>(M * d), q = memory<T>(M * N * (H + R)), plain = memory<T>(M * J * d),
          turned = memory<T>(M * J * d), values = memory<T>(M * N * V);
     auto w = floats(M * J);
-    i64 JN = a.wq ? J : 0, dN = a.wq ? d : 0;
+    i64 JN = a.wk ? J : 0, dN = a.wk ? d : 0;
     const float share = 1.0f / std::sqrt(float(J)) / std::sqrt(float(d));
     Input<T> in(x, M, D);
-    products<T>(team, in, D, {{a.q_a, L}, {a.kv_a, W}, {a.wk, dN}, {a.w_proj, JN}}, [&](int which, i64 m, i64 n, v16 y, i64 count) {
+    products<T>(team, in, D, {{a.q_a, L}, {a.kv_a, W}, {{a.wk, {}}, dN}, {{a.w_proj, {}}, JN}},
+                [&](int which, i64 m, i64 n, v16 y, i64 count) {
         if (which == 3)
             store16(&w[m * J + n], rounded16(y, x) * share, count);
         else
@@ -257,7 +259,7 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
         T* to = a.latents + p.slots[m] * W;
         norm_row(&kv[m * W], a.kv_norm, to, C, eps);
         turn_row(&kv[m * W + C], to + C, cos, sin, R, R);
-        if (!a.wq) return;
+        if (!a.wk) return;
         layer_norm(&key[m * d], a.k_weight, a.k_bias, &normed[m * d], d, 1e-6f);
         turn_row(&normed[m * d], a.index_keys + p.slots[m] * d, cos, sin, d, R);
     });
@@ -265,7 +267,7 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
     products<T>(team, again, L, {{a.q_b, N * (H + R)}, {a.wq, JN * d}}, [&](int which, i64 m, i64 n, v16 y, i64 count) {
         store16(which ? &plain[m * J * d + n] : &q[m * N * (H + R) + n], y, count);
     });
-    if (a.wq) {
+    if (a.wk) {
         team.each(M, J * d, [&](i64 m) {
             for (i64 j = 0; j < J; j++)
                 turn_row(&plain[(m * J + j) * d], &turned[(m * J + j) * d], p.cos + m * (R / 2), p.sin + m * (R / 2), d, R);

@@ -33,7 +33,7 @@ template <class T>
 struct FeedForward {
     const T* gate;
     const float* bias;
-    const T *up, *down, *shared_up, *shared_down;
+    Weight<T> up, down, shared_up, shared_down;
     i64 E, top, I, S, normalise;
     float scaling;
 };
@@ -56,13 +56,14 @@ struct Groups {
 
 // silu(gate) * up of columns i .. i + 15 for some rows x, to columns i of `inner`.
 template <class T, class E>
-static inline void gated16(const T* gate_up, i64 i, i64 I, i64 D, const E* const* x, i64 rows, E* inner, i64 line) {
+static inline void gated16(const Weight<T>& gate_up, i64 i, i64 I, i64 D, const E* const* x, const IntegerRow* rounded,
+                           i64 rows, E* inner, i64 line) {
     float y[16 * ROWS], z[16 * ROWS];
     i64 count = std::min<i64>(16, I - i);
     for (i64 m0 = 0; m0 < rows; m0 += ROWS) {
         i64 here = std::min(ROWS, rows - m0);
-        tile16(gate_up + i * D, count, D, x + m0, here, y);
-        tile16(gate_up + (I + i) * D, count, D, x + m0, here, z);
+        tile16(gate_up, i, count, D, x + m0, rounded + m0, here, y);
+        tile16(gate_up, I + i, count, D, x + m0, rounded + m0, here, z);
         for (i64 m = 0; m < here; m++) {
             v16 g = at(y + 16 * m), u = at(z + 16 * m);
             store16(inner + (m0 + m) * line + i, g / (1.0f + exp16(-g)) * u, count);
@@ -76,6 +77,7 @@ template <class T, class F>
 static void feed_forward(const Team& team, const T* x, const FeedForward<T>& f, i64 M, i64 D, const F& sink) {
     typedef typename Operand<T>::E E;
     Input<T> in(x, M, D);
+    round_for(team, {f.up, f.shared_up}, in, D);
     i64 slots = f.gate ? M * f.top : 0, Ip = padded<T>(f.I), Sp = padded<T>(f.S), ups = (f.S + 15) / 16;
     auto inner = elements<T>(slots, f.I), passed = elements<T>(M, f.S);
     auto logits = floats(M * f.E + 16), weights = floats(slots);
@@ -83,7 +85,7 @@ static void feed_forward(const Team& team, const T* x, const FeedForward<T>& f, 
     i64 gates = f.gate ? (f.E + 15) / 16 : 0;
     team.each(gates + ups, 32 * M * D, [&](i64 item) {
         if (item >= gates) {
-            gated16(f.shared_up, (item - gates) * 16, f.S, D, in.rows.data(), M, passed.get(), Sp);
+            gated16(f.shared_up, (item - gates) * 16, f.S, D, in.rows.data(), in.integers.rows.data(), M, passed.get(), Sp);
             return;
         }
         float y[16 * ROWS];
@@ -97,14 +99,23 @@ static void feed_forward(const Team& team, const T* x, const FeedForward<T>& f, 
     if (f.gate) route(team, logits.get(), f.bias, chosen.data(), weights.get(), M, f.E, f.top, f.normalise, f.scaling);
     Groups groups(chosen.data(), slots, f.E);
     std::vector<const E*> of_slot(slots), middle(slots), through(M);
-    for (i64 s = 0; s < slots; s++) of_slot[s] = in.rows[groups.order[s] / f.top], middle[s] = &inner[s * Ip];
+    std::vector<IntegerRow> rounded(f.up.rounds() ? slots : 0);
+    for (i64 s = 0; s < slots; s++) {
+        i64 m = groups.order[s] / f.top;
+        of_slot[s] = in.rows[m], middle[s] = &inner[s * Ip];
+        if (f.up.rounds()) rounded[s] = in.integers.rows[m];
+    }
     for (i64 m = 0; m < M; m++) through[m] = &passed[m * Sp];
     i64 count = groups.expert.size();
     ups = (f.I + 15) / 16;
     team.each(count * ups, 32 * D * (slots / std::max<i64>(1, count)), [&](i64 item) {
         i64 g = item / ups, begin = groups.first[g], rows = groups.first[g + 1] - begin;
-        gated16(f.up + groups.expert[g] * 2 * f.I * D, item % ups * 16, f.I, D, &of_slot[begin], rows, &inner[begin * Ip], Ip);
+        Weight<T> own = f.up.of(groups.expert[g], 2 * f.I, D);
+        gated16(own, item % ups * 16, f.I, D, &of_slot[begin], rounded.data() + begin, rows, &inner[begin * Ip], Ip);
     });
+    IntegerRows middle_rounded, through_rounded;
+    if (f.down.rounds()) middle_rounded.round(team, [&](i64 s) { return middle[s]; }, slots, f.I);
+    if (f.shared_down.rounds()) through_rounded.round(team, [&](i64 m) { return through[m]; }, M, f.S);
     team.each((D + 15) / 16, 16 * (slots * f.I + M * f.S), [&](i64 item) {
         i64 d = 16 * item, wide = std::min<i64>(16, D - d);
         auto sums = floats(16 * M);
@@ -113,7 +124,8 @@ static void feed_forward(const Team& team, const T* x, const FeedForward<T>& f, 
         for (i64 g = 0; g < count; g++)
             for (i64 s0 = groups.first[g]; s0 < groups.first[g + 1]; s0 += ROWS) {
                 i64 rows = std::min(ROWS, groups.first[g + 1] - s0);
-                tile16(f.down + (groups.expert[g] * D + d) * f.I, wide, f.I, &middle[s0], rows, y);
+                Weight<T> own = f.down.of(groups.expert[g], D, f.I);
+                tile16(own, d, wide, f.I, &middle[s0], middle_rounded.rows.data() + s0, rows, y);
                 for (i64 r = 0; r < rows; r++) {
                     i64 slot = groups.order[s0 + r];
                     at(&sums[16 * (slot / f.top)]) += weights[slot] * at(y + 16 * r);
@@ -121,7 +133,7 @@ static void feed_forward(const Team& team, const T* x, const FeedForward<T>& f, 
             }
         for (i64 m0 = 0; m0 < M && f.S; m0 += ROWS) {
             i64 rows = std::min(ROWS, M - m0);
-            tile16(f.shared_down + d * f.S, wide, f.S, &through[m0], rows, y);
+            tile16(f.shared_down, d, wide, f.S, &through[m0], through_rounded.rows.data() + m0, rows, y);
             for (i64 r = 0; r < rows; r++) at(&sums[16 * (m0 + r)]) += at(y + 16 * r);
         }
         for (i64 m = 0; m < M; m++) sink(m, d, at(&sums[16 * m]), wide);

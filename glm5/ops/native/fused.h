@@ -9,6 +9,16 @@ struct Array {
     i64 count;
 };
 
+// A weight: elements of the call's type, or integers (see `IntegerMatrix`) if `bits` are 8 or 4; then `count` is that of
+// bytes, and `groups` the scales of a row.
+struct Stored {
+    const void* data;
+    i64 count;
+    const float* scales;
+    const int* sums;
+    i64 bits, groups;
+};
+
 // `slot` is the layer's place in the pools, `inner` and `shared` the widths of feed-forward (or expert) and shared expert.
 struct Layer {
     i64 slot, has_indexer, has_experts, inner, shared;
@@ -18,7 +28,7 @@ struct Layer {
 struct FusedBlocks {
     i64 version, bytes, layers, arrays;
     const Layer* layer;
-    const Array* array;  // the weights, layer by layer, in the order in which `read_layer` takes them; then router biases
+    const Stored* array;  // the weights, layer by layer, in the order in which `read_layer` takes them; then router biases
     Array x, out, latents, index_keys, cos, sin, places, rows, table, start, end;
     Shape shape;
     i64 slots, experts, per_token, normalise, threads;  // slots: tokens that a layer's pool holds
@@ -28,44 +38,62 @@ struct FusedBlocks {
 // Reasons to refuse a call: their texts are in glm5/ops/fused_blocks.py.
 enum Refusal { OK, LAYOUT, SIZES, COUNTS, MISSING, RANGES, MEMORY };
 
-const i64 VERSION = 2;
+const i64 VERSION = 3;
 
 struct LayerWeights {
-    const void* w[22];
+    Stored w[20];
+    void* pools[2];  // latents and index keys
 };
+
+template <class T>
+static Weight<T> weight(const Stored& s) {
+    if (!s.bits) return {(const T*)s.data, {}};
+    return {nullptr, {(const uint8_t*)s.data, s.scales, s.sums, s.bits, s.groups}};
+}
+
+// Whether these are E matrices [N, K], perhaps of integers. N is that of one half for `halves` 2.
+static inline bool holds(const Stored& s, i64 E, i64 N, i64 K, i64 halves = 1) {
+    if (!s.bits) return s.data && s.count == E * halves * N * K;
+    i64 rows = E * up16(halves * N);
+    bool eight = s.bits == 8 && s.sums && s.groups == 1;
+    bool four = s.bits == 4 && s.groups > 0 && K % 8 == 0 && (s.groups == 1 || K % (GROUP * s.groups) == 0);
+    return (eight || four) && s.data && s.scales && (halves == 1 || N % 16 == 0) &&
+           s.count == rows / 16 * IntegerMatrix::line(K, s.bits);
+}
 
 // Takes arrays in their order and notices one of the wrong length.
 struct Reader {
-    const Array *next, *end;
+    const Stored *next, *end;
     bool good = true;
 
-    const void* take(i64 count) {
-        if (!good || next == end || next->count != count || !next->data) {
-            good = false;
-            return nullptr;
-        }
-        return (next++)->data;
+    Stored take(i64 count) { return take(next != end && !next->bits && next->data && next->count == count); }
+    Stored take(i64 E, i64 N, i64 K, i64 halves = 1) { return take(next != end && holds(*next, E, N, K, halves)); }
+
+  private:
+    Stored take(bool fits) {
+        good = good && fits;
+        return good ? *next++ : Stored{};
     }
 };
 
 // The weights of one layer: two norms, q_a, q_norm, q_b, kv_a, kv_norm, kv_b, o; indexer's wq, wk, k_norm weight and bias,
-// weights_proj; (latents and index keys;) router, (its bias;) gate_up and down of the feed-forward or the
-// experts; the same two of the shared expert.
+// weights_proj; router, (its bias;) gate_up and down of the feed-forward or the experts; the same two of the shared expert.
 static inline void read_layer(Reader& from, const FusedBlocks& c, const Layer& layer, LayerWeights& to) {
     const Shape& s = c.shape;
-    i64 W = s.C + s.R, stack = layer.has_experts ? c.experts : 1, inner = layer.inner * s.D;
-    i64 at = 0;
-    for (i64 count : {s.D, s.D, s.L * s.D, s.L, s.N * (s.H + s.R) * s.L, W * s.D, s.C, s.N * (s.H + s.V) * s.C,
-                      s.D * s.N * s.V})
-        to.w[at++] = from.take(count);
-    for (i64 count : {s.J * s.d * s.L, s.d * s.D, s.d, s.d, s.J * s.D})
-        to.w[at++] = layer.has_indexer ? from.take(count) : nullptr;
-    at += 2;
-    to.w[at++] = layer.has_experts ? from.take(c.experts * s.D) : nullptr;
-    at++;
-    for (i64 count : {stack * 2 * inner, stack * inner}) to.w[at++] = from.take(count);
-    for (i64 count : {2 * layer.shared * s.D, layer.shared * s.D})
-        to.w[at++] = layer.has_experts && layer.shared ? from.take(count) : nullptr;
+    i64 W = s.C + s.R, stack = layer.has_experts ? c.experts : 1;
+    Stored none{}, *w = to.w;
+    w[0] = from.take(s.D), w[1] = from.take(s.D);
+    w[2] = from.take(1, s.L, s.D), w[3] = from.take(s.L), w[4] = from.take(1, s.N * (s.H + s.R), s.L);
+    w[5] = from.take(1, W, s.D), w[6] = from.take(s.C), w[7] = from.take(s.N * (s.H + s.V) * s.C);
+    w[8] = from.take(1, s.D, s.N * s.V);
+    bool index = layer.has_indexer, experts = layer.has_experts, shared = experts && layer.shared;
+    w[9] = index ? from.take(1, s.J * s.d, s.L) : none;
+    w[10] = index ? from.take(s.d * s.D) : none;
+    w[11] = index ? from.take(s.d) : none, w[12] = index ? from.take(s.d) : none;
+    w[13] = index ? from.take(s.J * s.D) : none;
+    w[14] = experts ? from.take(c.experts * s.D) : none;
+    w[16] = from.take(stack, layer.inner, s.D, 2), w[17] = from.take(stack, s.D, layer.inner);
+    w[18] = shared ? from.take(1, layer.shared, s.D, 2) : none, w[19] = shared ? from.take(1, s.D, layer.shared) : none;
 }
 
 static inline bool holds(const Array& array, i64 count) { return array.data && array.count == count; }
@@ -120,10 +148,10 @@ static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
         read_layer(from, c, layer, blocks[i]);
         if (layer.slot < 0 || (layer.slot + 1) * latents > c.latents.count || (layer.slot + 1) * keys > c.index_keys.count)
             return COUNTS;
-        blocks[i].w[14] = (const T*)c.latents.data + layer.slot * latents;
-        blocks[i].w[15] = (const T*)c.index_keys.data + layer.slot * keys;
+        blocks[i].pools[0] = (T*)c.latents.data + layer.slot * latents;
+        blocks[i].pools[1] = (T*)c.index_keys.data + layer.slot * keys;
     }
-    for (i64 i = 0; i < c.layers; i++) blocks[i].w[17] = c.layer[i].has_experts ? from.take(c.experts) : nullptr;
+    for (i64 i = 0; i < c.layers; i++) blocks[i].w[15] = c.layer[i].has_experts ? from.take(c.experts) : Stored{};
     if (!from.good || from.next != from.end) return COUNTS;
     if (!c.layer[0].has_indexer) return MISSING;
     return inside(c) ? OK : RANGES;
@@ -148,19 +176,21 @@ static void run_blocks(const Team& team, const FusedBlocks& c, const std::vector
         store16(to, load16(to, count) + rounded16(y, x), count);
     };
     for (i64 block = 0; block < c.layers; block++) {
-        const T* const* w = (const T* const*)blocks[block].w;
         const Layer& layer = c.layer[block];
-        norm(w[0]);
-        Attention<T> attention{w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], (T*)w[14],
-                               (T*)w[15]};
+        auto plain = [&](i64 i) { return (const T*)blocks[block].w[i].data; };
+        auto matrix = [&](i64 i) { return weight<T>(blocks[block].w[i]); };
+        norm(plain(0));
+        Attention<T> attention{matrix(2), matrix(4), matrix(5), matrix(8), matrix(9), plain(3), plain(6), plain(7),
+                               plain(10), plain(11), plain(12), plain(13), (T*)blocks[block].pools[0],
+                               (T*)blocks[block].pools[1]};
         few_attend(team, normed.get(), attention, places, s, indices.get(), float(c.latent_eps), float(c.scale), add);
-        norm(w[1]);
+        norm(plain(1));
         FeedForward<T> f{};
         if (layer.has_experts)
-            f = {w[16], (const float*)w[17], w[18], w[19], w[20], w[21], c.experts, c.per_token, layer.inner, layer.shared,
-                 c.normalise, float(c.scaling)};
+            f = {plain(14), (const float*)blocks[block].w[15].data, matrix(16), matrix(17), matrix(18), matrix(19), c.experts,
+                 c.per_token, layer.inner, layer.shared, c.normalise, float(c.scaling)};
         else
-            f.shared_up = w[18], f.shared_down = w[19], f.S = layer.inner;
+            f.shared_up = matrix(16), f.shared_down = matrix(17), f.S = layer.inner;
         feed_forward(team, normed.get(), f, M, D, add);
     }
 }

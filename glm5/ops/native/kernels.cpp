@@ -3,7 +3,6 @@
 // Every kernel computes one row (token, query) by itself and in a fixed order: its result does not depend on which other
 // rows share the batch. Arithmetic is fp32; bf16 exists in memory only. Layouts are contiguous unless a stride is named.
 
-#include "integers.h"
 #include "softmax.h"
 #include "step.h"
 
@@ -64,14 +63,15 @@ BOTH(thin_linear, (const void* x, const void* w, void* out, i64 M, i64 N, i64 K,
 BOTH(thin_wide_linear, (const void* x, const void* w, float* out, i64 M, i64 N, i64 K, i64 threads),
      thin_linear(CP(x), CP(w), out, M, N, K, threads))
 BOTH(thin_mlp, (const void* x, const void* gate_up, const void* down, void* out, i64 M, i64 D, i64 I, i64 threads),
-     (thin_feed_forward(CP(x), FeedForward<T>{nullptr, nullptr, nullptr, nullptr, CP(gate_up), CP(down), 0, 0, 0, I, 0, 0},
+     (thin_feed_forward(CP(x), FeedForward<T>{nullptr, nullptr, {}, {}, {CP(gate_up), {}}, {CP(down), {}}, 0, 0, 0, I, 0, 0},
                         P(out), M, D, threads)))
 BOTH(thin_moe,
      (const void* x, const void* gate, const float* bias, const void* gate_up, const void* down, const void* shared_up,
       const void* shared_down, void* out, i64 M, i64 D, i64 E, i64 top, i64 I, i64 shared, i64 normalise, float scaling,
       i64 threads),
-     (thin_feed_forward(CP(x), FeedForward<T>{CP(gate), bias, CP(gate_up), CP(down), CP(shared_up), CP(shared_down), E, top,
-                                              I, shared, normalise, scaling}, P(out), M, D, threads)))
+     (thin_feed_forward(CP(x), FeedForward<T>{CP(gate), bias, {CP(gate_up), {}}, {CP(down), {}}, {CP(shared_up), {}},
+                                              {CP(shared_down), {}}, E, top, I, shared, normalise, scaling},
+                        P(out), M, D, threads)))
 extern "C" int glm5_fused_blocks_f32(const FusedBlocks* call) { return fused_blocks<float>(*call); }
 extern "C" int glm5_fused_blocks_bf16(const FusedBlocks* call) { return fused_blocks<bf16>(*call); }
 extern "C" int glm5_decode_step_f32(const DecodeStep* call) { return decode_step<float>(*call); }
@@ -93,5 +93,6 @@ BOTH(nll_backward,
      nll_backward(P(x), lse, targets, grad, M, V, scale))
 BOTH(integer_product,
      (const void* x, const void* values, const float* scales, const int* sums, const i64* bounds, void* out, i64 M, i64 N,
-      i64 K, i64 E, i64 groups, i64 bits),
-     integer_product(CP(x), values, scales, sums, bounds, P(out), M, N, K, E, groups, bits))
+      i64 K, i64 E, i64 groups, i64 bits, i64 threads),
+     (integer_product(CP(x), IntegerMatrix{(const uint8_t*)values, scales, sums, bits, groups}, bounds, P(out), M, N, K, E,
+                      threads)))

@@ -9,8 +9,9 @@
 // rows, start and end of `blocks` are left to this call.
 struct DecodeStep {
     FusedBlocks blocks;
-    Array embed, norm, head;   // [vocab, D], [D], [vocab, D]
-    Array enorm, hnorm, join;  // of the MTP layer: [D], [D], [D, 2 D]; nothing for the trunk
+    Array embed, norm;         // [vocab, D], [D]
+    Array enorm, hnorm;        // of the MTP layer's two inputs: [D], [D]; nothing for the trunk
+    Stored head, join;         // [vocab, D]; of the MTP layer: [D, 2 D]
     Array cos, sin;            // of all positions [positions, R / 2]
     Array columns;             // int64 [4, M]: token ids, rows of the page table, positions, slots in the pools
     Array before;              // of the MTP layer: the trunk's states [M, D]
@@ -77,7 +78,7 @@ struct Step {
             norm_row(before + m * D, (const T*)c.hnorm.data, &both[(2 * m + 1) * D], D, eps);
         }
         Input<T> in(both.get(), M, 2 * D);
-        products<T>(team, in, 2 * D, {{(const T*)c.join.data, D}},
+        products<T>(team, in, 2 * D, {{weight<T>(c.join), D}},
                     [&](int, i64 m, i64 n, v16 y, i64 count) { store16(&x[m * D + n], y, count); });
     }
 
@@ -86,7 +87,7 @@ struct Step {
         i64 M = c.blocks.shape.M, D = c.blocks.shape.D, V = c.vocab;
         float* logits = (float*)c.logits.data + draft * M * V;
         Input<T> in(hidden, M, D);
-        products<T>(team, in, D, {{(const T*)c.head.data, V}},
+        products<T>(team, in, D, {{weight<T>(c.head), V}},
                     [&](int, i64 m, i64 n, v16 y, i64 count) { store16(logits + m * V + n, y, count); });
         const float *scale = (const float*)c.scale.data, *uniforms = (const float*)c.uniforms.data + draft * M;
         i64* best = (i64*)c.best.data + draft * M;
@@ -136,10 +137,10 @@ static Refusal check_step(const DecodeStep& c) {
     i64 M = s.M, D = s.D, all = M * std::max<i64>(1, c.drafts);
     if (!holds(c.embed, c.vocab * D) || !holds(c.norm, D) || !holds(c.hidden, M * D) || !holds(c.columns, 4 * M)) return COUNTS;
     if (!c.cos.data || !c.sin.data || c.cos.count != c.sin.count || c.cos.count % (s.R / 2)) return COUNTS;
-    if (c.join.data && !(holds(c.join, 2 * D * D) && holds(c.enorm, D) && holds(c.hnorm, D) && holds(c.before, M * D)))
+    if (c.join.data && !(holds(c.join, 1, D, 2 * D) && holds(c.enorm, D) && holds(c.hnorm, D) && holds(c.before, M * D)))
         return COUNTS;
     if (c.drafts && (!c.join.data || !c.logits.data)) return COUNTS;
-    if (c.logits.data && !(holds(c.head, c.vocab * D) && holds(c.logits, all * c.vocab) && holds(c.best, all) &&
+    if (c.logits.data && !(holds(c.head, 1, c.vocab, D) && holds(c.logits, all * c.vocab) && holds(c.best, all) &&
                            holds(c.chances, all)))
         return COUNTS;
     if (c.scale.data && !(c.logits.data && holds(c.scale, M) && holds(c.uniforms, all))) return COUNTS;

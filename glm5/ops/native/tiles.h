@@ -3,9 +3,7 @@
 // Every dot product is one sum along the row, whatever the number of rows: bits do not depend on the batch.
 #pragma once
 
-#include "pool.h"
-
-#define ALWAYS_INLINE inline __attribute__((always_inline))
+#include "integers.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define PAIRED_BF16
@@ -65,6 +63,7 @@ struct Input {
     typedef typename Operand<T>::E E;
     Elements<T> own;
     std::vector<const E*> rows;
+    IntegerRows integers;  // the same rounded, once a matrix asks for it
 
     Input(const T* x, i64 count, i64 width) : rows(count) {
         i64 line = padded<T>(width);
@@ -80,8 +79,24 @@ struct Input {
     }
 };
 
+// A matrix [N, K], or a stack of them, to multiply with.
+template <class T>
+struct Weight {
+    const T* plain;
+    IntegerMatrix integers;  // instead, unless its `values` are null
+
+    bool rounds() const { return integers.values; }
+    // From row n on; a multiple of 16 for integers.
+    Weight from(i64 n, i64 K) const {
+        return rounds() ? Weight{nullptr, integers.from(n, K)} : Weight{plain + n * K, {}};
+    }
+    // Matrix e of a stack.
+    Weight of(i64 e, i64 N, i64 K) const { return from(e * (rounds() ? up16(N) : N), K); }
+};
+
 // Four rows of w times XS rows x, lane by lane: acc[4 * m + r] is row r times x[m]. Meanwhile memory
 // from `next` on is asked for.
+#ifdef __AVX512F__
 template <class T, int XS>
 static ALWAYS_INLINE void dots(const T* const* w, const typename Operand<T>::E* const* x, i64 K, const char* next, v16* acc) {
     const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
@@ -112,6 +127,40 @@ static ALWAYS_INLINE void dots(const T* const* w, const typename Operand<T>::E* 
 #undef STEP
     for (int r = 0; r < 4 * XS; r++) acc[r] = sum[r];
 }
+#else
+// So few rows of w at a time that the sums stay in registers, which hold eight numbers.
+template <class T, int XS>
+static ALWAYS_INLINE void dots(const T* const* w, const float* const* x, i64 K, const char* next, v16* acc) {
+    constexpr int G = XS == 1 ? 4 : XS == 2 ? 2 : 1;
+    for (int r = 0; r < 4; r += G) {
+        v8 sum[G][XS][2] = {};
+        auto add = [&](const T* line, int g, i64 i) __attribute__((always_inline)) {
+            v8 low = half(line), high = half(line + 8);
+#pragma GCC unroll 4
+            for (int m = 0; m < XS; m++) {
+                sum[g][m][0] += low * half(x[m] + i);
+                sum[g][m][1] += high * half(x[m] + i + 8);
+            }
+        };
+        i64 i = 0;
+        for (; i + 16 <= K; i += 16) {
+            if (next) {
+                for (i64 at = 0; at < i64(G * 16 * sizeof(T)); at += 64) __builtin_prefetch(next + at, 0, 2);
+                next += G * 16 * sizeof(T);
+            }
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) add(w[r + g] + i, g, i);
+        }
+        for (int g = 0; g < G && i < K; g++) {
+            T rest[16] = {};
+            memcpy(rest, w[r + g] + i, (K - i) * sizeof(T));
+            add(rest, g, i);
+        }
+        for (int m = 0; m < XS; m++)
+            for (int g = 0; g < G; g++) memcpy(&acc[4 * m + r + g], sum[g][m], 64);
+    }
+}
+#endif
 
 // y [XS, 16] = XS rows x times sixteen rows of w.
 template <class T, int XS>
@@ -151,18 +200,38 @@ static void tile16(const T* w, i64 count, i64 K, const typename Operand<T>::E* c
 
 const i64 ROWS = 64;  // rows of a tile: what a thread holds of results fits on its stack
 
+// y [rows, 16] = rows x, or the same as integers, times up to 16 rows of w from row n on. With integers, n is a multiple of
+// 16, and y has 16 results.
+template <class T>
+static void tile16(const Weight<T>& w, i64 n, i64 count, i64 K, const typename Operand<T>::E* const* x, const IntegerRow* rounded,
+                   i64 rows, float* y) {
+    if (!w.rounds()) return tile16(w.plain + n * K, count, K, x, rows, y);
+    integer_rows<1>(rounded, rows, w.integers.from(n, K), K, true, [&](i64 m, i64, v16 out) { at(y + 16 * m) = out; });
+}
+
+// The rows of x as integers, if one of these matrices needs them.
+template <class T, size_t S>
+static void round_for(const Team& team, const Weight<T> (&weights)[S], Input<T>& x, i64 K) {
+    for (const Weight<T>& weight : weights)
+        if (weight.rounds() && x.integers.rows.empty())
+            x.integers.round(team, [&](i64 m) { return x.rows[m]; }, x.rows.size(), K);
+}
+
 template <class T>
 struct Matrix {
-    const T* w;
+    Weight<T> w;
     i64 N;
 };
 
 // x [M, K] times the transposes of several matrices [N, K]: sink(which, m, n, y, count) takes y, up to 16 elements of row
 // m from column n on. Matrices without columns are left out.
 template <class T, size_t S, class F>
-static void products(const Team& team, const Input<T>& x, i64 K, const Matrix<T> (&matrices)[S], const F& sink) {
+static void products(const Team& team, Input<T>& x, i64 K, const Matrix<T> (&matrices)[S], const F& sink) {
     i64 tiles = 0, M = x.rows.size();
-    for (const Matrix<T>& matrix : matrices) tiles += (matrix.N + 15) / 16;
+    for (const Matrix<T>& matrix : matrices) {
+        tiles += (matrix.N + 15) / 16;
+        if (matrix.N) round_for(team, {matrix.w}, x, K);
+    }
     team.each(tiles, 16 * M * K, [&](i64 tile) {
         int which = 0;
         for (; tile >= (matrices[which].N + 15) / 16; which++) tile -= (matrices[which].N + 15) / 16;
@@ -170,7 +239,7 @@ static void products(const Team& team, const Input<T>& x, i64 K, const Matrix<T>
         float y[16 * ROWS];
         for (i64 m0 = 0; m0 < M; m0 += ROWS) {
             i64 rows = std::min(ROWS, M - m0);
-            tile16(matrices[which].w + n * K, count, K, &x.rows[m0], rows, y);
+            tile16(matrices[which].w, n, count, K, &x.rows[m0], x.integers.rows.data() + m0, rows, y);
             for (i64 m = 0; m < rows; m++) sink(which, m0 + m, n, at(y + 16 * m), count);
         }
     });

@@ -10,9 +10,11 @@
 #include <new>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 typedef int64_t i64;
 
@@ -86,6 +88,11 @@ static inline v16& at(float* p) { return *(v16*)p; }
 static inline const v16& at(const float* p) { return *(const v16*)p; }
 static inline v8& half(float* p) { return *(v8*)p; }
 static inline const v8& half(const float* p) { return *(const v8*)p; }
+static inline v8 half(const bf16* p) {
+    typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
+    typedef uint32_t u8v __attribute__((vector_size(32)));
+    return (v8)(__builtin_convertvector(*(const h8*)p, u8v) << 16);
+}
 static inline i64 up16(i64 n) { return (n + 15) / 16 * 16; }
 
 // Working memory that is written before it is read: zeroing it would take as long as a small product. It begins at a line
@@ -137,10 +144,26 @@ static inline float dot(const float* a, const float* b, i64 padded) {
     return hsum(sum);
 }
 
+// Lane i of the result is the sum over the lanes of x[i].
+#if defined(__AVX2__) && !defined(__AVX512F__)
+static ALWAYS_INLINE __m256 hsum8(const v16* x) {
+    __m256 y[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) y[i] = _mm256_loadu_ps((const float*)(x + i)) + _mm256_loadu_ps((const float*)(x + i) + 8);
+    __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
+    return _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31);
+}
+static ALWAYS_INLINE v16 hsum16(const v16* x) {
+    float sums[16];
+    _mm256_storeu_ps(sums, hsum8(x));
+    _mm256_storeu_ps(sums + 8, hsum8(x + 8));
+    return *(const v16*)sums;
+}
+#else
 #define HALVES(a, b, low, high) (__builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high))
 
-// Lane i of the result is the sum over the lanes of x[i].
-static inline __attribute__((always_inline)) v16 hsum16(const v16* x) {
+static ALWAYS_INLINE v16 hsum16(const v16* x) {
     const i16v l8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     const i16v l4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
     const i16v l2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
@@ -153,6 +176,7 @@ static inline __attribute__((always_inline)) v16 hsum16(const v16* x) {
     v16 u = HALVES(z[0], z[1], l2, l2 + 2), v = HALVES(z[2], z[3], l2, l2 + 2);
     return HALVES(u, v, l1, l1 + 1);
 }
+#endif
 
 // Rows of keys, `width` elements each. Query r of Q per batch entry reads its own sequence: without a table batch entry
 // r / Q of data [B, size, width], with one the pages of sequence rows[r] (see glm5/ops/pages.py).
