@@ -53,12 +53,12 @@ vocab_size = 400
 name = "sft"
 rows = 4
 row_length = 128
-conversations = 200
-optim = {{ steps = 16, warmup = 2, final_lr = 6e-3, save_every = 7 }}
+conversations = 2000
+optim = {{ steps = 24, warmup = 2, final_lr = 6e-3, save_every = 7 }}
 
 [[stages]]
 name = "reasoning-rl"
-prompts = 2
+prompts = 8
 group = 16
 max_tokens = 6
 optim = {{ steps = 2, save_every = 1 }}
