@@ -31,19 +31,21 @@ class FusedDecode:
 
     It keeps the locations of the weights, found on first use and again whenever the dtype has changed, and the weights
     that it checked last. They are checked again when a tensor or its memory is another one. Replacing tensors of the
-    blocks is allowed, replacing their modules is not. With `rounds` it multiplies int8 copies of the weights:
-    for drafts, which are verified. `off` turns it off.
+    blocks is allowed, replacing their modules is not. If it is `rounded_from` another, it multiplies int8 copies of the
+    weights: for drafts, which are verified. `off` turns it off, and what is rounded from it.
     """
 
     off = False
 
-    def __init__(self, config: GLM5Config, blocks: Iterable[nn.Module], *, rounds: bool = False) -> None:
-        self._config, self._blocks, self._rounds = config, blocks, rounds
+    def __init__(
+        self, config: GLM5Config, blocks: Iterable[nn.Module], *, rounded_from: FusedDecode | None = None
+    ) -> None:
+        self._config, self._blocks, self._rounded_from = config, blocks, rounded_from
         self._plan: Plan | None = None
 
     def rounded(self) -> FusedDecode:
         """The same blocks with int8 copies of the weights."""
-        return FusedDecode(self._config, self._blocks, rounds=True)
+        return FusedDecode(self._config, self._blocks, rounded_from=self)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """The residual stream x [M, D] after all blocks, [M, D]; writes the tokens' latents and index keys into the
@@ -76,8 +78,11 @@ class FusedDecode:
         """What is known of the blocks; None if they are not supported."""
         plan = self._plan
         if plan is None or plan.dtype != dtype or not plan.copies.current():
-            plan = self._plan = Plan(self._config, list(self._blocks), dtype, IntegerCopies(self._rounds))
-        if self.off or not plan.suits or any(not experts.multiplies for experts in plan.experts):
+            plan = self._plan = Plan(
+                self._config, list(self._blocks), dtype, IntegerCopies(self._rounded_from is not None)
+            )
+        off = self.off or (self._rounded_from is not None and self._rounded_from.off)
+        if off or not plan.suits or any(not experts.multiplies for experts in plan.experts):
             return None
         return None if any(indexer.rule is not None for indexer in plan.indexers) else plan
 
@@ -91,23 +96,23 @@ class IntegerCopies:
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
-        self._sources: list[tuple[Location, Tensor, int]] = []
+        self._sources: list[tuple[Location, Tensor, int, int]] = []
 
     def take(self, place: Location) -> IntegerWeight | None:
-        """The copy of the weight at a place."""
+        """The copy of the weight at a place; None if it would not be known when the weight is written to."""
         weight: Tensor = place[0][place[1]]
-        if not self.wanted or weight.is_meta:
+        if not self.wanted or weight.is_meta or weight.is_inference():
             return None
-        self._sources.append((place, weight, _version(weight)))
+        self._sources.append((place, weight, weight.data_ptr(), weight._version))
         return integer_weight(quantise(weight.detach(), INT8_CHANNEL))
 
     def current(self) -> bool:
-        """Whether the weights are the same and nothing has been written to them since they were copied."""
-        return all(where[name] is own and _version(own) == count for (where, name), own, count in self._sources)
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
+        """Whether the weights are the same, in the same memory, and torch knows of no writing to it since they were
+        copied. (Of writing through `data` or numpy it does not know.)"""
+        return all(
+            module[name] is own and own.data_ptr() == address and own._version == count
+            for (module, name), own, address, count in self._sources
+        )
 
 
 class Plan:

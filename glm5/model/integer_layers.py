@@ -15,20 +15,13 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.layers import Linear
 from glm5.model.moe import Experts
 from glm5.ops.integers import IntegerWeight, fits, integer_weight
-from glm5.ops.quantisers import INT8_CHANNEL, INT8_TOKEN, Quantised, quantise
+from glm5.ops.quantisers import INT8_TOKEN, Quantised
 
 QuantisedOf = Callable[[str, Tensor], Quantised | None]
 """The quantised matrix of a disk name, given the plain one (perhaps without memory); None if there is none."""
 
 READ = ("lm_head", "kv_b_proj", "eh_proj")
 """Layers whose weights others read too: halves of kv_b_proj are folded into queries and values."""
-
-
-@torch.no_grad()
-def hold_head(model: GLM5ForCausalLM) -> None:
-    """Let decoding multiply with the output matrix in int8, which is a large part of a small model's. The weight stays,
-    because others read it."""
-    model.lm_head.integers = integer_weight(quantise(model.lm_head.weight, INT8_CHANNEL))
 
 
 @torch.no_grad()

@@ -211,7 +211,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, ranges: tuple[Tensor, Tenso
     Query t of sequence b attends to keys ranges[0][b, t] .. ranges[1][b, t] - 1 (int64 [B, T]); its output is 0 if it
     has none. `ranges=None` means plain causal attention with T = S. Scores, softmax and sums are fp32 (fp64 for fp64).
     """
-    if ranges is None and narrow.product_dtype(q.dtype, q.device) == q.dtype:
+    if ranges is None and (not q.numel() or narrow.product_dtype(q.dtype, q.device) == q.dtype):
         return _causal(q, k, v, scale)
     if ranges is None:  # with a gradient of ours, backward keeps no fp32 copies
         end = torch.arange(1, q.shape[2] + 1, device=q.device).expand(q.shape[0], -1)

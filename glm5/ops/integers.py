@@ -19,6 +19,9 @@ from glm5.ops.wide import wide
 GROUP = 128
 """Scales of 4-bit weights are for multiples of so many columns, or for all columns."""
 
+MOST_COLUMNS = 1 << 17
+"""Sums of so many products of int8 numbers stay below 2^31."""
+
 
 @dataclass(frozen=True)
 class IntegerWeight:
@@ -67,7 +70,7 @@ class IntegerWeight:
 def fits(form: Quantiser, columns: int) -> bool:
     """Whether weights of this form and width can be multiplied in integers."""
     group = form.group or columns
-    if form.fp8 or columns % group:
+    if form.fp8 or columns > MOST_COLUMNS or columns % group:
         return False
     if form.bits == 8:
         return group == columns
@@ -96,20 +99,20 @@ def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = No
     With a stack, rows bounds[e] to bounds[e + 1] are multiplied with expert e; the last of the integers bounds [E + 1]
     is M.
     """
-    experts = weight.values.shape[0] if weight.values.ndim == 5 else 0
+    experts = weight.values.shape[0] if weight.values.ndim == 5 else None
     if x.ndim != 2 or x.shape[1] != weight.columns:
         raise ValueError(f"rows of shape {list(x.shape)} do not fit weights with {weight.columns} columns")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("integer products have no gradient; load the checkpoint without integers to train")
-    if (bounds is None) != (experts == 0) or (bounds is not None and bounds.shape != (experts + 1,)):
-        raise ValueError(f"bounds do not fit {f'{experts} experts' if experts else 'one matrix'}")
+    if (bounds is None) != (experts is None) or (experts is not None and bounds.shape != (experts + 1,)):  # type: ignore[union-attr]
+        raise ValueError(f"bounds do not fit {'one matrix' if experts is None else f'{experts} experts'}")
     native = kernels(x)
     if native is None or not weight.values.is_cpu:
         return _reference(x, weight, bounds)
     x, out = x.contiguous(), x.new_empty(x.shape[0], weight.rows)
     whole = torch.tensor([0, x.shape[0]]) if bounds is None else bounds.long().contiguous()
-    if int(whole[-1]) != x.shape[0]:
-        raise ValueError(f"bounds end at {int(whole[-1])}, and there are {x.shape[0]} rows")
+    if int(whole[0]) or int(whole[-1]) != x.shape[0] or bool((whole.diff() < 0).any()):
+        raise ValueError(f"bounds must rise from 0 to {x.shape[0]} rows, not from {int(whole[0])} to {int(whole[-1])}")
     native.integer_product(
         x, weight.values, weight.scales, weight.sums, whole, out, x.shape[0], weight.rows, weight.columns,
         len(whole) - 1, weight.groups, weight.bits, torch.get_num_threads(),

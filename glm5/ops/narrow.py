@@ -38,7 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in the dtype of x; differentiable."""
     if not _widens(x, weight):
         return F.linear(x, weight, bias)
-    return _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+    return _Product.apply(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:

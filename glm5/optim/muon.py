@@ -210,6 +210,8 @@ class Muon(torch.optim.Optimizer):
                     eps=group["eps"],
                     maximize=False,
                 )
+                if fused:  # torch does not count what it writes, and copies of weights go by the count
+                    torch.autograd.graph.increment_version([local(p) for p in held])
         if self.watch_updates:
             for p in params:
                 self._watch(p, (0, 0), self._adamw_update(p, group))

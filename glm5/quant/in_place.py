@@ -10,13 +10,13 @@ from torch import Tensor
 from glm5.device import choose_device
 from glm5.errors import ConfigError
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.integer_layers import hold_head, hold_integers
+from glm5.model.integer_layers import hold_integers
 from glm5.model.rounding import round_activations
 from glm5.ops.quantisers import Quantised, Quantiser, quantise
 from glm5.quant.schemes import Scheme, scheme_named
 
 SHORT = {"int8": "w8a8", "int4": "w4a8"}
-"""Other names of schemes that can be made while loading. Decoding then has the output matrix in int8 too."""
+"""Other names of schemes that can be made while loading."""
 
 
 def load_for_inference(path: Path, dtype: str, device: str, quantize: str | None) -> GLM5ForCausalLM:
@@ -44,8 +44,6 @@ def quantise_in_place(model: GLM5ForCausalLM, name: str) -> None:
     scheme.check(model)
     round_activations(model, lambda layer: _activation(scheme, layer, model))
     hold_integers(model, lambda disk, weight: _quantised(scheme, disk, weight, model))
-    if name in SHORT:
-        hold_head(model)
 
 
 def _activation(scheme: Scheme, layer: str, model: GLM5ForCausalLM) -> Quantiser | None:

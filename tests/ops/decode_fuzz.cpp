@@ -31,33 +31,65 @@ struct Case {
         return numbers<U>(count, +[] { return U{}; });
     }
 
+    static Stored plain(const Array& a) { return {a.data, a.count, nullptr, nullptr, 0, 0}; }
+
+    // E matrices [N, K]: plain, or integers of random bytes with `bits` 8 or 4 (if K allows).
+    Stored matrix(i64 E, i64 N, i64 K, int bits) {
+        if (bits == 0 || (bits == 4 && K % 8)) return plain(weights(E * N * K));
+        i64 Np = up16(N), line = IntegerMatrix::line(K, bits), groups = 1;
+        if (bits == 4 && K % 128 == 0 && pick(0, 1)) groups = K / 128;
+        held.emplace_back(E * Np / 16 * line);
+        int8_t* values = (int8_t*)held.back().data();
+        i64 count = held.back().size();
+        for (i64 i = 0; i < count; i++) values[i] = int8_t(source());
+        Array scales = numbers<float>(E * Np * groups, +[] { return float(pick(1, 100)) / (100.0f * 127.0f * 8); });
+        if (bits == 4) return {values, count, (const float*)scales.data, nullptr, bits, groups};
+        Array sums = zeros<int>(E * Np);
+        for (i64 row = 0; row < E * Np; row++)
+            for (i64 k = 0; k < (K + 3) / 4 * 4; k++)
+                ((int*)sums.data)[row] += values[row / 16 * line + k / 4 * 64 + row % 16 * 4 + k % 4];
+        return {values, count, (const float*)scales.data, (const int*)sums.data, bits, groups};
+    }
+
     int run() {
         DecodeStep c{};
         FusedBlocks& b = c.blocks;
         const i64 page = 64;
-        i64 M = pick(0, 3) ? pick(1, 7) : pick(60, 140), D = pick(1, 70), L = pick(1, 40), N = pick(1, 6), H = pick(1, 20);
+        i64 M = pick(0, 3) ? pick(1, 7) : pick(0, 1) ? pick(60, 140) : pick(250, 300);
+        i64 D = pick(1, 70), L = pick(1, 40), N = pick(1, 6), H = pick(1, 20);
         i64 R = 2 * pick(1, 9), C = pick(1, 70), V = pick(1, 40), J = pick(1, 9), d = R + pick(0, 40), vocab = pick(1, 90);
         i64 E = pick(1, 9), top = pick(1, E), pages = pick(1, 4), longest = pick(2, pages * page - 8), mtp = pick(0, 1);
-        i64 sequences = pick(1, 5), total = sequences * pages + 1, drafts = mtp ? pick(0, 4) : 0;
+        i64 sequences = pick(1, 5) + M, total = sequences * pages + 1, drafts = mtp ? pick(0, 4) : 0;
         b.version = VERSION, b.bytes = sizeof(DecodeStep), b.layers = pick(1, 3);
         b.shape = {M, D, L, N, H, R, C, V, J, d, pick(1, longest), pages, 6, page};
         b.slots = total * page, b.experts = E, b.per_token = top, b.normalise = pick(0, 1), b.threads = pick(1, 4);
         b.eps = b.latent_eps = 1e-5, b.scale = 0.2, b.scaling = 1.5;
         std::vector<Layer> layers;
-        std::vector<Array> arrays, biases;
+        std::vector<Stored> arrays, biases;
+        int bits = int(pick(0, 2)) * 4;
+        bool mixed = !pick(0, 3);
+        auto form = [&] { return mixed ? int(pick(0, 2)) * 4 : bits; };
+        if (pick(0, 1)) D = pick(0, 2) ? 8 * pick(1, 20) : 128 * pick(1, 3), L = 8 * pick(1, 6), V = 8 * pick(1, 5);
+        b.shape.D = D, b.shape.L = L, b.shape.V = V;
         for (i64 l = 0; l < b.layers; l++) {
             Layer layer{l, l == 0 || pick(0, 1), pick(0, 1), pick(1, 40), pick(0, 40)};
+            if (bits || mixed) layer.inner = 16 * pick(1, 9), layer.shared = 16 * pick(0, 4);
             i64 stack = layer.has_experts ? E : 1;
             layers.push_back(layer);
-            for (i64 n : {D, D, L * D, L, N * (H + R) * L, (C + R) * D, C, N * (H + V) * C, D * N * V})
-                arrays.push_back(weights(n));
-            if (layer.has_indexer)
-                for (i64 n : {J * d * L, d * D, d, d, J * D}) arrays.push_back(weights(n));
-            if (layer.has_experts) arrays.push_back(weights(E * D)), biases.push_back(zeros<float>(E));
-            arrays.push_back(weights(stack * 2 * layer.inner * D));
-            arrays.push_back(weights(stack * layer.inner * D));
+            arrays.push_back(plain(weights(D))), arrays.push_back(plain(weights(D)));
+            arrays.push_back(matrix(1, L, D, form())), arrays.push_back(plain(weights(L)));
+            arrays.push_back(matrix(1, N * (H + R), L, form())), arrays.push_back(matrix(1, C + R, D, form()));
+            arrays.push_back(plain(weights(C))), arrays.push_back(plain(weights(N * (H + V) * C)));
+            arrays.push_back(matrix(1, D, N * V, form()));
+            if (layer.has_indexer) {
+                arrays.push_back(matrix(1, J * d, L, form()));
+                for (i64 n : {d * D, d, d, J * D}) arrays.push_back(plain(weights(n)));
+            }
+            if (layer.has_experts) arrays.push_back(plain(weights(E * D))), biases.push_back(plain(zeros<float>(E)));
+            arrays.push_back(matrix(stack, 2 * layer.inner, D, form()));
+            arrays.push_back(matrix(stack, D, layer.inner, form()));
             if (layer.has_experts && layer.shared)
-                for (i64 n : {2 * layer.shared * D, layer.shared * D}) arrays.push_back(weights(n));
+                arrays.push_back(matrix(1, 2 * layer.shared, D, form())), arrays.push_back(matrix(1, D, layer.shared, form()));
         }
         arrays.insert(arrays.end(), biases.begin(), biases.end());
         b.layer = layers.data(), b.array = arrays.data(), b.arrays = arrays.size();
@@ -65,13 +97,13 @@ struct Case {
         Array table = zeros<i64>(sequences * pages), columns = zeros<i64>(4 * M);
         for (i64 i = 0; i < sequences * pages; i++) ((i64*)table.data)[i] = i + 1;
         for (i64 m = 0; m < M; m++) {
-            i64 *at = (i64*)columns.data + m, row = pick(0, sequences - 1), position = pick(mtp, longest);
+            i64 *at = (i64*)columns.data + m, row = m % sequences, position = std::min<i64>(mtp + m / sequences, longest);
             at[0] = pick(0, vocab - 1), at[M] = row, at[2 * M] = position;
             at[3 * M] = (1 + row * pages + position / page) * page + position % page;
         }
         b.table = table, c.columns = columns, c.vocab = vocab, c.first_key = mtp, c.drafts = drafts;
-        c.embed = weights(vocab * D), c.norm = weights(D), c.head = weights(vocab * D);
-        if (mtp) c.enorm = weights(D), c.hnorm = weights(D), c.join = weights(2 * D * D), c.before = weights(M * D);
+        c.embed = weights(vocab * D), c.norm = weights(D), c.head = matrix(1, vocab, D, form());
+        if (mtp) c.enorm = weights(D), c.hnorm = weights(D), c.join = matrix(1, D, 2 * D, form()), c.before = weights(M * D);
         c.cos = zeros<float>((longest + 5) * (R / 2)), c.sin = zeros<float>((longest + 5) * (R / 2));
         c.hidden = weights(M * D);
         i64 rows = M * std::max<i64>(1, drafts);

@@ -99,5 +99,7 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="bounds do not fit 2 experts"):
         integer_product(numbers(4, 64), weight, torch.tensor([0, 4]))
     if available():
-        with pytest.raises(ValueError, match="bounds end at 5, and there are 4 rows"):
-            integer_product(numbers(4, 64), weight, torch.tensor([0, 2, 5]))
+        for bounds in ([0, 2, 5], [1, 2, 4], [0, 5, 4], [0, -9, 4]):
+            with pytest.raises(ValueError, match="bounds must rise from 0 to 4 rows"):
+                integer_product(numbers(4, 64), weight, torch.tensor(bounds))
+    assert not fits(INT8_CHANNEL, 2**17 + 4)  # sums would not hold in 32 bits

@@ -218,3 +218,17 @@ def test_compiled_and_fake(through_fp32: None) -> None:
         out = narrow.linear(x, weight)
         assert out.shape == (2, 9, 8) and out.dtype == BF16
         assert torch.autograd.grad(out.sum(), weight)[0].shape == weight.shape
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@torch.no_grad()
+def test_what_is_empty(has_bf16: bool) -> None:
+    x = randn(2, 3, 0, seed=1)
+    assert torch.equal(narrow.linear(x, randn(5, 0, seed=2)), torch.zeros(2, 3, 5, dtype=BF16))
+    assert narrow.linear(randn(0, 3, 4, seed=1), randn(5, 4, seed=2)).shape == (0, 3, 5)
+    assert narrow.linear(randn(4, seed=1), randn(5, 4, seed=2)).shape == (5,)
+    for shape in ((0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)):
+        q = randn(*shape, seed=3)
+        assert dense_attention(q, q, q, None, 0.3).shape == shape
+    model = GLM5ForCausalLM(GLM5Config.preset("nano", n_shared_experts=0)).cast(BF16)
+    assert model(torch.arange(40).view(2, 20)).logits.isfinite().all()

@@ -229,7 +229,9 @@ def test_adamw_part_is_torch_adamw(steps: int) -> None:
         for i, (a, b) in enumerate(zip(ours, theirs)):
             a.grad = randn(*a.shape, seed=10 * step + i)
             b.grad = a.grad.clone()
+        versions = [p._version for p in ours]
         mine.step()
+        assert all(p._version > version for p, version in zip(ours, versions))  # copies of weights go by it
         reference.step()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

@@ -155,3 +155,11 @@ def test_drafts_are_rounded_and_tokens_are_not(folders: Path) -> None:
         head, join = step._mtp._matrices
         assert isinstance(head, IntegerWeight) and isinstance(join, IntegerWeight)
         assert torch.equal(head.scales, integer_weight(quantise(model.lm_head.weight.detach(), INT8_CHANNEL)).scales)
+    rounded, stack = step._mtp._blocks, model.mtp.block.mlp.experts.down_proj  # type: ignore[union-attr]
+    with torch.no_grad():
+        known = rounded.plan(model.dtype)
+        assert known is not None and rounded.plan(model.dtype) is known
+        stack.data = stack.data.clone()
+        assert rounded.plan(model.dtype) is not known
+    model.mtp.fused_decode.off = True  # type: ignore[union-attr]
+    assert rounded.plan(model.dtype) is None

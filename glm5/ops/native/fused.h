@@ -57,7 +57,7 @@ static inline bool holds(const Stored& s, i64 E, i64 N, i64 K, i64 halves = 1) {
     i64 rows = E * up16(halves * N);
     bool eight = s.bits == 8 && s.sums && s.groups == 1;
     bool four = s.bits == 4 && s.groups > 0 && K % 8 == 0 && (s.groups == 1 || K % (GROUP * s.groups) == 0);
-    return (eight || four) && s.data && s.scales && (halves == 1 || N % 16 == 0) &&
+    return (eight || four) && K <= 1 << 17 && s.data && s.scales && (halves == 1 || N % 16 == 0) &&
            s.count == rows / 16 * IntegerMatrix::line(K, s.bits);
 }
 

@@ -19,7 +19,7 @@ FLAGS = "-std=c++17 -O3 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-mat
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 LEVELS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _V4 | {"avx512_bf16", "avx512_vnni"}),
     "x86-64-v4": (("-march=x86-64-v4",), _V4),
     "x86-64-v3": (("-march=x86-64-v3",), _V3),
 }
