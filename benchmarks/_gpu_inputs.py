@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from glm5.ops import attention, cross_entropy, dense, elementwise, experts, indexer, indexer_kl, mlapo, rope, route
+from glm5.ops import (
+    attention,
+    cross_entropy,
+    dense,
+    elementwise,
+    experts,
+    indexer,
+    indexer_kl,
+    integers,
+    mlapo,
+    rope,
+    route,
+)  # fmt: skip
 from glm5.ops import sampling as _sampling
 from glm5.ops.indexer_8bit import quantise_rows
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from glm5.ops.pages import Pages, plain_view
+from glm5.ops.quantisers import INT4_GROUP_128, INT8_CHANNEL, Quantiser
 from glm5.ops.triton import Shape
 
-assert all((attention, cross_entropy, dense, elementwise, experts, indexer, indexer_kl, mlapo, rope, route, _sampling))
+MODULES = (
+    attention, cross_entropy, dense, elementwise, experts, indexer, indexer_kl, integers, mlapo, rope, route, _sampling,
+)  # fmt: skip
+"""They define the operators."""
 
 SMALL = dict(queries=48, context=320, topk=64, sequences=3, hidden=768, experts=8, expert_inner=256, vocabulary=5000)
 """What a CPU computes in fp64 within seconds; the widths of heads stay those of the preset."""
 PAGE = 64
+
+
+Make = Callable[["Draw"], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -127,6 +146,22 @@ def _grouped(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, bounds
 
 
+def _integers(form: Quantiser, few: bool = False) -> Make:
+    """Tokens of a prefill chunk, or of a decoding step, times experts in int8 or int4."""
+
+    def make(d: Draw) -> tuple[Any, ...]:
+        s = replace(d.shape, queries=d.shape.sequences) if few else d.shape
+        bounds = TORCH_FORMS["expert_layout"](*_layout(replace(d, shape=s)))[2]
+        rows, groups = s.queries * s.experts_per_token, max(1, s.hidden // (form.group or s.hidden))
+        packed = (s.hidden // 2, 0, 256, torch.uint8) if form.bits == 4 else (s.hidden, -127, 128, torch.int8)
+        weight = d.whole(*packed[1:3], s.experts, 2 * s.expert_inner, packed[0]).to(packed[3])
+        scales = d.normal(s.experts, 2 * s.expert_inner, groups, dtype=torch.float32).abs()
+        x = TORCH_FORMS["round_rows"](d.normal(rows, s.hidden))
+        return (*x, weight, scales, bounds, d.dtype)
+
+    return make
+
+
 def _grouped_weights(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, bounds = _grouped(d)
     return d.normal(x.shape[0], weight.shape[1]), x, bounds
@@ -207,7 +242,6 @@ def _latents(d: Draw) -> tuple[Any, ...]:
     )
 
 
-Make = Callable[[Draw], tuple[Any, ...]]
 WORK: Mapping[str, tuple[str, str, Make]] = {
     "attend": ("attend", "sparse_forward", _attend),
     "attend, paged": ("attend", "sparse_decode", _decode),
@@ -232,7 +266,17 @@ WORK: Mapping[str, tuple[str, str, Make]] = {
         _ranges_backward,
     ),
     "grouped_rows": ("grouped_rows", "grouped_matmul", _grouped),
+    "grouped_rows, decoding": (
+        "grouped_rows",
+        "grouped_matmul_decode",
+        lambda d: _grouped(replace(d, shape=replace(d.shape, queries=d.shape.sequences))),
+    ),
     "grouped_weights": ("grouped_weights", "grouped_weights", _grouped_weights),
+    "round_rows": ("round_rows", "round_rows", lambda d: (d.normal(d.shape.queries, d.shape.hidden),)),
+    "integer_rows": ("integer_rows", "integer_rows", _integers(INT4_GROUP_128)),
+    "integer_rows, int8": ("integer_rows", "integer_rows_int8", _integers(INT8_CHANNEL)),
+    "integer_rows, decoding": ("integer_rows", "integer_rows_decode", _integers(INT4_GROUP_128, few=True)),
+    "integer_rows, int8, decoding": ("integer_rows", "integer_rows_decode_int8", _integers(INT8_CHANNEL, few=True)),
     "mla_latents": ("mla_latents", "mla_latents", _latents),
     "mla_absorb": ("mla_absorb", "mla_absorb", _absorb),
     "rms_norm": ("rms_norm", "rms_norm", _norm),

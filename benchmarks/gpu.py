@@ -85,7 +85,11 @@ def selected_exactly(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     return select_topk(total * scale[0].unsqueeze(1) if scale else total, valid, topk)
 
 
-EXACT: Mapping[str, Callable[..., Any]] = TORCH_FORMS | dict.fromkeys(("select", "select_8bit"), selected_exactly)
+EXACT: Mapping[str, Callable[..., Any]] = {
+    **TORCH_FORMS,
+    **dict.fromkeys(("select", "select_8bit"), selected_exactly),
+    "round_rows": lambda x: TORCH_FORMS["round_rows"](x.float()),  # in fp64, other numbers are halfway
+}
 
 
 def check(name: str, shape: Shape, device: str) -> dict[str, Any]:

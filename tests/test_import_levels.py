@@ -284,6 +284,24 @@ def test_help_loads_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+CORE = """
+import sys
+extras = "fastapi", "starlette", "uvicorn", "httpx", "matplotlib", "pyarrow", "triton", "ray"
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in extras:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+import glm5.launch.pipeline, glm5.engine.engine, glm5.quant.convert
+"""
+
+
+def test_the_core_needs_no_extra() -> None:
+    """Stages, engine and quantization run with what `pip install glm5` brings."""
+    done = subprocess.run([sys.executable, "-c", CORE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_picture_of_the_levels_is_that_of_the_imports() -> None:
     spec = importlib.util.spec_from_file_location("levels", ROOT / "docs" / "levels.py")
     assert spec is not None and spec.loader is not None

@@ -21,7 +21,7 @@ from glm5.cli.options import (
     show,
     tokenizer_app,
 )
-from glm5.errors import UsageError
+from glm5.errors import MissingExtraError, UsageError
 
 
 @tokenizer_app.command("train")
@@ -184,9 +184,11 @@ def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
 
     from glm5.report import build_report, summary_table
 
-    page = build_report(run)
     Console().print(summary_table(_results(run)))
-    typer.echo(f"Report: {page}")
+    try:
+        typer.echo(f"Report: {build_report(run)}")
+    except MissingExtraError as error:  # the run itself is done
+        typer.echo(f"No report: {error}", err=True)
     typer.echo(f"Chat with the result: glm5 serve {run / 'final'}")
 
 

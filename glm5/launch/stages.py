@@ -34,7 +34,7 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
 from glm5.rl.algos import stage_algorithm
-from glm5.rl.drivers.live import LiveDriver
+from glm5.rl.drivers.common import Driver
 from glm5.rl.drivers.logical import LogicalDriver
 from glm5.rl.learner import Agreement
 from glm5.rl.start import StageStart
@@ -260,10 +260,13 @@ def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float
     model, tokenizer = state.need_model(), state.need_tokenizer()
     algorithm = stage_algorithm(stage)
     prepared = algorithm.prepare(StageStart(model, tokenizer, io, partial(_teacher_folder, state, stage)))
-    driver: LogicalDriver | LiveDriver
+    driver: Driver
     if state.recipe.launch is None:
         driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
     else:
+        import glm5.serve  # noqa: F401 - says so if the extra `serve` is missing
+        from glm5.rl.drivers.live import LiveDriver
+
         driver = LiveDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed, state.recipe.launch)
     numbers = driver.run()
     if stage.rollouts == "exact":

@@ -226,7 +226,7 @@ def load_checkpoint(
         if integers:
             reads = plan.reads
             model.census["integers"] = hold_integers(
-                model, lambda name, _: reads[name].read() if name in reads else None
+                model, lambda name, _: reads[name].read() if name in reads else None, device
             )
         try:
             allocate(model, device)

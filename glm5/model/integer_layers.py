@@ -1,11 +1,12 @@
 """Layers that multiply integers instead of plain weights: int8 rows with int8 or int4 matrices (W8A8, W4A8; §5).
 
-For inference on a CPU. The plain weights of such layers have no memory.
+For inference on a CPU or an NVIDIA or AMD GPU. The plain weights of such layers have no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +26,28 @@ READ = ("lm_head", "kv_b_proj", "eh_proj")
 
 
 @torch.no_grad()
-def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf) -> int:
-    """Let every layer that rounds its input to int8 hold the integers of its weights, and free the weights. Returns
-    how many layers do; those whose groups do not fit the kernels stay as they are."""
+def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: torch.device) -> int:
+    """Let every layer that rounds its input to int8 hold the integers of its weights on the device, and free the
+    weights. Returns how many layers do; those whose groups do not fit the kernels stay as they are."""
+
+    def moved(disk: str, weight: Tensor) -> Quantised | None:
+        found = quantised_of(disk, weight)
+        return found and replace(found, values=found.values.to(device), scales=found.scales.to(device))
+
     held = 0
     for name, module in model.named_modules():
         if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN or name.endswith(READ):
             continue
         if isinstance(module, Experts):
-            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
-            down = _stack(model, f"{name}.down_proj", module.down_proj, quantised_of)
+            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, moved)
+            down = _stack(model, f"{name}.down_proj", module.down_proj, moved)
             if up is None or down is None:
                 continue
             module.integers = up, down
             module.gate_up_proj = _without_memory(module.gate_up_proj)
             module.down_proj = _without_memory(module.down_proj)
         else:
-            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), quantised_of)
+            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), moved)
             if weight is None or module.bias is not None:
                 continue
             module.integers, module.weight = weight, _without_memory(module.weight)

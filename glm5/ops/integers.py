@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glm5.ops.experts import grouped_matmul
 from glm5.ops.native import kernels
+from glm5.ops.operators import operator
 from glm5.ops.quantisers import INT8_TOKEN, Quantised, Quantiser, quantise
 from glm5.ops.wide import wide
 
@@ -25,12 +27,15 @@ MOST_COLUMNS = 1 << 17
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight [rows, columns], or a stack [experts, rows, columns], in the form that the kernels multiply with
-    (`IntegerMatrix` of native/integers.h). Rows are padded with zeros to a multiple of 16, columns to one of 4.
+    """A weight [rows, columns], or a stack [experts, rows, columns], in the form that the kernels multiply with.
 
+    On a CPU (`IntegerMatrix` of native/integers.h) rows are padded with zeros to a multiple of 16, columns to one of 4:
     `values` int8 [..., rows / 16, columns / 4, 16, 4], or uint8 [..., rows / 16, columns / 8, 16, 4] with two 4-bit
     values + 8 per byte, those of the first four of 8 columns in the low halves; `scales` fp32 [..., rows / 16, groups,
     16]; `sums` int32 [..., rows] of int8 values, else None.
+
+    On other devices `values` are int8 [..., rows, columns], or uint8 [..., rows, columns / 2] with two neighbours + 8
+    per byte, the first in the low half; `scales` fp32 [..., rows, groups]; no `sums`.
     """
 
     values: Tensor
@@ -41,12 +46,22 @@ class IntegerWeight:
 
     @property
     def bits(self) -> int:
-        return 8 if self.sums is not None else 4
+        return 4 if self.values.dtype == torch.uint8 else 8
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether it has the form for a CPU."""
+        return self.values.ndim > 3
+
+    @property
+    def experts(self) -> int | None:
+        """Matrices of a stack; None for one matrix."""
+        return self.values.shape[0] if self.values.ndim % 2 else None
 
     @property
     def groups(self) -> int:
         """Scales of a row."""
-        return self.scales.shape[-2]
+        return self.scales.shape[-2 if self.interleaved else -1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -59,6 +74,11 @@ class IntegerWeight:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight as a plain tensor [..., rows, columns]."""
         values = self.values
+        if not self.interleaved:
+            if self.bits == 4:
+                values = torch.stack((values & 15, values >> 4), -1).flatten(-2).to(torch.int8) - 8
+            groups = values.unflatten(-1, (self.groups, -1)).to(wide(dtype))
+            return (groups * self.scales.unsqueeze(-1).to(wide(dtype))).flatten(-2).to(dtype)
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), -3).flatten(-4, -3).to(torch.int8) - 8
         values = values.movedim(-2, -3).flatten(-2)[..., : self.columns]
@@ -77,12 +97,18 @@ def fits(form: Quantiser, columns: int) -> bool:
     return group % GROUP == 0 or (group == columns and columns % 8 == 0)
 
 
-def integer_weight(quantised: Quantised) -> IntegerWeight:
-    """The form for multiplying of quantised weights that `fits` allows. Raises ValueError for others."""
+def integer_weight(quantised: Quantised, interleaved: bool | None = None) -> IntegerWeight:
+    """The form for multiplying of quantised weights that `fits` allows, for their device unless `interleaved` says
+    which. Raises ValueError for others."""
     values, (rows, columns) = quantised.values, quantised.values.shape[-2:]
     bits = quantised.form.bits
     if not fits(quantised.form, columns):
         raise ValueError(f"no integer products with groups of {quantised.form.group or columns} of {columns} columns")
+    if not (values.is_cpu if interleaved is None else interleaved):
+        if bits == 4:
+            low, high = (values + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+            values = low | high << 4
+        return IntegerWeight(values.contiguous(), quantised.scales.float().contiguous(), None, rows, columns)
     scales = F.pad(quantised.scales.float(), (0, 0, 0, -rows % 16)).unflatten(-2, (-1, 16)).transpose(-1, -2)
     values = F.pad(values, (0, -columns % 4, 0, -rows % 16))
     sums = values.sum(-1, dtype=torch.int32) if bits == 8 else None
@@ -99,13 +125,15 @@ def integer_product(x: Tensor, weight: IntegerWeight, bounds: Tensor | None = No
     With a stack, rows bounds[e] to bounds[e + 1] are multiplied with expert e; the last of the integers bounds [E + 1]
     is M.
     """
-    experts = weight.values.shape[0] if weight.values.ndim == 5 else None
+    experts = weight.experts
     if x.ndim != 2 or x.shape[1] != weight.columns:
         raise ValueError(f"rows of shape {list(x.shape)} do not fit weights with {weight.columns} columns")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("integer products have no gradient; load the checkpoint without integers to train")
     if (bounds is None) != (experts is None) or (experts is not None and bounds.shape != (experts + 1,)):  # type: ignore[union-attr]
         raise ValueError(f"bounds do not fit {'one matrix' if experts is None else f'{experts} experts'}")
+    if not weight.interleaved:
+        return _rows_on_accelerator(x, weight, bounds)
     native = kernels(x)
     if native is None or not weight.values.is_cpu:
         return _reference(x, weight, bounds)
@@ -128,3 +156,39 @@ def _reference(x: Tensor, weight: IntegerWeight, bounds: Tensor | None) -> Tenso
     edges = bounds.tolist()
     parts = [rounded[a:b] @ own.T for a, b, own in zip(edges, edges[1:], matrix)]
     return torch.cat(parts).to(x.dtype)
+
+
+def _rows_on_accelerator(x: Tensor, weight: IntegerWeight, bounds: Tensor | None) -> Tensor:
+    """`bounds` stay on the device, so they are not checked."""
+    values, scales = weight.values, weight.scales
+    if bounds is None:
+        values, scales = values.unsqueeze(0), scales.unsqueeze(0)
+        bounds = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+    product: Tensor = _integer_rows(*_round_rows(x), values, scales, bounds, x.dtype)
+    return product
+
+
+@operator(
+    "round_rows(Tensor x) -> (Tensor, Tensor)",
+    lambda x: (torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0], 1, dtype=torch.float32)),
+    triton="integer_rows.round_rows",
+)
+def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, I] -> int8 [M, I] and scales fp32 [M, 1]."""
+    rounded = quantise(x, INT8_TOKEN)
+    return rounded.values, rounded.scales
+
+
+@operator(
+    "integer_rows(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, Tensor bounds, ScalarType dtype) -> Tensor",
+    lambda x, _, weight, __, ___, dtype: x.new_empty(x.shape[0], weight.shape[1], dtype=dtype),
+    triton="integer_rows.integer_rows",
+)
+def _integer_rows(
+    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bounds: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rows bounds[e] to bounds[e + 1] of x int8 [M, I] times their scales, times expert e: `weight` int8 [E, O, I] or
+    uint8 [E, O, I / 2], `scales` [E, O, groups], as in `IntegerWeight` -> [M, O]."""
+    kind = torch.promote_types(dtype, scales.dtype)
+    matrices = IntegerWeight(weight, scales, None, weight.shape[1], x.shape[1]).dequantise(kind)
+    return grouped_matmul(x.to(kind) * x_scales.to(kind), matrices, bounds).to(dtype)

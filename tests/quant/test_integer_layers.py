@@ -94,7 +94,7 @@ def test_what_integers_refuse(folders: Path) -> None:
     mixed = GLM5ForCausalLM.from_pretrained(folders / "plain")
     round_activations(mixed, lambda name: INT8_TOKEN)
     forms = {"gate_proj": INT4_CHANNEL, "kv_b_proj": INT8_CHANNEL, "lm_head": INT8_CHANNEL}
-    hold_integers(mixed, lambda disk, w: quantise(w, forms.get(disk.split(".")[-2], INT8_CHANNEL)))
+    hold_integers(mixed, lambda disk, w: quantise(w, forms.get(disk.split(".")[-2], INT8_CHANNEL)), mixed.device)
     held = {name for name, module in mixed.named_modules() if getattr(module, "integers", None)}
     assert "model.layers.0.self_attn.o_proj" in held and "model.layers.0.mlp.down_proj" in held
     assert not any("gate_up" in name or "kv_b" in name or "lm_head" in name or name == "experts" for name in held)

@@ -37,6 +37,7 @@ KERNELS = (
     "range_attention",
     "range_attention_backward",
     "grouped_matmul",
+    "integer_rows",
     "rms_norm",
     "swiglu",
     "rope",

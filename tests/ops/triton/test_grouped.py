@@ -9,12 +9,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from glm5.ops.experts import grouped_matmul
+from glm5.ops.integers import integer_weight
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
+from glm5.ops.quantisers import INT4_CHANNEL, INT4_GROUP_128, INT8_CHANNEL, INT8_TOKEN, Quantiser, quantise
 from tests.ops.triton.interpreter import error, examples, generator, randn, spread
 
 import triton  # isort: skip - after the interpreter was set up
 import triton.language as tl  # isort: skip
 from glm5.ops.triton.kernels import grouped_matmul as kernels  # isort: skip
+from glm5.ops.triton.kernels import integer_rows as integer_kernels  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TILES = dict(ROWS=16, COLUMNS=32, TILE=16)
@@ -62,6 +65,41 @@ test_products, test_products_widely = examples(
     st.sampled_from(["stored", "transposed", "strided"]),
     st.sampled_from([TILES, TILES, None]),
 )(check)  # fmt: skip
+
+
+def check_integers(drawn: tuple[int, ...], form: Quantiser, dtype: torch.dtype, tiles: dict[str, int] | None) -> None:
+    """Rounded rows are those of `quantise`; products are within the roundings of fp32, whichever the tiles."""
+    rows, experts, parts, outer, seed = drawn
+    inner = parts * (128 if form.group else 8)
+    bounds, x = segments(rows, experts, seed), randn(rows, 2 * inner, seed=seed, dtype=dtype)[:, :inner]
+    x[0] = 0
+    rounded, own = quantise(x, INT8_TOKEN), integer_kernels.round_rows(x)
+    assert torch.equal(own[0], rounded.values) and torch.equal(own[1], rounded.scales)
+    weight = integer_weight(quantise(randn(experts, outer, inner, seed=seed + 1), form), interleaved=False)
+    found = integer_kernels.integer_rows(*own, weight.values, weight.scales, bounds, dtype, tiles)
+    left, right = rounded.dequantise(torch.float64), weight.dequantise(torch.float64)
+    exact, size = (TORCH_FORMS["grouped_rows"](*both, bounds) for both in ((left, right), (left.abs(), right.abs())))
+    bound = (4 + weight.groups) * 2.0**-24 + (2.0**-8 if dtype == torch.bfloat16 else 0.0)
+    assert found.dtype == dtype and ((found.double() - exact).abs() <= bound * size).all()
+    form_of = TORCH_FORMS["integer_rows"](*own, weight.values, weight.scales, bounds, torch.float64)
+    assert ((form_of - exact).abs() <= 1e-12 * size).all()
+
+
+test_integers, test_integers_widely = examples(
+    st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5), st.integers(1, 50), st.integers(0, 2**20)),
+    st.sampled_from([INT8_CHANNEL, INT4_CHANNEL, INT4_GROUP_128]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([dict(ROWS=16, COLUMNS=32, TILE=32), dict(ROWS=32, COLUMNS=16, TILE=128), None]),
+)(check_integers)
+
+
+def test_rounding_extreme_rows() -> None:
+    """Halves go to even numbers; zeros, tiny and huge numbers, and more columns than a tile has."""
+    x = torch.stack([torch.arange(5000) % 255 - 127.5 for _ in range(6)])
+    x[0, 0], x[1], x[2], x[3], x[4, 7], x[5, 9] = 127.0, 0.0, 1e-38, 3e38, float("inf"), float("nan")
+    (values, scales), rounded = integer_kernels.round_rows(x), quantise(x, INT8_TOKEN)
+    assert torch.equal(values[:4], rounded.values[:4]) and torch.equal(scales[:5], rounded.scales[:5])
+    assert scales[5].isnan() and scales[4].isinf()
 
 
 def test_other_experts_do_not_matter() -> None:

@@ -62,7 +62,7 @@ def expert_layout(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     sizes = dict(E=num_experts, EXPERTS=power_of_two(num_experts), BLOCK=BLOCK, num_warps=4)
     counts = experts.new_empty(blocks, num_experts, dtype=torch.int32)
     count_experts_kernel[(blocks,)](experts, counts, number, **sizes)
-    slot_of, source = experts.new_empty(2, number).unbind()
+    slot_of, source = experts.new_empty(number), experts.new_empty(number)
     bounds = experts.new_empty(num_experts + 1, dtype=torch.int32)
     totals = experts.new_empty(num_experts, dtype=torch.int32)
     place_experts_kernel[(blocks,)](
