@@ -153,7 +153,9 @@ def _integers(form: Quantiser, few: bool = False) -> Make:
         s = replace(d.shape, queries=d.shape.sequences) if few else d.shape
         bounds = TORCH_FORMS["expert_layout"](*_layout(replace(d, shape=s)))[2]
         rows, groups = s.queries * s.experts_per_token, max(1, s.hidden // (form.group or s.hidden))
-        packed = (s.hidden // 2, 0, 256, torch.uint8) if form.bits == 4 else (s.hidden, -127, 128, torch.int8)
+        packed = (
+            (-(-s.hidden // 128) * 64, 0, 256, torch.uint8) if form.bits == 4 else (s.hidden, -127, 128, torch.int8)
+        )
         weight = d.whole(*packed[1:3], s.experts, 2 * s.expert_inner, packed[0]).to(packed[3])
         scales = d.normal(s.experts, 2 * s.expert_inner, groups, dtype=torch.float32).abs()
         x = TORCH_FORMS["round_rows"](d.normal(rows, s.hidden))

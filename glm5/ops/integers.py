@@ -34,8 +34,9 @@ class IntegerWeight:
     values + 8 per byte, those of the first four of 8 columns in the low halves; `scales` fp32 [..., rows / 16, groups,
     16]; `sums` int32 [..., rows] of int8 values, else None.
 
-    On other devices `values` are int8 [..., rows, columns], or uint8 [..., rows, columns / 2] with two neighbours + 8
-    per byte, the first in the low half; `scales` fp32 [..., rows, groups]; no `sums`.
+    On other devices `values` are int8 [..., rows, columns], or uint8 [..., rows, blocks * 64] for blocks of `GROUP`
+    columns, padded with zeros: byte j of a block has columns j (low half) and j + 64, each + 8. `scales` are fp32 [...,
+    rows, groups]; no `sums`.
     """
 
     values: Tensor
@@ -76,8 +77,9 @@ class IntegerWeight:
         values = self.values
         if not self.interleaved:
             if self.bits == 4:
-                values = torch.stack((values & 15, values >> 4), -1).flatten(-2).to(torch.int8) - 8
-            groups = values.unflatten(-1, (self.groups, -1)).to(wide(dtype))
+                halves = values.unflatten(-1, (-1, GROUP // 2))
+                values = torch.stack((halves & 15, halves >> 4), -2).flatten(-3).to(torch.int8) - 8
+            groups = values[..., : self.columns].unflatten(-1, (self.groups, -1)).to(wide(dtype))
             return (groups * self.scales.unsqueeze(-1).to(wide(dtype))).flatten(-2).to(dtype)
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), -3).flatten(-4, -3).to(torch.int8) - 8
@@ -106,8 +108,9 @@ def integer_weight(quantised: Quantised, interleaved: bool | None = None) -> Int
         raise ValueError(f"no integer products with groups of {quantised.form.group or columns} of {columns} columns")
     if not (values.is_cpu if interleaved is None else interleaved):
         if bits == 4:
-            low, high = (values + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-            values = low | high << 4
+            padded = F.pad(values + 8, (0, -columns % GROUP), value=8).to(torch.uint8)
+            low, high = padded.unflatten(-1, (-1, 2, GROUP // 2)).unbind(-2)
+            values = (low | high << 4).flatten(-2)
         return IntegerWeight(values.contiguous(), quantised.scales.float().contiguous(), None, rows, columns)
     scales = F.pad(quantised.scales.float(), (0, 0, 0, -rows % 16)).unflatten(-2, (-1, 16)).transpose(-1, -2)
     values = F.pad(values, (0, -columns % 4, 0, -rows % 16))
@@ -187,8 +190,8 @@ def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _integer_rows(
     x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bounds: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Rows bounds[e] to bounds[e + 1] of x int8 [M, I] times their scales, times expert e: `weight` int8 [E, O, I] or
-    uint8 [E, O, I / 2], `scales` [E, O, groups], as in `IntegerWeight` -> [M, O]."""
+    """Rows bounds[e] to bounds[e + 1] of x int8 [M, I] times their scales, times expert e: `weight` [E, O, bytes]
+    and `scales` [E, O, groups] as in `IntegerWeight` -> [M, O]."""
     kind = torch.promote_types(dtype, scales.dtype)
     matrices = IntegerWeight(weight, scales, None, weight.shape[1], x.shape[1]).dequantise(kind)
     return grouped_matmul(x.to(kind) * x_scales.to(kind), matrices, bounds).to(dtype)

@@ -93,7 +93,9 @@ def quantise(x: Tensor, form: Quantiser, scales: Tensor | None = None) -> Quanti
 
 def largest_scales(x: Tensor, form: Quantiser) -> Tensor:
     """The scales that map the largest magnitude of each group to the largest value."""
-    return safe_scales(_largest(_operand(x, form), form) / form.largest, form)
+    magnitudes = _largest(_operand(x, form), form)
+    # By a tensor: divided by a number, CUDA multiplies with its inverse, and the last bit would differ from a CPU's.
+    return safe_scales(magnitudes / torch.full_like(magnitudes, form.largest), form)
 
 
 def safe_scales(scales: Tensor, form: Quantiser) -> Tensor:

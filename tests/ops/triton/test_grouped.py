@@ -89,7 +89,7 @@ test_integers, test_integers_widely = examples(
     st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5), st.integers(1, 50), st.integers(0, 2**20)),
     st.sampled_from([INT8_CHANNEL, INT4_CHANNEL, INT4_GROUP_128]),
     st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([dict(ROWS=16, COLUMNS=32, TILE=32), dict(ROWS=32, COLUMNS=16, TILE=128), None]),
+    st.sampled_from([dict(ROWS=16, COLUMNS=32, TILE=128), dict(ROWS=32, COLUMNS=16, TILE=128), None]),
 )(check_integers)
 
 

@@ -15,7 +15,7 @@ from glm5.ops.triton import Case, Shape, power_of_two, target_of, unit_rows
 from glm5.ops.triton.kernels.grouped_matmul import find_tile
 
 GROUP = 128
-"""Groups of columns with a scale of their own are multiples of so many."""
+"""Columns of a block of packed 4-bit numbers; groups with a scale of their own are multiples of it."""
 
 
 @triton.jit
@@ -42,55 +42,55 @@ def round_rows_kernel(x, values, scales, columns, stride, WIDTH: tl.constexpr):
 
 @triton.jit
 def integer_rows_kernel(
-    values, row_scales, weight, scales, bounds, out, outer, inner, group,
+    values, row_scales, weight, scales, bounds, out, outer, inner, row_bytes, group,
     E: tl.constexpr, EXPERTS: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    PACK: tl.constexpr = 8 // BITS
+    # The weight is the left operand: matrix units take it from registers, where 4-bit numbers are unpacked.
     across = tl.cdiv(outer, COLUMNS)
     expert, first, last = find_tile(bounds, tl.program_id(0) // across, E, EXPERTS, ROWS)
     if first < last:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-        bytes_of_row = inner // PACK
-        own = weight + (expert.to(tl.int64) * outer + column[:, None]) * bytes_of_row
+        exists, wanted = (row < last)[None, :], (column < outer)[:, None]
+        own = weight + (expert.to(tl.int64) * outer + column[:, None]) * row_bytes
         own_scales = scales + (expert.to(tl.int64) * outer + column) * (inner // group)
-        whole = tl.zeros([ROWS, COLUMNS], tl.int32)
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        x = values + row[None, :] * inner
+        whole = tl.zeros([COLUMNS, ROWS], tl.int32)
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
         for at in tl.range(0, inner, TILE, disallow_acc_multi_buffer=True):
-            k = at + tl.arange(0, TILE)
-            left = tl.load(
-                values + row[:, None] * inner + k[None, :], mask=(row < last)[:, None] & (k < inner)[None, :], other=0
-            )
-            byte = at // PACK + tl.arange(0, TILE // PACK)
-            right = tl.load(
-                own + byte[None, :], mask=(column < outer)[:, None] & (byte < bytes_of_row)[None, :], other=0
-            )
-            if BITS == 4:
-                right = tl.join(right & 15, right >> 4).reshape([COLUMNS, TILE]).to(tl.int8) - 8
+            if GROUPED:
+                whole = tl.zeros([COLUMNS, ROWS], tl.int32)
+            if BITS == 8:
+                k = at + tl.arange(0, TILE)
+                left = tl.load(own + k[None, :], mask=wanted & (k < inner)[None, :], other=0)
+                right = tl.load(x + k[:, None], mask=exists & (k < inner)[:, None], other=0)
+                whole = tl.dot(left, right, whole, out_dtype=tl.int32)
+            else:
+                k = at + tl.arange(0, TILE // 2)
+                both = tl.load(own + at // 2 + tl.arange(0, TILE // 2)[None, :], mask=wanted, other=0)
+                right = tl.load(x + k[:, None], mask=exists & (k < inner)[:, None], other=0)
+                whole = tl.dot((both & 15).to(tl.int8) - 8, right, whole, out_dtype=tl.int32)
+                k += TILE // 2
+                right = tl.load(x + k[:, None], mask=exists & (k < inner)[:, None], other=0)
+                whole = tl.dot((both >> 4).to(tl.int8) - 8, right, whole, out_dtype=tl.int32)
             if GROUPED:
                 scale = tl.load(own_scales + at // group, mask=column < outer, other=0.0)
-                total += tl.dot(left, tl.trans(right), out_dtype=tl.int32).to(tl.float32) * scale[None, :]
-            else:
-                whole = tl.dot(left, tl.trans(right), whole, out_dtype=tl.int32)
+                total += whole.to(tl.float32) * scale[:, None]
         if not GROUPED:
-            total = whole.to(tl.float32) * tl.load(own_scales, mask=column < outer, other=0.0)[None, :]
-        total = total * tl.load(row_scales + row, mask=row < last, other=0.0)[:, None]
+            total = whole.to(tl.float32) * tl.load(own_scales, mask=column < outer, other=0.0)[:, None]
+        total = total * tl.load(row_scales + row, mask=row < last, other=0.0)[None, :]
         to = out + row[:, None] * outer + column[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=(row < last)[:, None] & (column < outer)[None, :])
+        tl.store(to, tl.trans(total).to(out.dtype.element_ty), mask=(row < last)[:, None] & (column < outer)[None, :])
 
 
 def blocks(target: str, bits: int, few: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Tile sizes and launch options. `few` rows per expert read weights as fast as they can, on many processors; 4-bit
-    weights are unpacked in registers."""
+    """Tile sizes and launch options. `few` rows per expert read weights as fast as they can."""
+    stages = 2 if target.startswith("gfx") else 3
     if few:
-        return {"ROWS": 16, "COLUMNS": 32, "TILE": GROUP}, {"num_warps": 4, "num_stages": 2 if _amd(target) else 4}
-    stages = 2 if _amd(target) else 3
-    return {"ROWS": 128, "COLUMNS": 16 * bits, "TILE": GROUP}, {"num_warps": 8, "num_stages": stages}
-
-
-def _amd(target: str) -> bool:
-    return target.startswith("gfx")
+        return {"ROWS": 16, "COLUMNS": 64, "TILE": GROUP}, {"num_warps": 4, "num_stages": stages + 1}
+    rows = 64 if target == "sm_100" else 128  # without wgmma, operands fill the registers
+    return {"ROWS": rows, "COLUMNS": 128, "TILE": GROUP}, {"num_warps": 8, "num_stages": stages}
 
 
 FEW = 16
@@ -119,7 +119,7 @@ def integer_rows(
     most = rows // sizes["ROWS"] + min(experts, rows)
     groups = scales.shape[-1]
     integer_rows_kernel[(most * triton.cdiv(outer, sizes["COLUMNS"]),)](
-        values, row_scales, weight, scales, bounds, out, outer, inner, inner // groups,
+        values, row_scales, weight, scales, bounds, out, outer, inner, weight.shape[2], inner // groups,
         E=experts, EXPERTS=power_of_two(experts), BITS=bits, GROUPED=groups > 1,
         **sizes, **options,
     )  # fmt: skip
@@ -161,13 +161,13 @@ def _product(shape: Shape, target: str, name: str, bits: int, tokens: int) -> Ca
         function=integer_rows_kernel,
         types={
             **dict(values="*i8", row_scales="*fp32", weight="*u8" if bits == 4 else "*i8", scales="*fp32"),
-            **dict(bounds="*i32", out="*bf16", outer="i32", inner="i32", group="i32"),
+            **dict(bounds="*i32", out="*bf16", outer="i32", inner="i32", row_bytes="i32", group="i32"),
         },
         constants={"E": shape.experts, "EXPERTS": power_of_two(shape.experts), "BITS": bits, "GROUPED": bits == 4}
         | sizes,
         options=options,
         flops=2 * rows * matrix,
         bytes=min(shape.experts, rows) * matrix * bits // 8 + rows * (shape.hidden + 4 * shape.expert_inner),
-        aligned=("outer", "inner", "group"),
+        aligned=("outer", "inner", "row_bytes", "group"),
         rate=2,
     )
