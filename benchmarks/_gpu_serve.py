@@ -22,10 +22,9 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import SamplingParams
 
 ROUNDED = 2**-5
-"""Mean difference of log-probabilities, in nats, to the model in fp32 that the engine in bf16 may always have; more only
-if the model's own pass over whole rows in bf16 has it too."""
+"""Mean difference of log-probabilities, in nats, to the model in fp32 that the engine in bf16 may always have."""
 BESIDE = 1.25
-"""Largest mean difference of the engine over that of the model's own pass, if it is above `ROUNDED`."""
+"""What it may have otherwise, over the difference of the model's own pass over whole rows in bf16."""
 CHUNK = 8192
 """Tokens of a step on a GPU."""
 CACHE_SHARE = 0.3
