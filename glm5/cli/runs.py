@@ -195,7 +195,10 @@ def pipeline(recipe: Recipe, overrides: Overrides = []) -> None:  # noqa: B006
 @app.command()
 def reproduce(
     name: Annotated[
-        str, typer.Argument(help="muon-split, mtp, dsa, reasoning-rl, distillation, lag, topk, icepop or dsa-bonus.")
+        str,
+        typer.Argument(
+            help="One of muon-split, mtp, dsa, reasoning-rl, distillation, lag, topk, icepop, rollout-dtype, dsa-bonus."
+        ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of every variant; default 3.")] = None,

@@ -188,7 +188,9 @@ class PolicyStage(Stage):
     rollouts: Literal["exact", "fast"] = "exact"
     """Numerics of the engine. "exact": the learner's own functions, so both give equal log-probabilities, with MLA bit
     for bit. "fast": fast functions in `rollout_dtype`; the loss must handle the mismatch."""
-    rollout_dtype: Literal["float32", "bfloat16"] = "float32"
+    rollout_dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
+    """Besides types of all numbers: "int8", bf16 with layers that multiply int8 (W8A8), and "fp8", bf16 with weights
+    and activations rounded to FP8 blocks: the numbers of FP8 engines, at the speed of bf16 or less."""
     record: bool = False
     """Write every batch of rollouts to `rollouts.jsonl` beside the metrics; its update can be repeated from there."""
     max_staleness: int = Field(0, ge=0)
@@ -203,6 +205,16 @@ class PolicyStage(Stage):
     """Engine steps on the logical clock per update."""
     env_ticks: int = Field(0, ge=0)
     """Environments answer at multiples of this many engine steps, at least one interval after the request."""
+
+    @property
+    def engine_dtype(self) -> str:
+        """Of the engine's weights and cache."""
+        return "float32" if self.rollout_dtype == "float32" else "bfloat16"
+
+    @property
+    def engine_rounding(self) -> str | None:
+        """The `quantize` of the engine."""
+        return self.rollout_dtype if self.rollout_dtype in ("int8", "fp8") else None
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:

@@ -27,7 +27,7 @@ from glm5.engine.stops import StopStringDetector
 from glm5.engine.weights import check_fit
 from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.quant.in_place import load_for_inference
+from glm5.quant.in_place import load_for_inference, take_weights
 from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
@@ -386,9 +386,7 @@ class Engine:
         self.flush_cache()
 
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self.model.state_dict()
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor, non_blocking=True)
+        take_weights(self.model, tensors)
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:

@@ -23,6 +23,7 @@ from glm5.device import on_host, put
 from glm5.errors import CheckpointError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import whole_config, whole_state
+from glm5.quant.in_place import rounded_names
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
@@ -83,8 +84,8 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     """Copy staged weights into the engine as `version`, between two of its steps.
 
     Running requests use the new weights from their next token. With `hashes`, the tensors that were neither converted
-    nor divided are read back from the engine and compared. Raises EngineError if the engine's memory differs from the
-    staged weights, which only a memory error can cause.
+    nor rounded nor divided are read back from the engine and compared. Raises EngineError if the engine's memory
+    differs from the staged weights, which only a memory error can cause.
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")
@@ -92,8 +93,9 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     engine.update_weights(staged.tensors, version)
     seconds = time.perf_counter() - begun
     if hashes is not None:
-        own = engine.model.state_dict()
+        own, rounded = engine.model.state_dict(), rounded_names(engine.model)
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
+        kinds = {name: kind for name, kind in kinds.items() if name not in rounded}
         same = {name: own[name] for name, kind in kinds.items() if (own[name].dtype, own[name].shape) == kind}
         for name, tensor in same.items():
             if tensor_hash(tensor) != hashes[name].lower():
@@ -101,10 +103,11 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
     return WeightUpdate(version, len(staged.tensors), staged.bytes, seconds, staged.source)
 
 
-def check_copy(model: nn.Module, tensors: Mapping[str, Tensor], version: int) -> None:
+def check_copy(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], version: int) -> None:
     """Raise EngineError for a tensor of the model that differs in any bit from that in `tensors`, after conversion to
-    its type. Compares on the model's device; the host waits for it once."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if tensor.numel()}
+    its type. Compares on the model's device; the host waits for it once. Rounded weights are not compared."""
+    rounded = rounded_names(model)
+    own = {n: tensor for n, tensor in model.state_dict().items() if tensor.numel() and n not in rounded}
     same = []
     for name, tensor in own.items():  # one at a time: no second set of weights
         source = put(tensors[name], tensor.device).to(tensor.dtype)
@@ -150,10 +153,10 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _MAY_DIFFER}
 
 
-def check_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def check_fit(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor]) -> None:
     """Raise EngineError unless the tensors are a complete set of weights for the model, undivided."""
-    if any(getattr(module, "integers", None) for module in model.modules()):
-        raise EngineError("This engine multiplies integers, so its weights cannot be updated; start a new one.")
+    if model.scheme is None and any(getattr(module, "integers", None) for module in model.modules()):
+        raise EngineError("This engine multiplies the integers of its checkpoint, so its weights cannot be updated.")
     own = whole_state(model)
     for name in sorted(own.keys() ^ tensors.keys()):
         what = "is missing" if name in own else "is not in the model"

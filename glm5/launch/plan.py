@@ -218,7 +218,7 @@ def _policy_setting(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, g
 def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int) -> dict[str, int]:
     """Bytes of an RL stage besides the learner's: the engine on the same device with its cache, and other models."""
     total = sizes(config).total
-    item = WIDE if stage.rollout_dtype == "float32" else 2
+    item = WIDE if stage.engine_dtype == "float32" else 2
     concurrency = stage.concurrency or stage.prompts * stage.group
     cache = cache_bytes(config, 1) * item // 2
     together = recipe.launch is None or recipe.launch.engine_device == "auto" or gpus == 1

@@ -105,6 +105,7 @@ class GLM5ForCausalLM(nn.Module):
         self.config = config
         self.census: dict[str, int] = {}
         self.weight_source: WeightSource | None = None  # of a deferred model
+        self.scheme: str | None = None  # by which `quant.in_place` rounds all weights that the model gets
         self.model = GLM5Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.mtp = (

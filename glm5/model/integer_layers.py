@@ -5,7 +5,7 @@ For inference on a CPU or an NVIDIA or AMD GPU. The plain weights of such layers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,25 +29,20 @@ READ = ("lm_head", "kv_b_proj", "eh_proj")
 def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: torch.device) -> int:
     """Let every layer that rounds its input to int8 hold the integers of its weights on the device, and free the
     weights. Returns how many layers do; those whose groups do not fit the kernels stay as they are."""
-
-    def moved(disk: str, weight: Tensor) -> Quantised | None:
-        found = quantised_of(disk, weight)
-        return found and replace(found, values=found.values.to(device), scales=found.scales.to(device))
-
-    held = 0
+    quantised_of, held = _moved(quantised_of, device), 0
     for name, module in model.named_modules():
         if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN or name.endswith(READ):
             continue
         if isinstance(module, Experts):
-            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, moved)
-            down = _stack(model, f"{name}.down_proj", module.down_proj, moved)
+            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
+            down = _stack(model, f"{name}.down_proj", module.down_proj, quantised_of)
             if up is None or down is None:
                 continue
             module.integers = up, down
             module.gate_up_proj = _without_memory(module.gate_up_proj)
             module.down_proj = _without_memory(module.down_proj)
         else:
-            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), moved)
+            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), quantised_of)
             if weight is None or module.bias is not None:
                 continue
             module.integers, module.weight = weight, _without_memory(module.weight)
@@ -56,6 +51,35 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: tor
         if part is not None:
             part.fused_decode.forget()
     return held
+
+
+@torch.no_grad()
+def renew_integers(
+    model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], quantised_of: QuantisedOf, device: torch.device
+) -> None:
+    """Replace the integers of `hold_integers`, in their memory, by those of other weights, by names of `state_dict`."""
+    quantised_of = _moved(quantised_of, device)
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and module.integers is not None:
+            for stack, held in zip(("gate_up_proj", "down_proj"), module.integers):
+                _renew(held, _stack(model, f"{name}.{stack}", tensors[f"{name}.{stack}"], quantised_of))
+        elif isinstance(module, Linear) and module.integers is not None:
+            rows = tensors[f"{name}.weight"]
+            _renew(module.integers, _matrix(model, f"{name}.weight", rows, 0, len(rows), quantised_of))
+
+
+def _renew(held: IntegerWeight, fresh: IntegerWeight | None) -> None:
+    assert fresh is not None
+    for own, other in zip(held.tensors, fresh.tensors, strict=True):
+        own.copy_(other)
+
+
+def _moved(quantised_of: QuantisedOf, device: torch.device) -> QuantisedOf:
+    def moved(disk: str, weight: Tensor) -> Quantised | None:
+        found = quantised_of(disk, weight if weight.is_meta else weight.to(device))
+        return found and replace(found, values=found.values.to(device), scales=found.scales.to(device))
+
+    return moved
 
 
 def _matrix(

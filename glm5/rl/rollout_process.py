@@ -219,8 +219,9 @@ def _fleet(stage: PolicyStage, launch: Launch, folder: Path, most: int, sender: 
     if launch.engine_urls:
         return RemoteFleet(launch.engine_urls, sender=sender)
     options = EngineOptions(
-        exact=stage.rollouts == "exact", max_batch=most, dtype=stage.rollout_dtype, device=launch.engine_device
-    )
+        exact=stage.rollouts == "exact", max_batch=most, dtype=stage.engine_dtype, device=launch.engine_device,
+        quantize=stage.engine_rounding,
+    )  # fmt: skip
     limits = Limits(samples=2 * most, requests=2 * most + 64, tokens=stage.max_context + 1, stop_seconds=0.0)
     if launch.backend == "ray":
         from glm5.rollout.ray_fleet import RayFleet  # the package may be missing

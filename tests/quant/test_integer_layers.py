@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from glm5.engine.engine import Engine
+from glm5.engine.weights import apply, stage, tensor_hash
 from glm5.errors import CheckpointError, ConfigError, EngineError
 from glm5.model.context import LatentCache, cache_context, packed_context
 from glm5.model.fused_decode import FusedDecode
@@ -23,6 +24,7 @@ from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.in_place import quantise_in_place
 from glm5.quant.schemes import scheme_named
 from glm5.records import SamplingParams
+from glm5.rl.weight_sync import publish
 from tests.quant.same_function import lively
 
 IDS = torch.randint(0, 40, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -73,7 +75,7 @@ def test_integers_while_loading(folders: Path, name: str) -> None:
 
 
 def test_what_cannot_be_done_while_loading(folders: Path, small: Callable[..., GLM5ForCausalLM]) -> None:
-    for name in ("paper-w4a8", "w4a16", "fp8"):
+    for name in ("paper-w4a8", "w4a16"):
         with pytest.raises(ConfigError, match="cannot be done while loading"):
             quantise_in_place(small(), name)
     with pytest.raises(ConfigError, match="the device is meta"):
@@ -82,10 +84,35 @@ def test_what_cannot_be_done_while_loading(folders: Path, small: Callable[..., G
         Engine.from_pretrained(folders / "plain", quantize="int8", tp=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_new_weights_are_rounded(folders: Path, name: str, dtype: torch.dtype) -> None:
+    """An engine in low precision that gets weights in fp32 computes as one made of them, in the same memory."""
+    new = GLM5ForCausalLM.from_pretrained(folders / "plain")
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(torch.linspace(0.5, 1.5, parameter.shape[-1]))
+    models = [GLM5ForCausalLM.from_pretrained(folders / "plain", dtype=dtype), new.clone(dtype=dtype)]
+    for model in models:
+        quantise_in_place(model, name)
+    engine, params = Engine(models[0], exact=False), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    before = engine.generate([[1, 2, 3]], params)[0]
+    held = [m.integers for m in models[0].modules() if isinstance(m, Linear) and m.integers is not None]
+    places = [weight.values.data_ptr() for weight in held]
+    publish(new, engine, 1)
+    assert places == [weight.values.data_ptr() for weight in held] and bool(places) == (name != "fp8")
+    assert torch.equal(hidden(models[0]), hidden(models[1])) and not torch.equal(hidden(models[0]), hidden(new))
+    after_it, expected = (e.generate([[1, 2, 3]], params)[0] for e in (engine, Engine(models[1], exact=False)))
+    assert after_it.token_ids == expected.token_ids and after_it.logprobs == expected.logprobs != before.logprobs
+    staged = stage(models[0], folders / "plain", hashes=None)
+    apply(engine, staged, 2, hashes={n: tensor_hash(t) for n, t in staged.tensors.items()})
+    assert engine.generate([[1, 2, 3]], params)[0].logprobs == before.logprobs
+
+
 def test_what_integers_refuse(folders: Path) -> None:
     """Weight updates, clones and gradients; and matrices whose two halves have different forms stay dequantised."""
     engine = Engine.from_pretrained(folders / "w8a8", device="cpu")
-    with pytest.raises(EngineError, match="multiplies integers"):
+    with pytest.raises(EngineError, match="multiplies the integers"):
         engine.update_weights(GLM5ForCausalLM.from_pretrained(folders / "plain").state_dict(), 1)
     with pytest.raises(ConfigError, match="cannot be cloned"):
         engine.model.clone()

@@ -15,6 +15,7 @@ from glm5.errors import RolloutError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
+from glm5.quant.in_place import quantise_in_place
 from glm5.records import Trajectory
 from glm5.rl import replay
 from glm5.rl.algos import Algorithm
@@ -60,8 +61,11 @@ class Driver:
 
     def _make_engine(self, model: GLM5ForCausalLM) -> Engine:
         """An engine in this process, with a copy of the weights of `model`."""
+        own = model.clone(dtype=getattr(torch, self.stage.engine_dtype))
+        if self.stage.engine_rounding is not None:
+            quantise_in_place(own, self.stage.engine_rounding)
         return Engine(
-            model.clone(dtype=getattr(torch, self.stage.rollout_dtype)),
+            own,
             self.tokenizer,
             max_batch=self.controller.concurrency,
             max_length=self.stage.max_context + 1,
