@@ -159,7 +159,7 @@ def serve(
     device: Device = "auto",
     graphs: Annotated[bool, typer.Option(help="Engine: CUDA graphs of decoding, on CUDA devices.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
-    quantize: Annotated[str | None, typer.Option(help="Engine: int8 or int4, rounds weights while loading.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Engine: int8, int4 or fp8, rounds weights.")] = None,
     chat_template: ChatTemplate = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Limit: requests at once (429 beyond).")] = 512,
     max_samples: Annotated[int, typer.Option(min=1, help="Limit: samples of an engine at once (429).")] = 256,

@@ -53,7 +53,7 @@ class EngineOptions:
             names may be divided by commas, one per rank.
         tp: processes over which every layer is divided.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
-        quantize: "int8" or "int4" rounds weights while loading, on a CPU (see `glm5.quant.in_place`).
+        quantize: "int8", "int4" or "fp8" rounds weights while loading, and later ones (see `glm5.quant.in_place`).
     """
 
     exact: bool = False

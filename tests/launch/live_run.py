@@ -47,6 +47,7 @@ max_turns = 2
 max_context = 128
 max_staleness = 2
 record = true
+{stage}
 families = {families}
 optim = {{ steps = {steps}, lr = 1e-4, save_every = {save_every} }}
 """
@@ -67,6 +68,7 @@ class LiveRun:
         port: int = 0,
         ranks: int = 1,
         launch: str = "",
+        stage: str = "",
         python: Path = Path(sys.executable),
         families: str = '[{ name = "arithmetic", weight = 3.0 }, { name = "toolcall" }]',
         forks: Forks | None = None,
@@ -75,6 +77,7 @@ class LiveRun:
         self.recipe = folder / "live.toml"
         fields = {"start": start, "runs": folder / "runs", "steps": steps, "prompts": prompts}
         fields |= {"save_every": save_every, "engines": engines, "port": port, "families": families, "launch": launch}
+        fields["stage"] = stage
         self.recipe.write_text(RECIPE.format(**fields))
         self.ranks, self.python, self.forks = ranks, python, forks
         self.stage = folder / "runs" / "live" / "00-rl"

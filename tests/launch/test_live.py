@@ -150,6 +150,20 @@ def test_weights_go_over_torch_distributed(live: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["memory", "disk", "distributed"])
+def test_engines_in_low_precision_round_every_version(live: Make, transport: str) -> None:
+    run = live(
+        steps=4, launch=f'transport = "{transport}"', stage='rollouts = "fast"\nrollout_dtype = "int8"'
+    )  # fmt: skip
+    run.start()
+    run.finish(240)
+    run.check()
+    rows = read_metrics(run.stage.parent / "metrics.jsonl")
+    assert len(rows) == 4 and 0 < rows[0]["mismatch_max"] < 1  # later ones have tokens of older versions
+    assert all(0.9 < row["ratio_mean"] < 1.1 for row in rows)
+
+
+@pytest.mark.slow
 def test_ranks_share_the_updates(live: Make) -> None:
     """Under torchrun a rank is killed, then Ctrl-C ends all; both times nothing is left, and the command goes on."""
     run = live(steps=8, ranks=2)
