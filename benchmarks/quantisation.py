@@ -3,6 +3,7 @@
     python benchmarks/quantisation.py schemes CHECKPOINT     bits per byte and bytes of every scheme, and of ablations
     python benchmarks/quantisation.py outliers CHECKPOINT    the same with channels of the residual stream made large
     python benchmarks/quantisation.py qat CHECKPOINT         int4 after fine-tuning with and without rounding, 3 seeds
+    python benchmarks/quantisation.py function CHECKPOINT    whether the steps before rounding keep the model's function
 
 CHECKPOINT has a tokenizer; its text is the standard library, of which held-out files are scored. Sizes, seeds and
 schemes are fixed here. Prints one JSON object a line.
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,9 +28,11 @@ from glm5.data.packing import Batch
 from glm5.launch.quantise import Options, calibration_ids, held_out_rows, held_out_score, run
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.rounding import round_activations
+from glm5.quant import convert, rotation
 from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.qat import quantization_aware
-from glm5.quant.schemes import SCHEMES, scheme_named
+from glm5.quant.schemes import SCHEMES, Scheme, scheme_named
 from glm5.quant.smoothing import Junction, input_readers
 from glm5.train.loop import build_optimizer
 from glm5.train.losses import language_loss
@@ -48,11 +53,11 @@ QAT_SCHEMES = ("w4a16", "w4a8")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=("schemes", "outliers", "qat"))
+    parser.add_argument("job", choices=tuple(JOBS))
     parser.add_argument("checkpoint", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        {"schemes": schemes, "outliers": outliers, "qat": qat}[chosen.job](chosen.checkpoint, Path(scratch))
+        JOBS[chosen.job](chosen.checkpoint, Path(scratch))
 
 
 def schemes(checkpoint: Path, scratch: Path) -> None:
@@ -117,10 +122,57 @@ def tune(checkpoint: Path, rows: torch.Tensor, scheme: str | None) -> GLM5ForCau
     return model
 
 
+def same_function(checkpoint: Path, scratch: Path) -> None:
+    """Router choices, selected keys and logits of 4,096 tokens of held-out text, of trunk and two MTP depths, against
+    those in float64: after each step before rounding, in float64 and fp32, and after a rotation that leaves out what
+    the indexer reads."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.quant.same_function import function
+
+    tokenizer = Tokenizer.load(checkpoint)
+    rows, _ = held_out_rows(tokenizer, Options("paper-w4a8", measure=MEASURED))
+    ids = torch.tensor([token for row in rows for token in row][: ROWS * LENGTH]).view(ROWS, LENGTH)
+    plain = GLM5ForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    exact = function(plain, ids)
+
+    def apart(label: str, model: GLM5ForCausalLM) -> None:
+        found = function(model, ids)
+        whole = {name: value for name, value in exact.items() if not value.is_floating_point()}
+        size = {name: float(exact[name].abs().max()) for name in exact.keys() - whole.keys()}
+        show(
+            label,
+            tokens=ids.numel(),
+            experts=sum(int((found[n] != v).sum()) for n, v in whole.items() if "experts" in n),
+            keys=sum(int((found[n] != v).sum()) for n, v in whole.items() if "keys" in n),
+            logits=max(float((found[n] - exact[n]).abs().max()) / size[n] for n in size),
+        )
+
+    apart("fp32 as it is", GLM5ForCausalLM.from_pretrained(checkpoint))
+    calibration = calibration_ids(tokenizer, Options("paper-w4a8").text, ROWS, LENGTH)
+    unrounded = patch.multiple(
+        convert,
+        WORKING=torch.float64,
+        stored_dtype=lambda source: torch.float64,
+        Conversion=type("Unrounded", (convert.Conversion,), {"_rounded_form": lambda self, name: None}),
+    )
+    for steps in (("quarot",), ("awq", "smooth", "ssz"), ("quarot", "awq", "smooth", "ssz")):
+        folder = scratch / "-".join(steps)
+        with unrounded:
+            quantise_checkpoint(checkpoint, folder, Scheme("p", SCHEMES["paper-w4a8"].forms, steps, False), calibration)
+        for dtype in (torch.float64, torch.float32):
+            changed = GLM5ForCausalLM.from_pretrained(folder, dtype=dtype)
+            round_activations(changed, lambda name: None)
+            apart(f"{', '.join(steps)} in {str(dtype).removeprefix('torch.')}", changed)
+    with patch.object(rotation, "query_readers", lambda attention: [attention.q_b_proj.weight]):
+        apart("a rotation that forgets the indexer's queries, in float64", rotation.rotate(plain))
+
+
 def show(label: str, **values: Any) -> None:
     rounded = {key: float(f"{value:.6g}") for key, value in values.items()}
     print(json.dumps({"what": label} | rounded), flush=True)
 
+
+JOBS = {"schemes": schemes, "outliers": outliers, "qat": qat, "function": same_function}
 
 if __name__ == "__main__":
     main()
