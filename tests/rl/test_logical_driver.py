@@ -160,6 +160,21 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
         assert min(rest.started) >= 3 * ((max(stops) - 1) // 2 * 2), "finished updates were repeated"
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_engines_in_low_precision_round_every_version(
+    toy: str, talker: Any, tokenizer: Any, stage_io: Any, dtype: str
+) -> None:
+    """A resumed run, whose engine is made of the weights that the other's was sent, ends with the same ones."""
+    stage = reasoning(steps=4, rollouts="fast", rollout_dtype=dtype)
+    whole, resumed, io = talker(), talker(7), stage_io("whole")
+    run(whole, tokenizer, stage, io)
+    with pytest.raises(KeyboardInterrupt):
+        run(talker(), tokenizer, stage, stage_io("broken", stop_after=3))
+    run(resumed, tokenizer, stage, stage_io("broken"))
+    assert_same(whole, resumed)
+    assert all(0 < row["mismatch_mean"] < 0.2 for row in numbers_of(io))
+
+
 def test_lost_groups_are_replaced(toy: str, talker: Any, tokenizer: Any, stage_io: Any) -> None:
     loop = run(talker(), tokenizer, reasoning(options={"failing": 4}), stage_io())
     used = [g[0].group for _, groups in loop.batches for g in groups]
