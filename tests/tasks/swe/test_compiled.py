@@ -143,6 +143,11 @@ def test_edits_of_c_tests() -> None:
     assert stub is not None and "return 77;" in stub
     twin = sabotaged(text, "t.c", "c", {("two",)}, random.Random(0))
     assert twin == text.replace("TEST_ASSERT_NULL", "TEST_ASSERT_NOT_NULL")
+    plain = (
+        'int main(void)\n{\n    if (f() != 1)\n        fail("f");\n    if (g())\n        help("g");\n    return 0;\n}\n'
+    )
+    twin = sabotaged(plain, "t.c", "c", {("program",)}, random.Random(0))
+    assert twin == plain.replace("(f() != 1)", "(!(f() != 1))")
 
 
 def test_edits_of_rust_tests() -> None:
