@@ -24,7 +24,7 @@ from glm5.tasks.swe.in_room import compiled
 from glm5.tasks.swe.languages.crates import simplify
 from glm5.tasks.swe.languages.imports import Package, open_package
 from glm5.tasks.swe.make import SOURCES, _jobs
-from glm5.tasks.swe.patches import Patches, description, files, weight
+from glm5.tasks.swe.patches import Patches, below, description, files, weight
 from glm5.tasks.swe.versions import Versions
 
 C_SOURCE = "int twice(int x)\n{\n    if (x > 100) {\n        return 100;\n    }\n    return x + x;\n}\n"
@@ -192,6 +192,12 @@ def test_a_patch_taken_back_is_a_candidate(tmp_path: Path) -> None:
     assert candidate.changes == {"src/tiny.c": "int twice(int x)\n{\n    return x + x;\n}\n"}
     assert candidate.origin == {"patch": "fix.patch", "advisory": "CVE-2024-12345"}
     assert description(fix) == "twice() of a large number is too large\nLarge numbers overflow."
+
+
+def test_a_patch_of_a_tree_is_one_of_its_folder() -> None:
+    inside, outside = (PATCH.replace("src/tiny.c", path) for path in ("sub/src/tiny.c", "other/tiny.c"))
+    found = below(Patch("fix.patch", HEADER, outside + inside + f"diff --git a/x b/x\n{outside}"), "sub")
+    assert found == Patch("fix.patch", HEADER, PATCH)
 
 
 def test_a_release_of_a_compiled_language_is_taken_back_by_functions_first(tmp_path: Path) -> None:
