@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from glm5.tasks.swe.candidate import Candidate, Repository
@@ -104,6 +105,17 @@ def taken_back(repository: Repository, group: tuple[Patch, ...]) -> dict[str, st
             except UnicodeDecodeError:
                 return {}
     return found
+
+
+def below(patch: Patch, folder: str) -> Patch:
+    """A patch for a tree's folder as the root: what it changes elsewhere is left out."""
+    inside = []
+    for part in re.split(r"^(?=--- \S+.*\n\+\+\+ \S)", patch.text, flags=re.MULTILINE):
+        if any(path.startswith(folder + "/") for path in files(part)):
+            head = rf"^(--- |\+\+\+ )([^\s/]+/){re.escape(folder)}/"
+            text = re.sub(head, r"\1\2", part, count=2, flags=re.MULTILINE)
+            inside.append(re.split(r"^(?:diff |Index: )", text, maxsplit=1, flags=re.MULTILINE)[0])
+    return replace(patch, text="".join(inside))
 
 
 def files(diff: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Source `versions`: a release's source changes taken back, with the release's own tests.
 
 For two consecutive source distributions, a candidate takes back one hunk, one file, or all source files of the newer
-one. It is a feature if public names are missing then, a refactor (Python only) if they exist under other names. The
+one. In languages that are compiled, where a hunk seldom builds alone, functions, files and all come first, then hunks.
+It is a feature if public names are missing then, a refactor (Python only) if they exist under other names. The
 description is what the newer changelog adds.
 """
 
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from glm5.tasks.swe.candidate import Candidate, Repository
-from glm5.tasks.swe.languages.syntax import Parsed, parse, walk
+from glm5.tasks.swe.languages.compiled import LANGUAGES
+from glm5.tasks.swe.languages.syntax import Node, Parsed, parse, walk
 from glm5.tasks.swe.mutate import runs_alike
 from glm5.tasks.swe.renames import renamed
 
@@ -41,14 +43,23 @@ class Versions:
         )
         changed = {p: (old[p], new[p]) for p in new if p in old and old[p] != new[p]}
         texts: list[dict[str, str | None]] = []
+        late: list[dict[str, str | None]] = []  # what is tried after the others
+        compiled = repository.language in LANGUAGES
         for path, (before, after) in changed.items():
-            hunks = list(taken_back(before, after, path, repository.language))
-            texts += [{path: text} for text in hunks]
-            if len(hunks) > 1:
+            parts = list(taken_back(before, after, path, repository.language))
+            if compiled:
+                late += [{path: text} for text in parts]
+                parts = list(bodies_taken_back(before, after, path, repository.language))
+            texts += [{path: text} for text in parts]
+            if compiled or len(parts) > 1:
                 texts.append({path: before})
         if len(changed) > 1:
             texts.append({path: before for path, (before, _) in changed.items()})
-        random.Random(f"{seed} {repository.name}").shuffle(texts)
+        choice = random.Random(f"{seed} {repository.name}")
+        choice.shuffle(texts)
+        choice.shuffle(late)
+        if compiled:  # a function can be a hunk, and a hunk the only one of its file
+            texts = list({tuple(changes.items()): changes for changes in (*texts, *late)}.values())
         description = scrub(changelog(self.previous, repository.root, repository.version))
         if self.most_lines is not None and len(description) > MOST_DESCRIPTION:
             description = ""
@@ -91,6 +102,31 @@ def taken_back(before: str, after: str, path: str, language: str) -> Iterator[st
         text = "".join([*new[:new_start], *old[old_start:old_end], *new[new_end:]])
         if text != after and _tree(text, path, language) is not None:
             yield text
+
+
+def bodies_taken_back(before: str, after: str, path: str, language: str) -> Iterator[str]:
+    """The newer text with one function's body as in the older one, for each function that both have with the same
+    head once."""
+    old, new = parse(before, path, language), parse(after, path, language)
+    if old is None or new is None:
+        return
+    older, newer = _bodies(old), _bodies(new)
+    for head, body in newer.items():
+        was = older.get(head)
+        if was is not None and body is not None and old.of(was) != new.of(body):
+            raw = new.raw[: body.start_byte] + old.of(was) + new.raw[body.end_byte :]
+            yield raw.decode()
+
+
+def _bodies(tree: Parsed) -> dict[bytes, Node | None]:
+    """The body of each function by the function's text before it; None if several begin alike."""
+    found: dict[bytes, Node | None] = {}
+    for node in walk(tree.root):
+        body = node.child_by_field_name("body") if node.type in tree.syntax.functions else None
+        if body is not None:
+            head = b" ".join(tree.raw[node.start_byte : body.start_byte].split())
+            found[head] = None if head in found else body
+    return found
 
 
 def _tree(text: str, path: str, language: str) -> ast.Module | Parsed | None:

@@ -24,7 +24,8 @@ from glm5.tasks.swe.in_room import compiled
 from glm5.tasks.swe.languages.crates import simplify
 from glm5.tasks.swe.languages.imports import Package, open_package
 from glm5.tasks.swe.make import SOURCES, _jobs
-from glm5.tasks.swe.patches import Patches, description, files, weight
+from glm5.tasks.swe.patches import Patches, below, description, files, weight
+from glm5.tasks.swe.versions import Versions
 
 C_SOURCE = "int twice(int x)\n{\n    if (x > 100) {\n        return 100;\n    }\n    return x + x;\n}\n"
 C_TEST = """\
@@ -142,6 +143,11 @@ def test_edits_of_c_tests() -> None:
     assert stub is not None and "return 77;" in stub
     twin = sabotaged(text, "t.c", "c", {("two",)}, random.Random(0))
     assert twin == text.replace("TEST_ASSERT_NULL", "TEST_ASSERT_NOT_NULL")
+    plain = (
+        'int main(void)\n{\n    if (f() != 1)\n        fail("f");\n    if (g())\n        help("g");\n    return 0;\n}\n'
+    )
+    twin = sabotaged(plain, "t.c", "c", {("program",)}, random.Random(0))
+    assert twin == plain.replace("(f() != 1)", "(!(f() != 1))")
 
 
 def test_edits_of_rust_tests() -> None:
@@ -186,6 +192,26 @@ def test_a_patch_taken_back_is_a_candidate(tmp_path: Path) -> None:
     assert candidate.changes == {"src/tiny.c": "int twice(int x)\n{\n    return x + x;\n}\n"}
     assert candidate.origin == {"patch": "fix.patch", "advisory": "CVE-2024-12345"}
     assert description(fix) == "twice() of a large number is too large\nLarge numbers overflow."
+
+
+def test_a_patch_of_a_tree_is_one_of_its_folder() -> None:
+    inside, outside = (PATCH.replace("src/tiny.c", path) for path in ("sub/src/tiny.c", "other/tiny.c"))
+    found = below(Patch("fix.patch", HEADER, outside + inside + f"diff --git a/x b/x\n{outside}"), "sub")
+    assert found == Patch("fix.patch", HEADER, PATCH)
+
+
+def test_a_release_of_a_compiled_language_is_taken_back_by_functions_first(tmp_path: Path) -> None:
+    pytest.importorskip("tree_sitter_c", reason="tree-sitter's grammar of C is not installed.")
+    gap = "\n".join(f"int spare{number};" for number in range(9))
+    old = f"int low(int x)\n{{\n    return x - 1;\n}}\n{gap}\nint high(int x)\n{{\n    return x + 1;\n}}\n"
+    new = f"int help(int x) {{ return x; }}\n{old.replace('x - 1', 'help(x)').replace('x + 1', 'x + 2')}"
+    for name, text in (("old", old), ("new", new)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.c").write_text(text)
+    there = Repository("a", "1", "MIT", "", tmp_path / "new", (), ("t.c",), (), sources=("a.c",), language="c")
+    found = [str(c.changes["a.c"]) for c in Versions(tmp_path / "old", "0.9").candidates(there, 0)]
+    bodies = {new.replace("return help(x)", "return x - 1"), new.replace("x + 2", "x + 1")}
+    assert len(found) == len(set(found)) and set(found[:3]) == {*bodies, old}
 
 
 def test_the_report_of_googletest() -> None:

@@ -47,6 +47,7 @@ from glm5.tasks.swe.debian import Patch, SourceTree, binary_tree, download, run,
 from glm5.tasks.swe.driver import fill_cache
 from glm5.tasks.swe.languages import compiled, crates
 from glm5.tasks.swe.languages.table import SYNTAX
+from glm5.tasks.swe.patches import below
 from glm5.tasks.swe.repositories import unpack
 
 LISTS = Path(__file__).parent / "packages"
@@ -133,7 +134,8 @@ def open_package(
         root = next(iter(sorted(tree.root.glob(package.folder))), tree.root)
         if root == tree.root or not root.is_dir():
             raise DataError(f"{package.name} {tree.version} has no folder {package.folder}.")
-        tree = replace(tree, root=root)
+        inside = root.relative_to(tree.root).as_posix()
+        tree = replace(tree, root=root, patches=tuple(below(patch, inside) for patch in tree.patches))
     if package.keep:
         tree = replace(tree, root=kept(tree, package.keep, work))
     if package.framework == "cargo":

@@ -135,7 +135,7 @@ def sabotaged(text: str, path: str, language: str, targets: Collection[Name], ch
         if (title,) in targets:
             values = list(_values(source, node, choice)) or list(_negated(source, node, language))
             if source.syntax.macros:
-                values += list(_negated_calls(source, node))
+                values += [*_negated_calls(source, node), *_negated_ifs(source, node)]
             if values:
                 start, end, new = choice.choice(values)
                 edits[start] = (end, new)
@@ -175,6 +175,16 @@ def _negated_calls(source: Parsed, test: Node) -> Iterator[tuple[int, int, bytes
                 yield arguments[0].start_byte, arguments[0].end_byte, b"!(" + source.of(arguments[0]) + b")"
 
 
+def _negated_ifs(source: Parsed, test: Node) -> Iterator[tuple[int, int, bytes]]:
+    """Conditions of C and C++ the other way round, of `if (condition) fail("...");`."""
+    for node in walk(test):
+        then = node.child_by_field_name("consequence") if node.type in source.syntax.ifs else None
+        if then is not None and FAILURE.match(source.of(then)):
+            condition = node.child_by_field_name("condition")
+            yield condition.start_byte, condition.end_byte, b"(!" + source.of(condition) + b")"
+
+
+FAILURE = re.compile(rb"[{\s]*(?:\w*fail\w*|abort|exit|die)\s*\(", re.IGNORECASE)
 OPPOSITE_MACROS = (
     (r"_NOT_NULL", "_NULL"), (r"_NULL", "_NOT_NULL"), (r"_TRUE", "_FALSE"), (r"_FALSE", "_TRUE"),
     (r"_(?:EQ|EQUAL)$", "_NE"), (r"_NE$", "_EQ"),
