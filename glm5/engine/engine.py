@@ -27,7 +27,7 @@ from glm5.engine.stops import StopStringDetector
 from glm5.engine.weights import check_fit
 from glm5.errors import EngineError, RequestFailed
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.quant.in_place import load_for_inference, take_weights
+from glm5.quant.in_place import NewWeights, load_for_inference, new_weights, take_weights
 from glm5.records import Completion, SamplingParams
 from glm5.seeds import derive_seed
 
@@ -374,10 +374,15 @@ class Engine:
         return self._run([self.submit_score(row, params) for row in rows])
 
     @torch.no_grad()
-    def update_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights; `tensors` has the names of `state_dict`. Running requests continue: their caches are
-        recomputed with the new weights before their next token, so exactly one version produces each token."""
-        check_fit(self.model, tensors)
+    def update_weights(self, tensors: Mapping[str, Tensor] | NewWeights, version: int) -> None:
+        """Replace all weights; `tensors` has the names of `state_dict`, or is what `new_weights` made of such.
+
+        Running requests continue: their caches are recomputed with the new weights before their next token, so exactly
+        one version produces each token.
+        """
+        if not isinstance(tensors, NewWeights):
+            check_fit(self.model, tensors)
+            tensors = new_weights(self.model, tensors)
         self._copy_weights(tensors)
         self.weight_version = version
         for request in (*self.scheduler.running, *self.scheduler.waiting):
@@ -386,8 +391,8 @@ class Engine:
         self.scheduler.requeue()
         self.flush_cache()
 
-    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        take_weights(self.model, tensors)
+    def _copy_weights(self, new: NewWeights) -> None:
+        take_weights(self.model, new)
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:

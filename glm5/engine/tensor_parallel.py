@@ -11,7 +11,7 @@ If this process ends, for whatever reason, the other ranks see the end of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from glm5.engine.tensor_parallel_group import Group, bytes_of, cache_digest
 from glm5.errors import ConfigError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import check_divisible, division_of
+from glm5.quant.in_place import NewWeights
 
 
 class SharedPool(KVPool):
@@ -155,11 +156,11 @@ class TpEngine(Engine):
     def _new_runner(self) -> Runner:
         return LeadingRunner(self.group, self.model, self.pool, self.max_batch, self.exact)
 
-    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def _copy_weights(self, new: NewWeights) -> None:
         own, division = self.model.state_dict(), division_of(self.model)
         assert division is not None
         with self.group.together():
-            for name, whole in tensors.items():
+            for name, whole in new.tensors.items():
                 own[name].copy_(division.part(name, whole, 0))
                 for follower in self.group.followers:
                     part = bytes_of(division.part(name, whole, follower.rank).to(own[name].dtype))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glm5.engine.weights import Staged, check_fit, tensor_hash
+from glm5.engine.weights import Staged, staged, tensor_hash
 from glm5.errors import EngineError
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import GLM5ForCausalLM
@@ -136,8 +136,7 @@ class Assembly:
 
     def staged(self) -> Staged:
         """The weights, once they are complete, for `weights.apply`."""
-        check_fit(self._model, self._state)
-        return Staged(self._state, "torch.distributed", sum(t.numel() * t.element_size() for t in self._state.values()))
+        return staged(self._model, self._state, "torch.distributed")
 
 
 class WeightGroup:

@@ -1,8 +1,9 @@
 """New weights for a running engine, in two phases: read and check everything, then copy between two steps.
 
-`stage` does the slow part (files, hashes, shapes) while the engine runs, in any thread. For a directory it needs memory
-for a second set of weights. `apply` copies within memory, in the engine's thread, so no step mixes two versions.
-Errors in the source are found in `stage`; the engine then keeps its weights.
+`stage` does the slow part (files, hashes, shapes, rounding for an engine in low precision) while the engine runs, in
+any thread. For a directory it needs memory for a second set of weights, and for rounded ones on the engine's device.
+`apply` copies within memory, in the engine's thread, so no step mixes two versions. Errors in the source are found in
+`stage`; the engine then keeps its weights.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.model import GLM5Config
-from glm5.device import on_host, put
 from glm5.errors import CheckpointError, EngineError
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.tensor import whole_config, whole_state
-from glm5.quant.in_place import rounded_names
+from glm5.quant.in_place import NewWeights, differing, new_weights
 
 if TYPE_CHECKING:
     from glm5.engine.engine import Engine
@@ -34,9 +34,10 @@ _MAY_DIFFER = {"eos_token_id", "pad_token_id", "max_position_embeddings", "initi
 
 @dataclass(frozen=True)
 class Staged:
-    """Checked weights, by names of the engine's `state_dict`."""
+    """Checked weights, by names of the engine's `state_dict`, and as the engine takes them."""
 
     tensors: Mapping[str, Tensor]
+    new: NewWeights
     source: str
     bytes: int
 
@@ -76,49 +77,44 @@ def stage(
     check_fit(model, tensors)
     if hashes is not None:
         _check_hashes(tensors, hashes)
+    return staged(model, tensors, name)
+
+
+def staged(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], source: str) -> Staged:
+    """Weights without hashes, from `source`. Raises EngineError if they do not fit the model."""
+    check_fit(model, tensors)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return Staged(tensors, name, size)
+    return Staged(tensors, new_weights(model, tensors), source, size)
 
 
 def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, str] | None = None) -> WeightUpdate:
     """Copy staged weights into the engine as `version`, between two of its steps.
 
     Running requests use the new weights from their next token. With `hashes`, the tensors that were neither converted
-    nor rounded nor divided are read back from the engine and compared. Raises EngineError if the engine's memory
-    differs from the staged weights, which only a memory error can cause.
+    nor divided are read back from the engine and compared, rounded ones with what they were rounded to. Raises
+    EngineError if the engine's memory differs from the staged weights, which only a memory error can cause.
     """
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise EngineError(f"weight_version must be an integer of at least 0, not {version!r}.")
     begun = time.perf_counter()
-    engine.update_weights(staged.tensors, version)
+    engine.update_weights(staged.new, version)
     seconds = time.perf_counter() - begun
     if hashes is not None:
-        own, rounded = engine.model.state_dict(), rounded_names(engine.model)
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.tensors.items()}
-        kinds = {name: kind for name, kind in kinds.items() if name not in rounded}
+        own, new = engine.model.state_dict(), staged.new.tensors
+        kinds = {n: (t.dtype, t.shape) for n, t in staged.tensors.items() if new.get(n) is t}
         same = {name: own[name] for name, kind in kinds.items() if (own[name].dtype, own[name].shape) == kind}
         for name, tensor in same.items():
             if tensor_hash(tensor) != hashes[name].lower():
                 raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
+        rounded = {name: tensor for name, tensor in new.items() if tensor is not staged.tensors[name]}
+        check_copy(engine.model, NewWeights(rounded, staged.new.integers), version)
     return WeightUpdate(version, len(staged.tensors), staged.bytes, seconds, staged.source)
 
 
-def check_copy(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], version: int) -> None:
-    """Raise EngineError for a tensor of the model that differs in any bit from that in `tensors`, after conversion to
-    its type. Compares on the model's device; the host waits for it once. Rounded weights are not compared."""
-    rounded = rounded_names(model)
-    own = {n: tensor for n, tensor in model.state_dict().items() if tensor.numel() and n not in rounded}
-    same = []
-    for name, tensor in own.items():  # one at a time: no second set of weights
-        source = put(tensors[name], tensor.device).to(tensor.dtype)
-        same.append(_bits(tensor).eq(_bits(source)).all())
-    for name, good in zip(own, on_host(torch.stack(same)).tolist(), strict=True):
-        if not good:
-            raise EngineError(f'Weight push {version}: tensor "{name}" differs in the engine after the copy.')
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def check_copy(model: GLM5ForCausalLM, new: NewWeights, version: int) -> None:
+    """Raise EngineError for a weight of the model that differs in any bit from `new`."""
+    if names := differing(model, new):
+        raise EngineError(f'Weight push {version}: "{names[0]}" differs in the engine after the copy.')
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -155,7 +151,8 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 def check_fit(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor]) -> None:
     """Raise EngineError unless the tensors are a complete set of weights for the model, undivided."""
-    if model.scheme is None and any(getattr(module, "integers", None) for module in model.modules()):
+    rounds = any(getattr(m, "integers", None) or getattr(m, "activation", None) for m in model.modules())
+    if model.scheme is None and rounds:
         raise EngineError("This engine multiplies the integers of its checkpoint, so its weights cannot be updated.")
     own = whole_state(model)
     for name in sorted(own.keys() ^ tensors.keys()):

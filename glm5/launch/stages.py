@@ -264,7 +264,6 @@ def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float
     if state.recipe.launch is None:
         driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
     else:
-        import glm5.serve  # noqa: F401 - says so if the extra `serve` is missing
         from glm5.rl.drivers.live import LiveDriver
 
         driver = LiveDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed, state.recipe.launch)

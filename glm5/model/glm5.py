@@ -149,8 +149,8 @@ class GLM5ForCausalLM(nn.Module):
         not work: it drops attributes of parameters, such as Muon Split's blocks. The clone of a deferred model is
         deferred.
         """
-        if any(getattr(module, "integers", None) for module in self.modules()):
-            raise ConfigError("a model that holds integers cannot be cloned; load its checkpoint again.")
+        if self.scheme is not None or any(getattr(module, "integers", None) for module in self.modules()):
+            raise ConfigError("a model whose weights are quantised cannot be cloned; load its checkpoint again.")
         config, source = config or self.config, self.weight_source
         fresh = GLM5ForCausalLM.deferred(config, seed=seed).cast(dtype or self.dtype)
         own, drawn = fresh.state_dict(), RandomWeights(seed, config.initializer_range)

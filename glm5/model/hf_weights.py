@@ -88,6 +88,8 @@ def write_checkpoint(
     Weights above `max_shard_size` (bytes, or text such as "5GB") are split over files with an index. One tensor is
     copied at a time. Files of an earlier checkpoint are removed. `model.census` counts what was saved.
     """
+    if model.scheme is not None:
+        raise CheckpointError(f"{folder}: weights rounded by {model.scheme} are not saved; save their source.")
     if model.weight_source is None and any(tensor.is_meta for tensor in model.state_dict().values()):
         raise CheckpointError(f"{folder}: a model on the meta device has no weights to save; load it with them.")
     begin_checkpoint(model, folder, extra, max_shard_size=max_shard_size)

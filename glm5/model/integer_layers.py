@@ -33,6 +33,8 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: tor
     for name, module in model.named_modules():
         if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN or name.endswith(READ):
             continue
+        if isinstance(module, Linear) and not module.weight.numel():  # the shared expert of a model without one
+            continue
         if isinstance(module, Experts):
             up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
             down = _stack(model, f"{name}.down_proj", module.down_proj, quantised_of)
@@ -43,7 +45,7 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: tor
             module.down_proj = _without_memory(module.down_proj)
         else:
             weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), quantised_of)
-            if weight is None or module.bias is not None:
+            if weight is None:
                 continue
             module.integers, module.weight = weight, _without_memory(module.weight)
         held += 1
@@ -54,24 +56,25 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: tor
 
 
 @torch.no_grad()
-def renew_integers(
+def integers_of(
     model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], quantised_of: QuantisedOf, device: torch.device
-) -> None:
-    """Replace the integers of `hold_integers`, in their memory, by those of other weights, by names of `state_dict`."""
-    quantised_of = _moved(quantised_of, device)
+) -> dict[str, tuple[IntegerWeight, ...]]:
+    """What `held_integers` of every layer would be for other weights, by names of `state_dict`; by the layer's name."""
+    quantised_of, found = _moved(quantised_of, device), dict[str, tuple[IntegerWeight | None, ...]]()
     for name, module in model.named_modules():
         if isinstance(module, Experts) and module.integers is not None:
-            for stack, held in zip(("gate_up_proj", "down_proj"), module.integers):
-                _renew(held, _stack(model, f"{name}.{stack}", tensors[f"{name}.{stack}"], quantised_of))
+            names = f"{name}.gate_up_proj", f"{name}.down_proj"
+            found[name] = tuple(_stack(model, stack, tensors[stack], quantised_of) for stack in names)
         elif isinstance(module, Linear) and module.integers is not None:
             rows = tensors[f"{name}.weight"]
-            _renew(module.integers, _matrix(model, f"{name}.weight", rows, 0, len(rows), quantised_of))
+            found[name] = (_matrix(model, f"{name}.weight", rows, 0, len(rows), quantised_of),)
+    return {name: tuple(weight for weight in weights if weight is not None) for name, weights in found.items()}
 
 
-def _renew(held: IntegerWeight, fresh: IntegerWeight | None) -> None:
-    assert fresh is not None
-    for own, other in zip(held.tensors, fresh.tensors, strict=True):
-        own.copy_(other)
+def held_integers(module: nn.Module) -> tuple[IntegerWeight, ...]:
+    """The integers that a layer multiplies with."""
+    held = getattr(module, "integers", None) or ()
+    return held if isinstance(held, tuple) else (held,)
 
 
 def _moved(quantised_of: QuantisedOf, device: torch.device) -> QuantisedOf:

@@ -70,9 +70,14 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
 
+    def reset_parameters(self) -> None:
+        if self.weight.numel():  # a model without shared experts has empty ones, of which torch would warn
+            super().reset_parameters()
+
     def forward(self, x: Tensor, exact: bool = True) -> Tensor:
         if self.integers is not None:
-            return integer_product(x, self.integers)
+            product = integer_product(x, self.integers)
+            return product if self.bias is None else product + self.bias
         if not self.plain:
             x = x if self.activation is None else fake_quantise(x, self.activation)
             weight = self.weight if self.weight_form is None else fake_quantise(self.weight, self.weight_form)

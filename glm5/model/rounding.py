@@ -39,8 +39,9 @@ def layers(model: GLM5ForCausalLM) -> Iterator[tuple[str, Linear | Experts]]:
     """Linear layers and routed experts with the disk name of their first matrix, without ".weight"."""
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            first = disk_parts(f"{name}.weight", model.config, module.weight)[0]
-            yield first.removesuffix(".weight"), module
+            if module.weight.numel():  # a model without shared experts has empty ones
+                first = disk_parts(f"{name}.weight", model.config, module.weight)[0]
+                yield first.removesuffix(".weight"), module
         elif isinstance(module, Experts):
             yield f"{disk_name(name, model.config)}.0.down_proj", module
 

@@ -134,7 +134,8 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     `Module.to_empty` does not work: it drops attributes of parameters, such as Muon Split's blocks. Nor `empty_like` of
     a tensor without storage: it loads sympy (0.6 s, 30 MB). Weights whose layer holds integers stay without.
     """
-    held = {id(p) for m in model.modules() if getattr(m, "integers", None) for p in m.parameters(recurse=False)}
+    holding = [m for m in model.modules() if getattr(m, "integers", None)]
+    held = {id(p) for m in holding for name, p in m.named_parameters(recurse=False) if name != "bias"}
 
     def placed(tensor: Tensor) -> Tensor:
         fresh = tensor.is_meta and id(tensor) not in held

@@ -163,6 +163,8 @@ def _reference(x: Tensor, weight: IntegerWeight, bounds: Tensor | None) -> Tenso
 
 def _rows_on_accelerator(x: Tensor, weight: IntegerWeight, bounds: Tensor | None) -> Tensor:
     """`bounds` stay on the device, so they are not checked."""
+    if not len(x):
+        return x.new_empty(0, weight.rows)
     values, scales = weight.values, weight.scales
     if bounds is None:
         values, scales = values.unsqueeze(0), scales.unsqueeze(0)

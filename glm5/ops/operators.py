@@ -105,12 +105,12 @@ def _triton_kernel(module: str, function: str) -> Function:
 
 def _on_gpu(kernel: Function, form: Function) -> Function:
     """By the kernel, unless the tensors are empty or in fp64, or the GPU is too small for it."""
-    too_large: set[torch.dtype] = set()
+    too_large: set[tuple[torch.dtype, ...]] = set()
 
     def run(*arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        dtype = tensors[0].dtype
-        if dtype in too_large or not all(x.numel() and x.dtype != torch.float64 for x in tensors):
+        dtypes = tuple(x.dtype for x in tensors)
+        if dtypes in too_large or not all(x.numel() and x.dtype != torch.float64 for x in tensors):
             return form(*arguments)
         try:
             with torch.cuda.device(tensors[0].device):  # Triton launches on the current GPU, wherever the tensors are
@@ -118,8 +118,10 @@ def _on_gpu(kernel: Function, form: Function) -> Function:
         except Exception as error:
             if type(error).__name__ != "OutOfResources":  # of Triton, which is not imported here
                 raise
-            too_large.add(dtype)
-            log.warning("A kernel for %s does not fit this GPU; torch computes instead, more slowly: %s", dtype, error)
+            too_large.add(dtypes)
+            log.warning(
+                "A kernel for %s does not fit this GPU; torch computes instead, more slowly: %s", dtypes[0], error
+            )
             return form(*arguments)
 
     return run

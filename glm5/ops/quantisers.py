@@ -106,7 +106,8 @@ def safe_scales(scales: Tensor, form: Quantiser) -> Tensor:
 
 def _operand(x: Tensor, form: Quantiser) -> Tensor:
     x = x.detach()
-    return (x.to(torch.bfloat16) if form.narrow else x).to(wide(x.dtype))
+    # In fp32 whatever the dtype was, or other numbers would be halfway between two integers.
+    return x.to(torch.bfloat16).float() if form.narrow else x.to(wide(x.dtype))
 
 
 def _largest(x: Tensor, form: Quantiser) -> Tensor:

@@ -190,7 +190,7 @@ class Conversion:
                 name = f"{prefix}.{inner}"
                 for disk, view, _ in disk_rows(name, self.config, tensor, 0, tensor.shape[0]):
                     form = self._rounded_form(disk)
-                    if form is None:
+                    if form is None or not view.numel():
                         tensors[disk] = view if "e_score_correction_bias" in disk else view.to(self.dtype)
                         continue
                     rounded = self._rounded(disk, view, form)

@@ -82,7 +82,7 @@ class Scheme:
         for name, tensor in disk_tensors(model).items():
             form = self.form(name, model.config)
             try:
-                if form is not None:
+                if form is not None and tensor.numel():
                     form.weight.columns(tensor.shape[-1])
             except ValueError as error:
                 raise ConfigError(f'scheme "{self.name}" does not fit "{name}": {error}.') from None

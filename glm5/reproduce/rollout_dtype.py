@@ -30,7 +30,7 @@ EXPERIMENT = Experiment(
     name="rollout-dtype",
     title="Rollouts in int8 and FP8",
     section="§3.6",
-    claim="Rollouts in 8 bits teach as much as those in bf16, because IcePop leaves out tokens on which they differ.",
+    claim="RL learns from rollouts in int8 and in FP8.",
     variants=(
         Variant("start", "start"),
         *(Variant(name, f"rollouts in {name}", after="start") for name in DTYPES),

@@ -15,4 +15,4 @@ def publish(model: nn.Module, engine: Engine, version: int) -> None:
     learner's."""
     staged = stage(engine.model, model.state_dict())
     apply(engine, staged, version)
-    check_copy(engine.model, staged.tensors, version)
+    check_copy(engine.model, staged.new, version)

@@ -6,6 +6,6 @@ import importlib.util
 
 from glm5.errors import MissingExtraError
 
-for _package in ("fastapi", "uvicorn"):
+for _package in ("fastapi", "uvicorn", "httpx"):
     if importlib.util.find_spec(_package) is None:
         raise MissingExtraError(_package, "serve")

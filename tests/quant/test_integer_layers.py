@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from glm5.config.model import GLM5Config
 from glm5.engine.engine import Engine
-from glm5.engine.weights import apply, stage, tensor_hash
+from glm5.engine.weights import apply, check_copy, stage, tensor_hash
 from glm5.errors import CheckpointError, ConfigError, EngineError
 from glm5.model.context import LatentCache, cache_context, packed_context
 from glm5.model.fused_decode import FusedDecode
@@ -19,7 +21,8 @@ from glm5.model.layers import Linear
 from glm5.model.rounding import round_activations
 from glm5.ops.integers import IntegerWeight, integer_weight
 from glm5.ops.native import available
-from glm5.ops.quantisers import INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, quantise
+from glm5.ops.quantisers import INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, Quantised, Quantiser, quantise
+from glm5.quant import in_place
 from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.in_place import quantise_in_place
 from glm5.quant.schemes import scheme_named
@@ -109,6 +112,61 @@ def test_new_weights_are_rounded(folders: Path, name: str, dtype: torch.dtype) -
     assert engine.generate([[1, 2, 3]], params)[0].logprobs == before.logprobs
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_an_update_that_fails_changes_nothing(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is rounded before anything is copied, and what was copied is compared."""
+    model = GLM5ForCausalLM.from_pretrained(folders / "plain")
+    quantise_in_place(model, name)
+    engine, before = Engine(model, exact=False), hidden(model)
+    new = {n: tensor * 1.5 for n, tensor in GLM5ForCausalLM.from_pretrained(folders / "plain").state_dict().items()}
+    calls = []
+
+    def short_of_memory(weight: torch.Tensor, form: Quantiser) -> Quantised:
+        calls.append(weight)
+        if len(calls) == 5:
+            raise MemoryError
+        return quantise(weight, form)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(in_place, "quantise", short_of_memory)
+        with pytest.raises(MemoryError):
+            engine.update_weights(new, 1)
+    assert torch.equal(hidden(model), before) and engine.weight_version != 1
+    staged = stage(model, new)
+    apply(engine, staged, 2, hashes={n: tensor_hash(t) for n, t in new.items()})
+    layer = model.model.layers[0].mlp.down_proj
+    (layer.integers.values if layer.integers else layer.weight.data).view(-1)[3] = 9
+    with pytest.raises(EngineError, match=r"layers.0.mlp.down_proj.* differs"):
+        check_copy(model, staged.new, 2)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["no shared expert", "biases"])
+def test_rounding_of_other_models(kind: str, name: str, small: Callable[..., GLM5ForCausalLM], tmp_path: Path) -> None:
+    """In place and from a file; layers with a bias multiply integers, and what is empty stays."""
+    sizes = {"hidden_size": 32, "vocab_size": 40, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4}
+    grouped = {
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "num_hidden_layers": 3,
+        **sizes,
+        **heads,
+    }
+    biased = GLM5ForCausalLM(GLM5Config.preset("glm4.5", **grouped))
+    model = small(n_shared_experts=0) if kind == "no shared expert" else lively(biased)
+    model.save_pretrained(tmp_path / "plain")
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "out", scheme_named({"int8": "w8a8"}.get(name, name)))
+    quantise_in_place(model, name)
+    if kind == "biases" and name == "int8":
+        assert model.model.layers[0].self_attn.q_proj.integers is not None
+    if name == "int8":
+        assert torch.equal(hidden(model), hidden(GLM5ForCausalLM.from_pretrained(tmp_path / "out", integers=True)))
+    done = Engine(model, exact=False).generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+    assert all(math.isfinite(p) for p in done[0].logprobs)
+
+
 def test_what_integers_refuse(folders: Path) -> None:
     """Weight updates, clones and gradients; and matrices whose two halves have different forms stay dequantised."""
     engine = Engine.from_pretrained(folders / "w8a8", device="cpu")
@@ -116,6 +174,18 @@ def test_what_integers_refuse(folders: Path) -> None:
         engine.update_weights(GLM5ForCausalLM.from_pretrained(folders / "plain").state_dict(), 1)
     with pytest.raises(ConfigError, match="cannot be cloned"):
         engine.model.clone()
+    rounded = GLM5ForCausalLM.from_pretrained(folders / "plain")
+    quantise_in_place(rounded, "fp8")
+    for again in ("fp8", "int8"):
+        with pytest.raises(ConfigError, match="quantised already"):
+            quantise_in_place(rounded, again)
+    with pytest.raises(ConfigError, match="cannot be cloned"):
+        rounded.clone()
+    with pytest.raises(CheckpointError, match="not saved"):
+        rounded.save_pretrained(folders / "rounded")
+    activations = Engine(GLM5ForCausalLM.from_pretrained(folders / "w8a8"), exact=False)
+    with pytest.raises(EngineError, match="multiplies the integers"):
+        activations.update_weights(GLM5ForCausalLM.from_pretrained(folders / "plain").state_dict(), 1)
     with pytest.raises(ValueError, match="have no gradient"):
         engine.model(IDS)
     mixed = GLM5ForCausalLM.from_pretrained(folders / "plain")

@@ -560,7 +560,7 @@ def test_a_thread_that_never_started(engine_of: EngineOf) -> None:
         EngineThread(engine_of([5])).check()
 
 
-@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "httpx"])
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "glm5.serve")

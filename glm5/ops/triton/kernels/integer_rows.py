@@ -119,6 +119,7 @@ def integer_rows(
     bits = 4 if weight.dtype == torch.uint8 else 8
     sizes, options = blocks(target_of(values.device), bits, rows <= FEW * experts)
     sizes = tiles or sizes
+    assert bits == 8 or sizes["TILE"] == GROUP, "4-bit numbers are packed in blocks"
     most = rows // sizes["ROWS"] + min(experts, rows)
     groups = scales.shape[-1]
     integer_rows_kernel[(most * triton.cdiv(outer, sizes["COLUMNS"]),)](

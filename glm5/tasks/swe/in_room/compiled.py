@@ -226,7 +226,16 @@ def run_cargo(suite: Any) -> None:
         return
     target = os.path.join(suite.scratch, "target")
     names = [part for file in suite.files for part in ("--test", stem(file))]
-    command = ["cargo", "test", "--offline", "--no-run", "--no-fail-fast", "--message-format=json", *suite.spec["args"], *names]
+    command = [
+        "cargo",
+        "test",
+        "--offline",
+        "--no-run",
+        "--no-fail-fast",
+        "--message-format=json",
+        *suite.spec["args"],
+        *names,
+    ]
     home = os.path.join(suite.scratch, "cargo")
     os.makedirs(home)
     registry = '[source.crates-io]\nreplace-with = "debian"\n[source.debian]\ndirectory = "/usr/share/cargo/registry"\n'
