@@ -302,6 +302,24 @@ def test_a_java_test_file_that_does_not_compile_is_broken_alone(tmp_path: Path) 
     }  # fmt: skip
 
 
+def test_a_rust_test_file_that_does_not_compile_is_broken_alone(tmp_path: Path) -> None:
+    try:
+        environment_mechanism()
+    except GradingError as error:
+        pytest.skip(f"no rooms: {error}")
+    if not glob.glob(NEEDS["rust"]):
+        pytest.skip(f"this machine has no {NEEDS['rust']}.")
+    repository = tiny(tmp_path, "rust")
+    broken = tuple(f"tests/{name}.rs" for name in ("a", "b", "c"))
+    for path in broken:
+        (tmp_path / path).write_text("use missing::library;\n")
+    several = replace(repository, test_files=(*broken, *repository.test_files))
+    run = DRIVERS["rust"].run(several, {}, several.test_files, 60)
+    assert run.outcomes == {
+        **dict.fromkeys(broken, "error"), "tests/all.rs::small": "passed", "tests/all.rs::large": "passed",
+    }  # fmt: skip
+
+
 def test_the_licence_of_most_files(tmp_path: Path) -> None:
     (tmp_path / "LICENSE.md").write_text("\n# The MIT License\n\nPermission is granted\n")
     assert licence(tmp_path) == "The MIT License"
