@@ -114,7 +114,7 @@ def apply(engine: Engine, staged: Staged, version: int, *, hashes: Mapping[str, 
 def check_copy(model: GLM5ForCausalLM, new: NewWeights, version: int) -> None:
     """Raise EngineError for a weight of the model that differs in any bit from `new`."""
     if names := differing(model, new):
-        raise EngineError(f'Weight push {version}: "{names[0]}" differs in the engine after the copy.')
+        raise EngineError(f'Weight push {version}: tensor "{names[0]}" differs in the engine after the copy.')
 
 
 def tensor_hash(tensor: Tensor) -> str:

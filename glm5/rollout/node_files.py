@@ -91,7 +91,8 @@ def _private(parent: Path) -> Path:
 def _locked(folder: Path, kind: int) -> Iterator[IO[bytes] | None]:
     """The lock of the folder, which is made; None if others have it and `kind` says not to wait."""
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # `exist_ok` would raise if others remove it at this moment
+            folder.mkdir(mode=0o700)
         try:
             lock = (folder / LOCK).open("ab")
         except FileNotFoundError:  # the folder has been removed meanwhile

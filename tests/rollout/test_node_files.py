@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,12 +123,15 @@ def test_a_folder_is_whole_while_others_remove_it() -> None:
     children = []
     for _ in range(3):
         if not (pid := os.fork()):
-            end, whole = time.monotonic() + 1.5, False
+            end, whole = time.monotonic() + 1.5, True
             try:
                 while time.monotonic() < end:
+                    whole = False
                     with arrived("run", pieces, lambda _: b"abc") as folder:
                         whole = all((folder / name).read_bytes() == b"abc" for name, _, _ in pieces)
                         assert whole
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(not whole)
         children.append(pid)
