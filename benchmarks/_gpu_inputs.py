@@ -21,9 +21,10 @@ from glm5.ops import (
     mlapo,
     rope,
     route,
-)  # fmt: skip
+)
 from glm5.ops import sampling as _sampling
 from glm5.ops.indexer_8bit import quantise_rows
+from glm5.ops.integers import GROUP
 from glm5.ops.operators import TORCH_FORMS, TRITON_KERNELS
 from glm5.ops.pages import Pages, plain_view
 from glm5.ops.quantisers import INT4_GROUP_128, INT8_CHANNEL, Quantiser
@@ -153,10 +154,11 @@ def _integers(form: Quantiser, few: bool = False) -> Make:
         s = replace(d.shape, queries=d.shape.sequences) if few else d.shape
         bounds = TORCH_FORMS["expert_layout"](*_layout(replace(d, shape=s)))[2]
         rows, groups = s.queries * s.experts_per_token, max(1, s.hidden // (form.group or s.hidden))
-        packed = (
-            (-(-s.hidden // 128) * 64, 0, 256, torch.uint8) if form.bits == 4 else (s.hidden, -127, 128, torch.int8)
-        )
-        weight = d.whole(*packed[1:3], s.experts, 2 * s.expert_inner, packed[0]).to(packed[3])
+        if form.bits == 4:
+            weight = d.whole(0, 256, s.experts, 2 * s.expert_inner, -(-s.hidden // GROUP) * (GROUP // 2))
+        else:
+            weight = d.whole(-127, 128, s.experts, 2 * s.expert_inner, s.hidden)
+        weight = weight.to(torch.uint8 if form.bits == 4 else torch.int8)
         scales = d.normal(s.experts, 2 * s.expert_inner, groups, dtype=torch.float32).abs()
         x = TORCH_FORMS["round_rows"](d.normal(rows, s.hidden))
         return (*x, weight, scales, bounds, d.dtype)

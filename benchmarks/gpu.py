@@ -19,11 +19,11 @@ train. Right: the losses of four bf16 steps, with and without `compile` and in e
 bf16 product reached in the same run (`mfu.measured`) and over the data sheet's, the optimizer's share of a step, peak
 memory beside the predicted one, and how often the host waits for the device in a step.
 
-serve. Right: log-probabilities of greedy tokens are within 2^-5 nats, on average, of the same weights in fp32, or as
-close as 1.25 times those of the model's own pass over whole rows in bf16. Then
-prefill by length and decoding by batch and context, for sparse and dense attention; `share_of_memory_bound` is the time
-to read what a step must read, at the bandwidth of a large copy in the same run, over the measured time. Beside them
-transformers, vLLM and SGLang, if they are installed.
+serve. Right: log-probabilities of greedy tokens are within 2^-5 nats, on average, of the same weights in fp32, or both
+within 1.25 times what the model's own pass over whole rows in bf16 is, and 2^-4. Then prefill by length and decoding by
+batch and context, for sparse and dense attention; `share_of_memory_bound` is the time to read what a step must read, at
+the bandwidth of a large copy in the same run, over the measured time. Beside them transformers, vLLM and SGLang, if
+they are installed.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ from glm5.data.packing import Batch
 from glm5.launch.quantise import Options, calibration_ids, held_out_rows, held_out_score, run
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.model.rounding import round_activations
-from glm5.quant import convert, rotation
+from glm5.quant import rotation
 from glm5.quant.convert import quantise_checkpoint
 from glm5.quant.qat import quantization_aware
-from glm5.quant.schemes import SCHEMES, Scheme, scheme_named
+from glm5.quant.schemes import SCHEMES, scheme_named
 from glm5.quant.smoothing import Junction, input_readers
 from glm5.train.loop import build_optimizer
 from glm5.train.losses import language_loss
@@ -127,7 +126,7 @@ def same_function(checkpoint: Path, scratch: Path) -> None:
     those in float64: after each step before rounding, in float64 and fp32, and after a rotation that leaves out what
     the indexer reads."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.quant.same_function import function
+    from tests.quant.same_function import function, without_rounding
 
     tokenizer = Tokenizer.load(checkpoint)
     rows, _ = held_out_rows(tokenizer, Options("paper-w4a8", measure=MEASURED))
@@ -149,20 +148,10 @@ def same_function(checkpoint: Path, scratch: Path) -> None:
 
     apart("fp32 as it is", GLM5ForCausalLM.from_pretrained(checkpoint))
     calibration = calibration_ids(tokenizer, Options("paper-w4a8").text, ROWS, LENGTH)
-    unrounded = patch.multiple(
-        convert,
-        WORKING=torch.float64,
-        stored_dtype=lambda source: torch.float64,
-        Conversion=type("Unrounded", (convert.Conversion,), {"_rounded_form": lambda self, name: None}),
-    )
     for steps in (("quarot",), ("awq", "smooth", "ssz"), ("quarot", "awq", "smooth", "ssz")):
-        folder = scratch / "-".join(steps)
-        with unrounded:
-            quantise_checkpoint(checkpoint, folder, Scheme("p", SCHEMES["paper-w4a8"].forms, steps, False), calibration)
-        for dtype in (torch.float64, torch.float32):
-            changed = GLM5ForCausalLM.from_pretrained(folder, dtype=dtype)
-            round_activations(changed, lambda name: None)
-            apart(f"{', '.join(steps)} in {str(dtype).removeprefix('torch.')}", changed)
+        changed, _ = without_rounding(checkpoint, scratch / "-".join(steps), steps, calibration)
+        apart(f"{', '.join(steps)} in float64", changed)
+        apart(f"{', '.join(steps)} in float32", changed.clone(dtype=torch.float32))
     with patch.object(rotation, "query_readers", lambda attention: [attention.q_b_proj.weight]):
         apart("a rotation that forgets the indexer's queries, in float64", rotation.rotate(plain))
 

@@ -147,9 +147,9 @@ class Engine:
     ) -> Engine:
         """Load the model and, if the directory has one, the tokenizer. `device` goes to `choose_device`,
         `chat_template` to `Tokenizer.load`, `options` to the constructor. `tp` processes divide every layer (see
-        `tensor_parallel.TpEngine`); `close` ends them. `quantize` names a scheme whose rounding
-        is done while loading ("int8", "int4", "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of
-        checkpoints with int8 activations stay integers."""
+        `tensor_parallel.TpEngine`); `close` ends them. `quantize` names a scheme whose rounding is done
+        while loading ("int8", "int4", "fp8"; see `quant.in_place`). On CPUs and GPUs, integer matrices of checkpoints
+        with int8 activations stay integers."""
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if tp > 1:

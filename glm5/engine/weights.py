@@ -74,15 +74,16 @@ def stage(
         tensors, name = source, "tensors"
     else:
         tensors, name = _read(model, Path(source), tokenizer), str(source)
+    return staged(model, tensors, name, hashes)
+
+
+def staged(
+    model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], source: str, hashes: Mapping[str, str] | None = None
+) -> Staged:
+    """Weights from `source` that are in memory. Raises EngineError if they do not fit the model or their hashes."""
     check_fit(model, tensors)
     if hashes is not None:
         _check_hashes(tensors, hashes)
-    return staged(model, tensors, name)
-
-
-def staged(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], source: str) -> Staged:
-    """Weights without hashes, from `source`. Raises EngineError if they do not fit the model."""
-    check_fit(model, tensors)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return Staged(tensors, new_weights(model, tensors), source, size)
 
@@ -151,7 +152,7 @@ def _meaning(config: GLM5Config) -> dict[str, Any]:
 
 def check_fit(model: GLM5ForCausalLM, tensors: Mapping[str, Tensor]) -> None:
     """Raise EngineError unless the tensors are a complete set of weights for the model, undivided."""
-    rounds = any(getattr(m, "integers", None) or getattr(m, "activation", None) for m in model.modules())
+    rounds = model.quantised or any(getattr(module, "activation", None) for module in model.modules())
     if model.scheme is None and rounds:
         raise EngineError("This engine multiplies the integers of its checkpoint, so its weights cannot be updated.")
     own = whole_state(model)

@@ -115,10 +115,11 @@ def _prepare(folder: Path) -> bool:
 def _check(recipe: RunRecipe, world: int = 1) -> None:
     """Raise errors now that would otherwise come only when their stage begins."""
     check_sinks(recipe.sinks)
-    if recipe.launch is not None and recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise MissingExtraError("ray", "ray")
     if recipe.launch is not None:
         import glm5.serve  # noqa: F401 - says so if the extra is missing
+
+        if recipe.launch.backend == "ray" and importlib.util.find_spec("ray") is None:
+            raise MissingExtraError("ray", "ray")
     check_indexers(recipe)
     if world > 1 or recipe.parallel.ep > 1:
         model = GLM5Config.load(recipe.start) if recipe.start else GLM5Config.preset(recipe.preset, **recipe.model)

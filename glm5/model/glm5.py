@@ -138,6 +138,11 @@ class GLM5ForCausalLM(nn.Module):
             self.weight_source = None
         return self
 
+    @property
+    def quantised(self) -> bool:
+        """Whether weights are not what a plain checkpoint has: layers hold integers, or a scheme rounded them."""
+        return self.scheme is not None or any(getattr(module, "integers", None) for module in self.modules())
+
     def clone(
         self, config: GLM5Config | None = None, *, seed: int = 0, dtype: torch.dtype | None = None
     ) -> GLM5ForCausalLM:
@@ -149,7 +154,7 @@ class GLM5ForCausalLM(nn.Module):
         not work: it drops attributes of parameters, such as Muon Split's blocks. The clone of a deferred model is
         deferred.
         """
-        if self.scheme is not None or any(getattr(module, "integers", None) for module in self.modules()):
+        if self.quantised:
             raise ConfigError("a model whose weights are quantised cannot be cloned; load its checkpoint again.")
         config, source = config or self.config, self.weight_source
         fresh = GLM5ForCausalLM.deferred(config, seed=seed).cast(dtype or self.dtype)

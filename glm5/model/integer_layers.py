@@ -33,21 +33,13 @@ def hold_integers(model: GLM5ForCausalLM, quantised_of: QuantisedOf, device: tor
     for name, module in model.named_modules():
         if not isinstance(module, Linear | Experts) or module.activation != INT8_TOKEN or name.endswith(READ):
             continue
-        if isinstance(module, Linear) and not module.weight.numel():  # the shared expert of a model without one
+        own = {key: weight for key, weight in module.named_parameters(recurse=False) if key != "bias"}
+        found = _integers(model, name, {f"{name}.{key}": weight for key, weight in own.items()}, quantised_of)
+        if found is None:
             continue
-        if isinstance(module, Experts):
-            up = _stack(model, f"{name}.gate_up_proj", module.gate_up_proj, quantised_of)
-            down = _stack(model, f"{name}.down_proj", module.down_proj, quantised_of)
-            if up is None or down is None:
-                continue
-            module.integers = up, down
-            module.gate_up_proj = _without_memory(module.gate_up_proj)
-            module.down_proj = _without_memory(module.down_proj)
-        else:
-            weight = _matrix(model, f"{name}.weight", module.weight, 0, len(module.weight), quantised_of)
-            if weight is None:
-                continue
-            module.integers, module.weight = weight, _without_memory(module.weight)
+        module.integers = found if isinstance(module, Experts) else found[0]  # type: ignore[assignment]
+        for key, weight in own.items():
+            setattr(module, key, _without_memory(weight))
         held += 1
     for part in (model.model, model.mtp):
         if part is not None:
@@ -60,15 +52,27 @@ def integers_of(
     model: GLM5ForCausalLM, tensors: Mapping[str, Tensor], quantised_of: QuantisedOf, device: torch.device
 ) -> dict[str, tuple[IntegerWeight, ...]]:
     """What `held_integers` of every layer would be for other weights, by names of `state_dict`; by the layer's name."""
-    quantised_of, found = _moved(quantised_of, device), dict[str, tuple[IntegerWeight | None, ...]]()
+    quantised_of, found = _moved(quantised_of, device), dict[str, tuple[IntegerWeight, ...]]()
     for name, module in model.named_modules():
-        if isinstance(module, Experts) and module.integers is not None:
-            names = f"{name}.gate_up_proj", f"{name}.down_proj"
-            found[name] = tuple(_stack(model, stack, tensors[stack], quantised_of) for stack in names)
-        elif isinstance(module, Linear) and module.integers is not None:
-            rows = tensors[f"{name}.weight"]
-            found[name] = (_matrix(model, f"{name}.weight", rows, 0, len(rows), quantised_of),)
-    return {name: tuple(weight for weight in weights if weight is not None) for name, weights in found.items()}
+        if held_integers(module):
+            integers = _integers(model, name, tensors, quantised_of)
+            assert integers is not None  # equal forms fit as well as those that are held
+            found[name] = integers
+    return found
+
+
+def _integers(
+    model: GLM5ForCausalLM, name: str, tensors: Mapping[str, Tensor], quantised_of: QuantisedOf
+) -> tuple[IntegerWeight, ...] | None:
+    """The integers of a layer whose weights are in `tensors`; None if a matrix has none or does not fit the kernels."""
+    if isinstance(model.get_submodule(name), Experts):
+        stacks = f"{name}.gate_up_proj", f"{name}.down_proj"
+        found = [_stack(model, stack, tensors[stack], quantised_of) for stack in stacks]
+    else:
+        rows = tensors[f"{name}.weight"]
+        found = [_matrix(model, f"{name}.weight", rows, 0, len(rows), quantised_of)]
+    known = tuple(weight for weight in found if weight is not None)
+    return known if len(known) == len(found) else None
 
 
 def held_integers(module: nn.Module) -> tuple[IntegerWeight, ...]:

@@ -168,7 +168,7 @@ def _rows_on_accelerator(x: Tensor, weight: IntegerWeight, bounds: Tensor | None
     values, scales = weight.values, weight.scales
     if bounds is None:
         values, scales = values.unsqueeze(0), scales.unsqueeze(0)
-        bounds = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+        bounds = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
     product: Tensor = _integer_rows(*_round_rows(x), values, scales, bounds, x.dtype)
     return product
 

@@ -46,7 +46,7 @@ def quantise_in_place(model: GLM5ForCausalLM, name: str) -> None:
     does not fit it or is on another device.
     """
     scheme = scheme_named(SHORT.get(name, name))
-    if model.scheme is not None or any(getattr(module, "integers", None) for module in model.modules()):
+    if model.quantised:
         raise ConfigError("the model is quantised already; load its checkpoint again.")
     if scheme.steps or any(form.activation is None for form in scheme.forms.values()):
         raise ConfigError(f'"{name}" cannot be done while loading; run `glm5 quantize`, or choose int8, int4 or fp8.')

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
 from glm5.model.dsa import Indexer
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.model.rounding import round_activations
+from glm5.quant import convert
+from glm5.quant.schemes import SCHEMES, Scheme
 
 LENGTH = 96
 
@@ -21,6 +28,22 @@ def lively(model: GLM5ForCausalLM) -> GLM5ForCausalLM:
         elif name.endswith("bias"):
             tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 0.1)
     return model
+
+
+def without_rounding(
+    source: Path, out: Path, steps: tuple[str, ...], ids: Tensor
+) -> tuple[GLM5ForCausalLM, dict[str, Any]]:
+    """The model after some steps of the paper's scheme, in float64, with the form of every matrix taken away after the
+    search. Also the report."""
+    scheme = Scheme("paper", SCHEMES["paper-w4a8"].forms, steps, mtp=False)
+    with (
+        patch.object(convert.Conversion, "_rounded_form", lambda self, name: None),
+        patch.multiple(convert, WORKING=torch.float64, stored_dtype=lambda source: torch.float64),
+    ):
+        report = convert.quantise_checkpoint(source, out, scheme, ids)
+    model = GLM5ForCausalLM.from_pretrained(out, dtype=torch.float64)
+    round_activations(model, lambda name: None)  # config.json says int8
+    return model, report
 
 
 @torch.no_grad()

@@ -16,13 +16,12 @@ from torch import Tensor
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.disk_names import disk_tensors
 from glm5.model.glm5 import Block, GLM5ForCausalLM
-from glm5.model.rounding import round_activations
 from glm5.ops.quantisers import quantise
 from glm5.quant import convert
 from glm5.quant.convert import REPORT, quantise_checkpoint
 from glm5.quant.rotation import rotate
 from glm5.quant.schemes import SCHEMES, Scheme, scheme_named
-from tests.quant.same_function import lively, same_function
+from tests.quant.same_function import lively, same_function, without_rounding
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=128, moe_intermediate_size=128, q_lora_rank=128, kv_lora_rank=32, v_head_dim=64,
@@ -81,18 +80,9 @@ def test_what_is_never_rounded(source: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [("quarot",), ("awq", "smooth", "ssz"), ("quarot", "awq", "smooth", "ssz")])
-def test_steps_before_rounding_keep_the_function(
-    source: Path, tmp_path: Path, steps: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float64, with the form of every matrix taken away after the search."""
-    monkeypatch.setattr(convert.Conversion, "_rounded_form", lambda self, name: None)
-    monkeypatch.setattr(convert, "stored_dtype", lambda source: torch.float64)
-    monkeypatch.setattr(convert, "WORKING", torch.float64)
-    scheme = Scheme("paper", scheme_named("paper-w4a8").forms, steps, mtp=False)
-    report = quantise_checkpoint(source, tmp_path / "out", scheme, text())
+def test_steps_before_rounding_keep_the_function(source: Path, tmp_path: Path, steps: tuple[str, ...]) -> None:
     plain = GLM5ForCausalLM.from_pretrained(source, dtype=torch.float64)
-    changed = GLM5ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    round_activations(changed, lambda name: None)  # config.json says int8
+    changed, report = without_rounding(source, tmp_path / "out", steps, text())
     assert not torch.allclose(
         changed.model.layers[1].mlp.experts.down_proj, plain.model.layers[1].mlp.experts.down_proj
     )

@@ -234,7 +234,7 @@ def test_stages_that_take_longer_than_the_limit_in_all_are_not_stuck(small: Any,
     time.sleep(0.7)  # nothing is armed any more
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.0])
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
 def test_nothing_stays_armed_after_an_error(
     small: Any, stage_io: Any, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +250,6 @@ def test_nothing_stays_armed_after_an_error(
         train(small(), stage(stall_seconds=seconds), io, batch_at, at_step(2, fail))
     assert armed == (["armed"] * 3 + ["cancelled"] if seconds else [])
     assert threads.issuperset(threading.enumerate())
-    time.sleep(1.5 * seconds)
     assert not (io.folder / "stall.txt").exists()
 
 

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glm5.ops.integers import GROUP
 from glm5.ops.triton import Case, Shape, power_of_two, target_of, unit_rows
 from glm5.ops.triton.kernels.grouped_matmul import find_tile
 
-GROUP = 128
-"""Columns of a block of packed 4-bit numbers; groups with a scale of their own are multiples of it."""
+FEW = 16
+"""Rows per expert, on average, up to which they are few."""
 
 
 @triton.jit
@@ -94,10 +95,6 @@ def blocks(target: str, bits: int, few: bool) -> tuple[dict[str, int], dict[str,
     if target == "sm_90":  # wgmma leaves the operands in shared memory
         return {"ROWS": 128, "COLUMNS": 32 * bits, "TILE": GROUP}, {"num_warps": 8, "num_stages": stages}
     return {"ROWS": 64, "COLUMNS": 128, "TILE": GROUP}, {"num_warps": 8, "num_stages": stages}
-
-
-FEW = 16
-"""Rows per expert, on average, up to which they are few."""
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
