@@ -199,7 +199,8 @@ class Env(Protocol):
         ...
 
     def step(self, message: Message | None) -> StepResult:
-        """React to the policy's message; None means output that could not be parsed or was cut off."""
+        """React to the policy's message; None means output that could not be parsed or was cut off. An environment with
+        an attribute `takes_cut = True` gets what was cut off as a message."""
         ...
 
 

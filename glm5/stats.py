@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, pvariance, stdev
 
 _EXACT_DF = 300  # above this many degrees of freedom the expansion below is exact to six digits
 
@@ -37,6 +37,36 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == n else min(1.0, centre + half)
     return Interval(p, low, high, n)
+
+
+def bounded_mean(values: Sequence[float], most: float = math.inf, confidence: float = 0.95) -> Interval:
+    """Interval for the mean of independent rewards in [0, 1], one per problem; never empty, and within [0, 1].
+
+    It is Wilson's interval for an effective number of right or wrong answers, chosen to match the variance: for values
+    of 0 and 1 it is `wilson`. The number is at least that of the values and at most `most`; equal values inside (0, 1)
+    say nothing about it and get `most` if that is finite. Raises ValueError without values, or for others than these.
+    """
+    if not values or not all(0.0 <= value <= 1.0 for value in values):
+        raise ValueError("these values are not rewards between 0 and 1")
+    mean, variance, n = fmean(values), pvariance(values), len(values)
+    number = float(n)
+    if variance > 0.0:
+        number = min(most, max(number, n * mean * (1.0 - mean) / variance))
+    elif mean not in (0.0, 1.0) and most < math.inf:
+        number = most
+    interval = wilson(mean * number, number, confidence)
+    return Interval(mean, interval.low, interval.high, n)
+
+
+def mean_of_groups(groups: Sequence[Interval]) -> Interval:
+    """The mean of the groups' means, each counted alike, with the interval that follows from theirs if the groups are
+    independent (MOVER: Zou and Donner, 2008). Raises ValueError without groups."""
+    if not groups:
+        raise ValueError("the mean of no groups has no interval")
+    mean = fmean(group.value for group in groups)
+    low = math.hypot(*(group.value - group.low for group in groups)) / len(groups)
+    high = math.hypot(*(group.high - group.value for group in groups)) / len(groups)
+    return Interval(mean, mean - low, mean + high, sum(group.n for group in groups))
 
 
 def mean_interval(

@@ -6,6 +6,7 @@ not have the form of a reply is an `EndpointError`, or a call that is marked as 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
@@ -109,6 +110,12 @@ class Endpoint:
 
     def close(self) -> None:
         self._client.close()
+
+    def asking(self, **options: Any) -> Endpoint:
+        """The same model over the same connections, with other fields of its requests, such as `top_p`."""
+        other = copy.copy(self)
+        other._options = self._options | options
+        return other
 
     @property
     def name(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -268,55 +267,6 @@ def gateway(
         ),
         as_json=as_json,
     )
-
-
-@app.command("eval")
-def evaluate(
-    model: Checkpoint,
-    suite: Annotated[str, typer.Option(help="A task family: arithmetic, toolcall, bugfix, general.")],
-    problems: Annotated[int, typer.Option(min=1)] = 100,
-    options: Annotated[list[str], typer.Option("--set", help="Family option, e.g. --set 'levels=[1,2]'.")] = [],  # noqa: B006
-    render_tools: Annotated[bool, typer.Option(help="Show tool specifications in the prompt.")] = True,
-    limits: Annotated[
-        list[str], typer.Option("--limit", help="max_tokens of a reply, max_turns, max_context: NAME=N; repeatable.")
-    ] = [],  # noqa: B006
-    episodes: Annotated[
-        Path | None, typer.Option(help="JSON lines to write: text, reward, detail per episode.")
-    ] = None,
-    device: Device = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.float32,
-    as_json: Json = False,
-) -> None:
-    """Score a skill on held-out problems, with its 95 % interval."""
-    import torch
-
-    from glm5.chat import Tokenizer
-    from glm5.config.evaluation import EvalConfig
-    from glm5.config.families import FamilyConfig
-    from glm5.device import choose_device
-    from glm5.eval.harness import play_skill, score
-    from glm5.files import atomic_write
-    from glm5.model.glm5 import GLM5ForCausalLM
-    from glm5.records import Outcome
-    from glm5.tasks.trajectory_json import jsonable
-
-    family = FamilyConfig(name=suite, options=assignments(options), render_tools=render_tools)
-    loaded = GLM5ForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype.value), device=choose_device(device))
-    tokenizer = Tokenizer.load(model)
-    limited = {"max_context": 1024, **assignments(limits)}
-    if not limited.keys() <= {"max_tokens", "max_turns", "max_context"} or min(map(_natural, limited.values())) < 1:
-        raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
-    limited["max_context"] = min(limited["max_context"], loaded.config.max_position_embeddings - 1)
-    config = EvalConfig(problems=problems, **limited)
-    trajectories = play_skill(loaded, tokenizer, family, config)
-    if episodes is not None:
-        rows = ({"problem": t.problem, "outcome": t.outcome, "reward": t.reward, **t.detail} for t in trajectories)
-        atomic_write(episodes, "".join(json.dumps(jsonable(row, 1 << 22)) + "\n" for row in rows))
-    show({suite: score(sum(t.outcome is Outcome.SOLVED for t in trajectories), len(trajectories))}, as_json)
-
-
-def _natural(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _check_gateway(url: str | None, key: str | None, as_json: bool) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, pvariance
 
 from glm5.errors import ConfigError
-from glm5.stats import wilson
+from glm5.stats import bounded_mean
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -28,20 +27,10 @@ def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
     values = [pass_at_k(samples, right, k) for right in passed]
     if not values:
         raise ConfigError(f"pass@{k} of no problems is not a number; set evaluation.problems.")
-    mean, problems = fmean(values), len(values)
-    n = _effective(mean, pvariance(values), problems, samples)
-    interval = wilson(mean * n, n)
-    return {"score": mean, "low": interval.low, "high": interval.high, "n": problems}
+    interval = bounded_mean(values, most=len(values) * samples)
+    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": len(values)}
 
 
 def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:
     """`pass_score` by k; the keys are strings, as in results.json."""
     return {str(k): pass_score(passed, samples, k) for k in sorted(set(ks))}
-
-
-def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
-    """Number of independent answers with the variance of this mean: from `problems` to `problems` * `samples`. For a
-    mean of 0 or 1 it is `problems`, because the variance then says nothing."""
-    if variance == 0.0:
-        return float(problems) if mean in (0.0, 1.0) else float(problems * samples)
-    return min(float(problems * samples), max(float(problems), problems * mean * (1.0 - mean) / variance))

@@ -131,7 +131,7 @@ class Episode:
             return
         cut = completion.finish_reason == "length"
         with self._contained():
-            message = None if cut else self._read(output)
+            message = None if cut and not takes_cut(self.env) else self._read(output)
             self.messages.append(message or Message("assistant", self.tokenizer.decode(output)))
             result = checked(self.env.step(message))
             if result.done or cut:
@@ -226,6 +226,11 @@ CAUSES: Mapping[type[BaseException], str] = {
     GradingError: "grading",
     RolloutError: "rollout",
 }
+
+
+def takes_cut(env: Env) -> bool:
+    """Whether an environment wants to read output that was cut off by a limit, instead of None: its `takes_cut`."""
+    return getattr(env, "takes_cut", False) is True
 
 
 class _FailedEnv:

@@ -12,6 +12,7 @@ from glm5.tasks.contract import Family
 from glm5.tasks.harbor.family import RoomFamily, SweFamily
 from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
+from glm5.tasks.long_context.families import MrcrFamily, RulerFamily
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
 from glm5.tasks.remote import RemoteFamily
@@ -31,8 +32,10 @@ FAMILIES: Register[Family] = Register(
         "general": GeneralFamily,
         "instructions": InstructionFamily,
         "math": MathFamily,
+        "mrcr": MrcrFamily,
         "python_tool": PythonToolFamily,
         "remote": RemoteFamily,
+        "ruler": RulerFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
         "toolcall": ToolCallFamily,

@@ -1,0 +1,130 @@
+"""`glm5 eval`: suites and task families, on a checkpoint or an endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glm5.cli.options import Device, Dtype, Json, app, assignments, show
+from glm5.errors import UsageError
+
+LIMITS = ("max_tokens", "max_turns", "max_context")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or URL of an OpenAI-compatible server.")],
+    suite: Annotated[str, typer.Option(help="ruler, mrcr, a task family (arithmetic, …), or a .toml file.")],
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Per part of the suite; default: the suite's, or 100.")
+    ] = None,
+    options: Annotated[
+        list[str], typer.Option("--set", help="Option of the tasks, e.g. --set 'length=[4096,8192]'; repeatable.")
+    ] = [],  # noqa: B006
+    render_tools: Annotated[bool, typer.Option(help="Show tool specifications in the prompt.")] = True,
+    limits: Annotated[
+        list[str], typer.Option("--limit", help="max_tokens of a reply, max_turns, max_context: NAME=N; repeatable.")
+    ] = [],  # noqa: B006
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; default: the suite's.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Answers per problem.")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for every answer and the result; resumes.")] = None,
+    against: Annotated[Path | None, typer.Option(help="--out of an earlier run: report the paired difference.")] = None,
+    name: Annotated[str, typer.Option(help="URL: name of the model; default: the server's first.")] = "",
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="URL: problems at a time.")] = 8,
+    api_key_file: Annotated[Path | None, typer.Option(help="URL: file with the API key; or GLM5_API_KEY.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="URL: tokenizer directory that measures long prompts.")] = None,
+    exact: Annotated[bool, typer.Option("--exact/--fast", help="Checkpoint: bitwise reproducible, or fast.")] = True,
+    dense: Annotated[bool, typer.Option("--dense", help="Checkpoint: attend to all keys.")] = False,
+    needles: Annotated[bool, typer.Option("--needle-recall", help="Checkpoint: are needles selected?")] = False,
+    device: Device = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Checkpoint: type of weights and cache.")] = Dtype.float32,
+    as_json: Json = False,
+) -> None:
+    """Score a model on held-out problems, with 95 % intervals."""
+    from glm5.eval.suite import find_suite, run_suite
+    from glm5.obs.progress import QuietConsole
+
+    limited = assignments(limits)
+    if not limited.keys() <= set(LIMITS) or min(map(_natural, limited.values()), default=1) < 1:
+        raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
+    changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
+    chosen = find_suite(suite, assignments(options), **changes, **limited, render_tools=render_tools or None)
+    with QuietConsole().status("starting") as status:
+        if Path(model).is_dir():
+            chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
+        else:
+            chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer)
+
+        def advance(what: str, done: int, total: int) -> None:
+            status.update(f"{what} ({done} of {total})")
+
+        found = run_suite(chosen, player, seed=seed, folder=out, told=told, against=against, advance=advance)
+    if as_json:
+        show({suite: found}, as_json)
+        return
+    for label, score in _lines(suite, found):
+        typer.echo(f"{label:<40} {score['score']:7.1%}  [{score['low']:.1%}, {score['high']:.1%}]  n = {score['n']}")
+    for label, share in found.get("needle_recall", {}).items():
+        typer.echo(f"indexers select of the needles, {label}: {share:.1%}")
+    if (change := found.get("difference")) is not None:
+        typer.echo(
+            f"difference {change['score']:+.1%}  [{change['low']:+.1%}, {change['high']:+.1%}]  n = {change['n']}"
+        )
+    for key in ("errors", "note"):
+        if key in found:
+            typer.echo(f"{key}: {found[key]}")
+
+
+def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    groups = [(key, value) for key, value in found.items() if key == "cells" or key.startswith("by_")]
+    inner = [
+        (label if key == "cells" else f"{key.removeprefix('by_')} {label}", score)
+        for key, group in groups
+        for label, score in group.items()
+    ]
+    return [*inner, (suite, found)]
+
+
+def _local(
+    model: Path, suite: Any, device: str, dtype: str, exact: bool, dense: bool, needles: bool
+) -> tuple[Any, Any, dict[str, Any]]:
+    import torch
+
+    from glm5.chat import Tokenizer
+    from glm5.config.model import GLM5Config
+    from glm5.device import choose_device
+    from glm5.eval.players import LocalPlayer
+    from glm5.eval.suite import with_tokenizer
+    from glm5.model.glm5 import GLM5ForCausalLM
+
+    config = GLM5Config.load(model)
+    if dense and not config.selects_keys:
+        raise UsageError(f"{model} attends to all keys anyway; leave out --dense.")
+    changed = {"index_topk": config.max_position_embeddings} if dense else {}  # the same weights, every key selected
+    loaded = GLM5ForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), device=choose_device(device), **changed
+    )
+    player = LocalPlayer(loaded, Tokenizer.load(model), exact, needles)
+    told = {"checkpoint": str(model), "dtype": dtype, "exact": exact, "dense": dense}
+    return with_tokenizer(suite, model), player, told
+
+
+def _remote(
+    url: str, suite: Any, name: str, concurrency: int, key_file: Path | None, tokenizer: Path | None
+) -> tuple[Any, Any, dict[str, Any]]:
+    from glm5.agents.endpoint import Endpoint
+    from glm5.eval.players import RemotePlayer
+    from glm5.eval.suite import with_tokenizer
+    from glm5.serve.keys import find_key
+
+    endpoint = Endpoint(url, name, key=find_key("api", None, key_file))
+    told = {"url": endpoint.base, "name": endpoint.name}
+    return with_tokenizer(suite, tokenizer) if tokenizer else suite, RemotePlayer(endpoint, concurrency), told
+
+
+def _natural(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

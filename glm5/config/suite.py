@@ -1,0 +1,46 @@
+"""An evaluation suite as data: which problems, asked how, and scored by what (§6, Appendix B)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from glm5.config.schema import Frozen
+
+
+class SuitePart(Frozen):
+    """Problems of one task family, scored together."""
+
+    name: str
+    family: str
+    options: dict[str, Any] = {}
+    max_tokens: int | None = Field(None, ge=1)
+    """None: the suite's."""
+
+
+class Suite(Frozen):
+    """Parts of a suite, and how models are asked. Its score is the mean over the parts, each counted alike."""
+
+    title: str
+    source: str = ""
+    """Where tasks and settings were published."""
+    note: str = ""
+    """What a reader of the scores must know."""
+    measure: Literal["solved", "reward"] = "solved"
+    """Score of a problem: whether it was solved, or its reward, from 0 to 1."""
+    problems: int = Field(100, ge=1)
+    """Distinct held-out problems per part."""
+    repeats: int = Field(1, ge=1)
+    """Answers per problem; a problem's score is their mean."""
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(1024, ge=1)
+    """Of one reply, thoughts included."""
+    max_turns: int = Field(1, ge=1)
+    max_context: int | None = Field(None, ge=2)
+    """Prompt and replies together; None: as many positions as the model has. Servers have limits of their own."""
+    render_tools: bool = True
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    """Options whose values are all tried: every part is scored with each, and the results are told apart by them."""
+    parts: list[SuitePart] = Field(min_length=1)

@@ -1,0 +1,271 @@
+"""Suites: what is played and recorded, their intervals, and the verb on a checkpoint and on a server."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.agents.endpoint import Endpoint, EndpointError
+from glm5.chat import Tokenizer
+from glm5.config.suite import Suite, SuitePart
+from glm5.errors import ConfigError, DataError
+from glm5.eval.needle_recall import needle_recall, token_places
+from glm5.eval.players import LocalPlayer, Played, RemotePlayer
+from glm5.eval.suite import EPISODES, cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
+from glm5.records import Outcome
+from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, wilson
+from glm5.tasks import make_family
+from tests.agents.scripted_model import Say, ScriptedModel
+from tests.tasks.long_readers import blind, perfect
+
+PARTS = [SuitePart(name=task, family="ruler", options={"tasks": [task]}) for task in ("qa_1", "niah_multiquery")]
+SUITE = Suite(title="two", measure="reward", problems=4, repeats=2, grid={"length": [600, 900]}, parts=PARTS)
+
+
+class Coin:
+    """Answers by place: the first is right, the second half right, the third an error, the others wrong."""
+
+    def __init__(self, fail_after: int = 1000) -> None:
+        self.played: Counter[str] = Counter()
+        self.left = fail_after
+
+    def play(self, problems: Sequence[Any], suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        for place in reversed(range(len(problems))):
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            self.played[problems[place].id] += 1
+            which = int(problems[place].id.rpartition("/")[2])
+            reward = {0: 1.0, 1: 0.5}.get(which, 0.0)
+            outcome = {0: Outcome.SOLVED, 2: Outcome.ENV_ERROR}.get(which, Outcome.FAILED)
+            yield place, Played(reward, outcome, {"depth": which / 4, "reply": "é" * 10})
+
+
+class Wrong(Coin):
+    """Always wrong."""
+
+    def play(self, problems: Sequence[Any], suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        for place in range(len(problems)):
+            yield place, Played(0.0, Outcome.FAILED)
+
+
+def test_scores_are_means_of_problems_and_of_cells() -> None:
+    found = run_suite(SUITE, Coin())
+    mean = bounded_mean([1.0, 0.5, 0.0, 0.0], most=8)
+    assert found["score"] == pytest.approx(0.375) and found["n"] == 16 and found["errors"] == 8
+    assert found["cells"].keys() == {f"{part.name} length={length}" for length in (600, 900) for part in PARTS}
+    for cell in found["cells"].values():
+        assert cell == {"score": 0.375, "low": mean.low, "high": mean.high, "n": 4}
+    whole = mean_of_groups([mean] * 4)
+    assert (found["low"], found["high"]) == pytest.approx((whole.low, whole.high))
+    assert found["by_length"]["600"]["n"] == 8 and found["by_length"].keys() == {"600", "900"}
+    assert {bin_: value["score"] for bin_, value in found["by_depth"].items()} == {
+        "0 to 0.2": 1.0, "0.2 to 0.4": 0.5, "0.4 to 0.6": 0.0, "0.6 to 0.8": 0.0
+    }  # fmt: skip
+    solved = run_suite(SUITE.model_copy(update={"measure": "solved"}), Coin())
+    assert solved["score"] == pytest.approx(0.25)
+
+
+def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", run_suite(SUITE, Coin())
+    for stop in (3, 0, 11):
+        with pytest.raises(KeyboardInterrupt):
+            run_suite(SUITE, Coin(stop), folder=folder, told={"name": "m"})
+    with (folder / EPISODES).open("ab") as handle:
+        handle.write(b'{"cell": "qa_1 leng')  # cut off in the middle
+    last = Coin()
+    assert run_suite(SUITE, last, folder=folder, told={"name": "m"}) == whole
+    assert sum(last.played.values()) == 32 - 14
+    rows = [json.loads(line) for line in (folder / EPISODES).read_text().splitlines()]
+    assert len(rows) == len({(row["cell"], row["place"], row["repeat"]) for row in rows}) == 32
+    assert json.loads((folder / "result.json").read_text()) == whole
+    settings = json.loads((folder / "settings.json").read_text())
+    assert Suite.model_validate(settings["suite"]) == SUITE and settings["model"] == {"name": "m"}
+    again = Coin(0)
+    assert run_suite(SUITE, again, folder=folder, told={"name": "m"}) == whole
+    with pytest.raises(DataError, match="other settings"):
+        run_suite(SUITE, Coin(), folder=folder, told={"name": "other"})
+    (folder / EPISODES).write_text('{"cell": 1}\n')
+    with pytest.raises(DataError, match="line 1: not an answer"):
+        run_suite(SUITE, Coin(), folder=folder, told={"name": "m"})
+    with pytest.raises(DataError, match="no record"):
+        run_suite(SUITE, Coin(), folder=tmp_path)
+
+
+def test_suites_that_come_with_glm5() -> None:
+    assert {"ruler", "mrcr"} <= set(suite_names())
+    for name in suite_names():
+        suite = find_suite(name, {})
+        assert len({cell.label for cell in cells_of(suite)}) == len(cells_of(suite)) and suite.title and suite.source
+        for part in suite.parts:
+            make_family(part.family, **part.options)
+    from glm5.tasks.long_context.ruler import TASKS
+
+    assert [(part.name, part.max_tokens) for part in find_suite("ruler", {}).parts] == [
+        (name, task.tokens) for name, task in TASKS.items()
+    ]
+
+
+def test_options_of_a_suite(tmp_path: Path) -> None:
+    found = find_suite("ruler", {"length": [512, 1024], "thinking": True}, problems=3, top_p=None)
+    assert found.grid == {"length": [512, 1024]} and found.problems == 3 and len(cells_of(found)) == 26
+    assert all(part.options["thinking"] for part in found.parts)
+    assert find_suite("ruler", {"length": 512}).grid == {"length": [512]}
+    one = with_tokenizer(find_suite("arithmetic", {"levels": [1]}), tmp_path)
+    assert one.parts == [SuitePart(name="arithmetic", family="arithmetic", options={"levels": [1]})]
+    told = with_tokenizer(found, tmp_path).parts[0].options
+    assert told["tokenizer"] == str(tmp_path)
+    (tmp_path / "own.toml").write_text('title = "own"\nparts = [{ name = "a", family = "arithmetic" }]\n')
+    assert find_suite(str(tmp_path / "own.toml"), {}).title == "own"
+    with pytest.raises(ConfigError, match="did you mean"):
+        find_suite("rular", {})
+    (tmp_path / "bad.toml").write_text('title = "own"\nparts = []\n')
+    with pytest.raises(ConfigError, match="parts"):
+        find_suite(str(tmp_path / "bad.toml"), {})
+
+
+@pytest.mark.parametrize("reader, score", [(perfect, 1.0), (blind, 0.0)])
+def test_a_server_is_played(reader: Callable[[str], str], score: float) -> None:
+    def script(body: dict[str, Any], turn: int) -> Say:
+        return Say(reader(body["messages"][-1]["content"]), finish="length" if turn == 0 else None)
+
+    suite = find_suite("ruler", {"length": [3000]}, problems=2, temperature=0.7, top_p=0.95)
+    with ScriptedModel(script) as server:
+        found = run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=()), concurrency=3))
+    assert found["score"] == score and found["n"] == 26 and "errors" not in found
+    assert {(body["temperature"], body["top_p"]) for body in server.bodies} == {(0.7, 0.95)}
+    assert Counter(body["max_tokens"] for body in server.bodies) == {128: 16, 30: 2, 120: 2, 50: 2, 32: 4}
+
+
+def test_several_turns_with_tools_and_what_may_fail_on_a_server() -> None:
+    family = make_family("toolcall")
+
+    def solve(body: dict[str, Any], turn: int) -> Say:
+        for index in range(3):
+            problem = family.problem("heldout", index)
+            if body["messages"][0]["content"] == problem.prompt:
+                said = [m for m in problem.demonstration(0) if m.role == "assistant"][turn]
+                return Say(said.content, [(call.name, dict(call.arguments)) for call in said.tool_calls])
+        raise AssertionError(body["messages"][0])
+
+    suite = find_suite("toolcall", {}, problems=3)
+    with ScriptedModel(solve) as server:
+        player = RemotePlayer(Endpoint(server.url, pauses=()))
+        assert run_suite(suite, player)["score"] == 1.0
+        server.refuse = [(400, '{"error": {"message": "the prompt is too long: maximum context length"}}')]
+        assert run_suite(suite, player)["score"] == pytest.approx(2 / 3)
+        server.refuse = [(500, "{}")] * 20
+        with pytest.raises(EndpointError, match="status 500"):
+            run_suite(suite, player)
+    broken = [Say("", [("get_price", "{not json")])] * 9
+    with ScriptedModel(broken) as server:
+        assert run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())))["score"] == 0.0
+
+
+def test_a_checkpoint_is_played(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    model = small(max_position_embeddings=1500)
+    suite = Suite(
+        title="both", measure="reward", problems=2, max_tokens=8, temperature=1.0, repeats=2,
+        parts=[SuitePart(name="long", family="ruler", options={"tasks": ["niah_single_1"], "length": 400}),
+               SuitePart(name="short", family="arithmetic", options={"levels": [1]}, max_tokens=4)],
+    )  # fmt: skip
+    one, two = (run_suite(suite, LocalPlayer(model, tokenizer)) for _ in range(2))
+    assert one == two and one["n"] == 4 and one["cells"].keys() == {"long", "short"}
+
+
+def test_the_needles_that_indexers_select(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
+    """Of n tokens every layer selects k for the last one."""
+    model = small(index_topk=8)
+    ids = tokenizer.encode("an apple is green and a pear is, too; say pear")
+    every = range(len(ids))
+    assert needle_recall(model, ids, every) == pytest.approx(8 / len(ids))
+    single = [needle_recall(model, ids, [place]) for place in every]
+    assert sum(single) == pytest.approx(8) and set(single) <= {0.0, 0.5, 1.0}  # type: ignore[arg-type]
+    assert needle_recall(model, ids, []) is None and needle_recall(model, ids[:8], [0]) is None
+    assert needle_recall(small(use_dsa=False), ids, every) is None
+    assert token_places(tokenizer, ids, ["pear", "nothing"]) == [24, 25, 26, 27]  # of bytes
+    suite = find_suite("ruler", {"length": [600], "tasks": ["niah_single_1"]}, problems=1)
+    suite = suite.model_copy(update={"parts": suite.parts[:1]})
+    wide = small(max_position_embeddings=3000, index_topk=8)
+    found = run_suite(suite, LocalPlayer(wide, tokenizer, needles=True))
+    assert 0.0 <= found["needle_recall"]["niah_single_1 length=600"] <= 1.0
+
+
+def test_a_change_is_paired_by_problem(tmp_path: Path) -> None:
+    first = run_suite(SUITE, Coin(), folder=tmp_path / "before")
+    same = run_suite(SUITE, Coin(), against=tmp_path / "before")
+    assert same["difference"] == {"score": 0.0, "low": 0.0, "high": 0.0, "n": 16} and first["n"] == 16
+    more = run_suite(SUITE.model_copy(update={"problems": 6}), Wrong(), against=tmp_path / "before")["difference"]
+    one = mean_interval([-1.0, -0.5, 0.0, 0.0], bounds=(-1.0, 1.0))
+    four = mean_of_groups([one] * 4)
+    assert more == pytest.approx({"score": -0.375, "low": four.low, "high": four.high, "n": 16})
+    with pytest.raises(DataError, match="another suite"):
+        run_suite(find_suite("mrcr", {}), Coin(), against=tmp_path / "before")
+    with pytest.raises(DataError, match="no record"):
+        run_suite(SUITE, Coin(), against=tmp_path / "nothing")
+
+
+def test_families_are_scored_as_before() -> None:
+    rows = [{"cell": "arithmetic", "place": i, "repeat": 0, "outcome": o, "reward": 0.3} for i, o in enumerate(
+        ["solved", "failed", "env_error", "solved"])]  # fmt: skip
+    found = summary(find_suite("arithmetic", {}), rows)
+    interval = wilson(2, 4)
+    assert found == pytest.approx({"score": 0.5, "low": interval.low, "high": interval.high, "n": 4, "errors": 1})
+
+
+def test_means_of_groups() -> None:
+    """One group is itself; many equal ones narrow the interval by the root of their number."""
+    one = Interval(0.5, 0.3, 0.8, 10)
+    assert mean_of_groups([one]) == one
+    four = mean_of_groups([one] * 4)
+    assert (four.low, four.high, four.n) == pytest.approx((0.4, 0.65, 40))
+    assert bounded_mean([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
+    assert bounded_mean([0.5] * 4, most=8).low == wilson(4, 8).low and bounded_mean([0.5] * 4).low == wilson(2, 4).low
+    for values in ([], [1.5], [-0.1]):
+        with pytest.raises(ValueError, match="rewards"):
+            bounded_mean(values)
+    with pytest.raises(ValueError, match="no groups"):
+        mean_of_groups([])
+
+
+def test_the_verb(
+    small: Callable[..., Any], tokenizer: Tokenizer, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from glm5.cli import main
+
+    small(max_position_embeddings=700).save_pretrained(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+
+    def said(model: str, *arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["glm5", "eval", model, "--problems", "2", *arguments])
+        main()
+        return capsys.readouterr().out
+
+    local, tasks = str(tmp_path / "model"), ("--suite", "ruler", "--set", "length=[600]", "--set", 'tasks=["vt"]')
+    monkeypatch.setattr("glm5.eval.suite.SUITES", tmp_path)
+    (tmp_path / "ruler.toml").write_text(
+        'title = "x"\nmeasure = "reward"\ngrid = { length = [9] }\nparts = [{ name = "vt", family = "ruler" }]\n'
+    )
+    with pytest.raises(SystemExit) as end:  # the bytes of the question alone are more than 600
+        said(local, *tasks)
+    assert end.value.code == 1
+    answers = ("--limit", "max_tokens=4", "--suite", "arithmetic", "--out", str(tmp_path / "out"))
+    found = json.loads(said(local, *answers, "--json"))["arithmetic"]
+    assert found["n"] == 2 and found == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert "arithmetic" in said(local, *answers) and "n = 2" in said(local, *answers)
+    with ScriptedModel(lambda body, turn: Say(perfect(body["messages"][-1]["content"]))) as server:
+        table = said(server.url, "--suite", "ruler", "--set", "length=[900, 1200]", "--tokenizer", local).splitlines()
+    assert [line.split()[:2] for line in table if not line.startswith("depth")] == [
+        ["vt", "length=900"], ["vt", "length=1200"], ["length", "900"], ["length", "1200"],
+        ["ruler", "100.0%"],
+    ]  # fmt: skip
+    for wrong in (("--limit", "turns=3"), ("--limit", "max_tokens=0"), ("--limit", "max_tokens=true")):
+        with pytest.raises(SystemExit) as end:
+            said(local, "--suite", "arithmetic", *wrong)
+        assert end.value.code == 2
