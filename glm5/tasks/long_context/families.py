@@ -7,7 +7,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -57,10 +57,10 @@ class LongProblem:
     id: str
     key: str
     task: str
-    plan: Plan
+    plan: Plan = field(compare=False)
     length: int
     room: int
-    measure: Measure
+    measure: Measure = field(compare=False)
     thinking: bool
     domain: str = "long_context"
     tools: Sequence[ToolSpec] = ()
