@@ -35,6 +35,8 @@ FAMILY_NAMES = [
     for name in FAMILIES
     if name not in ("agent", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
 ]
+LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
+CONTEXT = 1 << 13
 THINKERS = ("arithmetic", "bugfix", "code", "math", "python_tool")
 
 
@@ -62,7 +64,8 @@ class GoldCompleter:
 
 
 def gold_ids(problem: Problem, version: str) -> tuple[list[int], list[bool]]:
-    messages = [replace(message, train=True) for message in problem.demonstration(7)]
+    opening = len(problem.env().start()[0])
+    messages = [replace(m, train=i >= opening) for i, m in enumerate(problem.demonstration(7))]
     rendered = render_chat(
         messages, problem.tools, tokenizer=TOKENIZER, version=version, enable_thinking=problem.thinking,
         clear_thinking=False, add_generation_prompt=False, close_last=True,
@@ -116,11 +119,13 @@ WON = StepResult(done=True, reward=1.0, outcome=Outcome.SOLVED)
 @pytest.mark.parametrize("version", ["5.0", "5.2"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_gold_policy_earns_one_and_its_ids_are_the_templates(name: str, version: str) -> None:
-    options = {"thinking": None} if name in THINKERS else {}
+    options = {"thinking": None} if name in THINKERS else LENGTHS.get(name, {})
     drawn = [make_family(name, 2, **options).problem("train", index) for index in range(10)]
     problems = [*{problem.prompt: problem for problem in drawn}.values()]  # the completer knows a problem by its prompt
     completer = GoldCompleter(problems, version)
-    episodes = [Episode(p.env(), TOKENIZER, version=version, group=i) for i, p in enumerate(problems)]
+    episodes = [
+        Episode(p.env(), TOKENIZER, version=version, group=i, max_context=CONTEXT) for i, p in enumerate(problems)
+    ]
     for i, trajectory in enumerate(play(episodes, completer)):
         assert (trajectory.reward, trajectory.outcome) == (1.0, Outcome.SOLVED), trajectory.detail
         assert (trajectory.group, trajectory.problem, trajectory.domain) == (i, problems[i].id, problems[i].domain)
@@ -135,8 +140,9 @@ def test_gold_policy_earns_one_and_its_ids_are_the_templates(name: str, version:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_wrong_policy_earns_nothing(name: str) -> None:
-    options = {"thinking": False} if name in THINKERS else {}
-    episodes = [Episode(make_family(name, 2, **options).problem("train", i).env(), TOKENIZER) for i in range(4)]
+    options = {"thinking": False} if name in THINKERS else LENGTHS.get(name, {})
+    family = make_family(name, 2, **options)
+    episodes = [Episode(family.problem("train", i).env(), TOKENIZER, max_context=CONTEXT) for i in range(4)]
     for trajectory in play(episodes, FixedCompleter(ids_of("nonsense<|user|>"))):
         assert (trajectory.reward, trajectory.outcome, len(trajectory.turns)) == (0.0, Outcome.FAILED, 1)
 

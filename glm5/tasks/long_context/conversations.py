@@ -68,7 +68,7 @@ def conversation(rng: random.Random, needles: int) -> Conversation:
             turns.insert(place + round(depth * size), (form, topic, body))
         found = []
         for kind, about, body in turns:
-            found += [Message("user", f"Write a {kind} about the {about}."), Message("assistant", body)]
+            found += [Message("user", f"Write a {kind} about the {about}."), Message("assistant", body, train=False)]
         question = (
             f"Write {prefix} and then, word for word, the {ORDINALS[asked]} {form} about the {topic} from above. "
             "Add nothing else."
