@@ -104,7 +104,8 @@ def _local(
     config = GLM5Config.load(model)
     if dense and not config.selects_keys:
         raise UsageError(f"{model} attends to all keys anyway; leave out --dense.")
-    changed = {"index_topk": config.max_position_embeddings} if dense else {}  # the same weights, every key selected
+    # The same weights; every key is selected.
+    changed: dict[str, Any] = {"index_topk": config.max_position_embeddings} if dense else {}
     loaded = GLM5ForCausalLM.from_pretrained(
         model, dtype=getattr(torch, dtype), device=choose_device(device), **changed
     )

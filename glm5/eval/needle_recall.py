@@ -38,7 +38,8 @@ def needle_recall(model: GLM5ForCausalLM, ids: Sequence[int], places: Sequence[i
         if outputs[1] is not None and getattr(module, "indexer", None) is not None:
             shares.append(float(torch.isin(wanted, outputs[1].flatten(0, -2)[-1]).float().mean()))
 
-    hooks = [block.self_attn.register_forward_hook(note) for block in model.model.layers]
+    attentions = [module for module in model.model.modules() if hasattr(module, "indexer")]
+    hooks = [module.register_forward_hook(note) for module in attentions]
     try:
         batch = torch.tensor([list(ids)], device=model.device)
         model.model(batch, packed_context(torch.zeros_like(batch), exact=False))

@@ -59,7 +59,7 @@ def conversation(rng: random.Random, needles: int) -> Conversation:
     def messages(size: int) -> list[Message]:
         other = random.Random(seed)
         topics = [topic, *islice((t for t in words.keys(other) if t != topic), 30)]
-        turns = []
+        turns: list[tuple[str, str, str]] = []
         while len(turns) < size:  # the same form or the same topic, but not both
             wanted = other.choice(FORMS), other.choice(topics)
             if wanted != (form, topic):
