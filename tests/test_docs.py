@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +83,24 @@ def test_the_makefile_declares_what_it_has() -> None:
     promised = {"setup", "test", "test-all", "demo", "smoke", "serve", "lint", "bench", "clean"}
     assert promised <= make_targets()
     assert make_targets() <= set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE)), "`make help` lists all targets"
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("paper")
+
+
+def test_the_page_of_claims_is_that_of_the_results(paper: Any) -> None:
+    made = ".venv/bin/python docs/paper.py makes it anew"
+    assert (ROOT / "docs" / "paper.md").read_text(encoding="utf-8") == paper.page(), made
+    results = {path.parent.name for path in (ROOT / "docs" / "results").glob("*/card.md")}
+    assert {claim["card"] for claim in paper.claims() if "card" in claim} == results
+
+
+def test_a_claim_has_one_answer(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper, "HERE", tmp_path)
+    for answers in ("", 'built = "x"\nmissing = "y"', 'built = "x"\nother = "y"'):
+        (tmp_path / "claims.toml").write_text(f'[[claims]]\nsection = "s"\nclaim = "c"\n{answers}\n')
+        with pytest.raises(ValueError, match="one of card"):
+            paper.claims()

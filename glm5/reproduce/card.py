@@ -9,6 +9,7 @@ from glm5.errors import MissingExtraError
 from glm5.files import atomic_write
 from glm5.obs.logs import get_logger
 from glm5.report.figures import Curve, lines
+from glm5.reproduce import verdict
 from glm5.reproduce.plan import Experiment, Figure, Sizes
 
 CARD = "card.md"
@@ -61,7 +62,7 @@ def card(experiment: Experiment, result: dict[str, Any], figures: list[tuple[str
         _headline(result),
         "## Questions",
         "Differences are left minus right, paired by seed, with Student's 95 % interval over seeds. **Bold** questions "
-        "decide about the claim.",
+        "decide about the claim. How many seeds would decide assumes that difference and spread stay as they are.",
         _questions(experiment, result),
         "## Variants",
         f"Means over {_number(len(result['seeds']), 'seed')}, lowest to highest seed in brackets.",
@@ -113,8 +114,9 @@ def _questions(experiment: Experiment, result: dict[str, Any]) -> str:
 
 
 def _verdict(entry: dict[str, Any]) -> str:
-    verdict: str = entry["verdict"]
-    return f"{verdict}: {entry['note']}" if "note" in entry else verdict
+    found: str = entry["verdict"]
+    more = verdict.outlook(entry)
+    return f"{found}: {entry['note']}" if "note" in entry else f"{found}; {more}" if more else found
 
 
 def _table(experiment: Experiment, result: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import stdev
 from typing import Any
 
 from glm5.reproduce.plan import Experiment, Points, Question
-from glm5.stats import Interval, mean_interval, paired_difference
+from glm5.stats import Interval, mean_interval, paired_difference, t_quantile
 
+MOST_SEEDS = 1000
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "not supported", "undecided"
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]
@@ -59,6 +61,21 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
         "verdict": UNDECIDED if guessing else found,
         **({"note": f"{question.right} is not above chance"} if guessing else {}),
     }
+
+
+def outlook(entry: Mapping[str, Any]) -> str:
+    """What an undecided question needs: with how many seeds it would be decided, and how, if difference and spread over
+    seeds stayed as they are. Empty if it is decided, or for another reason than spread."""
+    values, mean, expect = entry["values"], entry["difference"]["mean"], entry["expected"]
+    if entry["verdict"] != UNDECIDED or "note" in entry or len(values) < 2:
+        return ""
+    gap = abs(abs(mean) - entry["margin"]) if expect == "equal" else abs(mean)
+    supports = abs(mean) < entry["margin"] if expect == "equal" else (mean > 0) == (expect == "higher")
+    spread = stdev(values)
+    for n in range(2, MOST_SEEDS + 1):
+        if t_quantile(0.95, n - 1) * spread < gap * math.sqrt(n):
+            return f"about {n:,} seeds would decide, {'for' if supports else 'against'} it"
+    return f"more than {MOST_SEEDS:,} seeds would be needed"
 
 
 def above(scores: Sequence[float], chance: Sequence[float]) -> bool:

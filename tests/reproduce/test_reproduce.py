@@ -24,7 +24,7 @@ from glm5.model.context import packed_context
 from glm5.reproduce import EXPERIMENTS, command, muon_split, reproduce, runner, summary, verdict, worker
 from glm5.reproduce.measure import KeptAttention, block_loss, blocks, pinned_prompts, repetition
 from glm5.reproduce.plan import Experiment, Outcome, Question, Work, thinned
-from glm5.stats import Interval
+from glm5.stats import Interval, t_quantile
 from glm5.train.step_metrics import StepMetrics
 
 NAMES = sorted(EXPERIMENTS)
@@ -69,6 +69,27 @@ def test_paired_interval_by_hand() -> None:
     found = verdict.answer(LOWER, values)
     assert found["difference"]["high"] == pytest.approx(-2 + 0.248414, abs=1e-5)
     assert found["verdict"] == "supported" and found["values"] == pytest.approx([-1.9, -2.0, -2.1])
+
+
+@pytest.mark.parametrize("expect, margin", [("lower", 0.0), ("higher", 0.0), ("equal", 0.1), ("equal", 1.5)])
+def test_how_many_seeds_would_decide(expect: str, margin: float) -> None:
+    """The same three values, as often as it takes to make the interval decide, with the same standard deviation."""
+    three = [-1.0, 1.0, 3.0]
+    question = replace(LOWER, expect=expect, margin=margin)  # type: ignore[arg-type]
+    entry = verdict.answer(question, {"a": {"loss": [2.0, 4.0, 6.0]}, "b": {"loss": [3.0, 3.0, 3.0]}})
+    assert entry["values"] == three and entry["verdict"] == "undecided"
+    said = re.fullmatch(r"about (\d+) seeds would decide, (for|against) it", verdict.outlook(entry))
+    assert said is not None
+
+    def decided(n: int) -> str:
+        half = t_quantile(0.95, n - 1) * 2.0 / math.sqrt(n)
+        return verdict.judge(expect, Interval(1.0, 1.0 - half, 1.0 + half, n), entry["margin"])
+
+    number, verdicts = int(said[1]), {"for": "supported", "against": "not supported"}
+    assert decided(number) == verdicts[said[2]] and decided(number - 1) == "undecided"
+    assert verdict.outlook(entry | {"verdict": "supported"}) == verdict.outlook(entry | {"note": "x"}) == ""
+    even = verdict.answer(question, {"a": {"loss": [-4.0, 4.0]}, "b": {"loss": [0.001, 0.0]}})
+    assert "more than 1,000 seeds" in verdict.outlook(even) or expect == "equal"
 
 
 def test_gaps_margins_and_chance() -> None:
