@@ -15,6 +15,7 @@ from glm5.tasks.instructions.general import GeneralFamily
 from glm5.tasks.long_context.families import MrcrFamily, RulerFamily
 from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
+from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
@@ -34,6 +35,7 @@ FAMILIES: Register[Family] = Register(
         "math": MathFamily,
         "mrcr": MrcrFamily,
         "python_tool": PythonToolFamily,
+        "questions": QuestionsFamily,
         "remote": RemoteFamily,
         "ruler": RulerFamily,
         "swe": SweFamily,

@@ -97,10 +97,16 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
         run_suite(SUITE, Coin(), folder=tmp_path)
 
 
-def test_suites_that_come_with_glm5() -> None:
-    assert {"ruler", "mrcr"} <= set(suite_names())
+def test_suites_that_come_with_glm5(tmp_path: Path) -> None:
+    """Their settings are those of the paper's appendix, where it has any."""
+    assert {"ruler", "mrcr", "aime", "gpqa-diamond"} <= set(suite_names())
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "Q", "answer": "A", "choices": ["a", "b"]}))
     for name in suite_names():
-        suite = find_suite(name, {})
+        asked = find_suite(name, {}).parts[0].family == "questions"
+        suite = find_suite(name, {"file": str(data)} if asked else {})
+        if asked:
+            assert (suite.temperature, suite.top_p, suite.max_tokens) == (1.0, 0.95, 131_072)
         assert len({cell.label for cell in cells_of(suite)}) == len(cells_of(suite)) and suite.title and suite.source
         for part in suite.parts:
             make_family(part.family, **part.options)
@@ -109,6 +115,22 @@ def test_suites_that_come_with_glm5() -> None:
     assert [(part.name, part.max_tokens) for part in find_suite("ruler", {}).parts] == [
         (name, task.tokens) for name, task in TASKS.items()
     ]
+
+
+def test_a_benchmark_of_a_file_is_played(tmp_path: Path) -> None:
+    (tmp_path / "aime.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{i} + 1?", "answer": i + 1}) for i in range(5))
+    )
+
+    def script(body: dict[str, Any], turn: int) -> Say:
+        number = int(body["messages"][0]["content"].split()[0])
+        return Say(f"\\boxed{{{number + 1 if number < 3 else 0}}}", thought="well")
+
+    suite = find_suite("aime", {"file": str(tmp_path / "aime.jsonl")}, repeats=2)
+    with ScriptedModel(script) as server:
+        found = run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())))
+    assert found["score"] == pytest.approx(0.6) and found["n"] == 5
+    assert len(server.bodies) == 10 and {body["temperature"] for body in server.bodies} == {1.0}
 
 
 def test_options_of_a_suite(tmp_path: Path) -> None:

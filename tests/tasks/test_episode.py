@@ -33,7 +33,7 @@ RUN_CODE = ("bugfix", "code", "python_tool")
 FAMILY_NAMES = [
     pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
     for name in FAMILIES
-    if name not in ("agent", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
+    if name not in ("agent", "questions", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
 ]
 LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
 CONTEXT = 1 << 13

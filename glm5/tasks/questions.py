@@ -1,0 +1,261 @@
+"""Questions of a JSONL file with known answers, such as a published benchmark: the family `questions` (§6, App. B).
+
+A row has a question, an answer (or several accepted ones), and, where wanted, choices and a context. Rows are for
+evaluation: "heldout" has all of them, the other splits none.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import ConfigError, DataError
+from glm5.records import Env, Message
+from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.mathematics.answer import Answer, check_answer, final_answer
+
+MOST_ROW_BYTES = 64 << 20
+LETTERS = string.ascii_uppercase
+PROMPTS = {
+    "math": "{question}\n\nPut the final answer in \\boxed{}.",
+    "choice": '{context}{question}\n\n{choices}\n\nEnd with "Answer: " and the letter of the right choice.',
+    "exact": '{context}{question}\n\nEnd with "Answer: " and the answer alone.',
+    "contains": "{context}{question}",
+}
+_MATH_FORMS = ("number", "radical", "expanded", "factored", "value")  # the strictest first
+_CHOSEN = re.compile(r"(?i:answer(?: is|:)*)[\s*_$(]*(?:\\(?:text|boxed)\{)*[\s*_$(]*([A-Z])\b")
+_LONE = re.compile(r"(?:\\text\{)?[\s*_$(]*([A-Za-z])[\s*_$).:}]*")
+
+
+@dataclass(frozen=True)
+class QuestionProblem:
+    """One question. `answers` are accepted; with choices it is the letter of the right one."""
+
+    id: str
+    key: str
+    prompt: str
+    answers: tuple[str, ...]
+    grader: str
+    thinking: bool
+    domain: str = "questions"
+    tools: Sequence[ToolSpec] = ()
+
+    def env(self) -> Env:
+        return SingleTurnEnv(self, lambda message: float(GRADERS[self.grader](message.content, self.answers)))
+
+    def demonstration(self, rng_seed: int) -> list[Message]:
+        """Raises DataError: an answer to learn from is training data, and these are not."""
+        raise DataError(f"{self.id} is for evaluation and has no demonstration.")
+
+
+class QuestionsFamily(Family):
+    """The rows of `file` (JSONL), asked and graded one way.
+
+    Args:
+        grader: "math": the last box or line, compared as mathematics. "choice": a letter. "exact": the text after
+            "Answer:", compared without case, articles and punctuation. "contains": whether the reply has it.
+        question, answer, choices, context: fields of a row; a path of keys has dots. An answer may be a list of
+            accepted ones. For "choice" it is a letter, a number from 0, or the text of a choice; `choices` is a list,
+            or the names of fields with one choice each, in a list.
+        shuffle: put choices in an order that depends on the seed and the question.
+        prompt: text with {question}, {context} and {choices}; "" takes `PROMPTS`.
+    """
+
+    name = domain = "questions"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        file: str = "",
+        grader: str = "exact",
+        question: str = "question",
+        answer: str = "answer",
+        choices: str | Sequence[str] = "choices",
+        context: str = "",
+        shuffle: bool = True,
+        prompt: str = "",
+        thinking: bool = True,
+    ) -> None:
+        if grader not in GRADERS:
+            raise ConfigError(f"questions: the grader is one of {', '.join(GRADERS)}, not {grader!r:.40}.")
+        if not isinstance(file, str) or not file:
+            raise ConfigError(
+                'questions: set the option file to the JSONL file of the benchmark, e.g. file="aime.jsonl".'
+            )
+        self.seed, self.grader, self.thinking, self.shuffle = seed, grader, bool(thinking), bool(shuffle)
+        self.fields = {"question": question, "answer": answer, "choices": choices, "context": context}
+        self.template = prompt or PROMPTS[grader]
+        self.path = Path(file)
+        self.rows = _rows(self.path, _stamp(self.path))
+
+    def problem(self, split: str, index: int) -> QuestionProblem:
+        """Raises DataError for a row that does not fit, and for a split to train on."""
+        if split != "heldout":
+            raise DataError(f"questions: {self.path.name} is for evaluation; it has no problems to train on.")
+        line, row = self.rows[index % len(self.rows)]
+        try:
+            return self._made(line, row)
+        except (LookupError, TypeError, ValueError) as error:
+            raise DataError(f"{self.path}, line {line}: {_reason(error)}. Name the fields by options.") from None
+
+    def _made(self, line: int, row: Any) -> QuestionProblem:
+        question = _text(row, str(self.fields["question"]))
+        context = f"{_text(row, str(self.fields['context']))}\n\n" if self.fields["context"] else ""
+        found = _value(row, str(self.fields["answer"]))
+        answers = tuple(_plain(one) for one in (found if isinstance(found, list) else [found]))
+        choices = self._choices(row) if self.grader == "choice" else []
+        if choices:
+            right = choices[_place(found, choices)]
+            if self.shuffle:
+                random.Random(f"questions {self.seed} {question}").shuffle(choices)
+            answers = (LETTERS[choices.index(right)],)
+        if not answers or not all(answers):
+            raise ValueError("there is no answer")
+        listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+        asked = {"{question}": question, "{context}": context, "{choices}": listed}
+        prompt = re.sub("|".join(map(re.escape, asked)), lambda match: asked[match[0]], self.template)
+        key = f"questions {hashlib.sha256(prompt.encode('utf-8', 'replace')).hexdigest()}"
+        return QuestionProblem(f"questions/{self.path.name}/{line}", key, prompt, answers, self.grader, self.thinking)
+
+    def _choices(self, row: Any) -> list[str]:
+        where = self.fields["choices"]
+        found = _value(row, where) if isinstance(where, str) else [_value(row, field) for field in where]
+        if isinstance(found, Mapping):  # as {"text": [...], "label": [...]}
+            found = found["text"]
+        choices = [_plain(choice) for choice in found]
+        if not 2 <= len(choices) <= len(LETTERS) or len(set(choices)) < len(choices):
+            raise ValueError(f"there are {len(set(choices))} different choices of {len(choices)}")
+        return choices
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    return state.st_mtime_ns, state.st_size
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(path: Path, stamp: tuple[int, int]) -> list[tuple[int, Any]]:
+    """(line, row) of a file; blank lines are none. Raises DataError."""
+    found = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW_BYTES), b""), 1):
+                if line.strip():
+                    found.append((number, json.loads(line)))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{path}, line {number}: not JSON; the file has one JSON object a line.") from None
+    if not found:
+        raise DataError(f"{path} has no rows.")
+    return found
+
+
+def _value(row: Any, field: str) -> Any:
+    for key in field.split("."):
+        if not isinstance(row, Mapping) or key not in row:
+            raise LookupError(f'there is no field "{field}"')
+        row = row[key]
+    return row
+
+
+def _text(row: Any, field: str) -> str:
+    found = _value(row, field)
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f'the field "{field}" is no text')
+    return found.strip()
+
+
+def _plain(value: Any) -> str:
+    """A number or a text as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{value!r:.60} is neither a text nor a number")
+    return str(value).strip()
+
+
+def _place(answer: Any, choices: Sequence[str]) -> int:
+    """Which choice the answer names: by its text, its letter, or its number from 0."""
+    said = _plain(answer)
+    if isinstance(answer, str) and said in choices:
+        return choices.index(said)
+    if isinstance(answer, str) and len(said) == 1 and said.upper() in LETTERS[: len(choices)]:
+        return LETTERS.index(said.upper())
+    if said.isdigit() and int(said) < len(choices):
+        return int(said)
+    raise ValueError(f"the answer {said!r:.60} is none of the choices")
+
+
+def _reason(error: Exception) -> str:
+    return str(error.args[0]) if error.args else type(error).__name__
+
+
+def is_mathematically(reply: str, answers: Sequence[str]) -> bool:
+    """Whether the final answer equals an accepted one as a number, an expression, a tuple or a set, in as simple a form
+    as that is written in. What is no mathematics is compared as text."""
+    said = final_answer(reply)
+    return any(
+        check_answer(reply, form) if (form := _mathematical(answer)) else plain_text(said) == plain_text(answer)
+        for answer in answers
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _mathematical(answer: str) -> Answer | None:
+    """The form of an answer that is mathematics. Words would be products of letters."""
+    if re.search(r"(?<![\\A-Za-z])(?!sqrt)[A-Za-z]{3,}", answer):
+        return None
+    for kind, opening, closing in (("tuple", "(", ")"), ("set", "{", "}")):
+        inner = answer.strip().strip("$").replace("\\{", "{").replace("\\}", "}").strip()
+        if inner.startswith(opening) and inner.endswith(closing) and "," in inner:
+            wanted = Answer(tuple(part.strip() for part in inner[1:-1].split(",")), kind, "value")
+            return wanted if check_answer(f"\\boxed{{{answer}}}", wanted) else None
+    bare = answer.strip().strip("$").strip()
+    forms = (Answer((bare,), form=form) for form in _MATH_FORMS)
+    return next((form for form in forms if check_answer(f"\\boxed{{{bare}}}", form)), None)
+
+
+def is_choice(reply: str, answers: Sequence[str]) -> bool:
+    """Whether the last letter that the reply calls its answer, puts in a box, or consists of, is the right one."""
+    tail = reply[-4000:]
+    said = [match[1] for match in _CHOSEN.finditer(tail)]
+    lone = _LONE.fullmatch(final_answer(reply)) if "\\boxed" in tail else _LONE.fullmatch(tail)
+    letter = lone[1] if lone else said[-1] if said else ""
+    return letter.upper() in answers
+
+
+def is_exact(reply: str, answers: Sequence[str]) -> bool:
+    """Whether the text after the last "Answer:", or a reply of one line, is an accepted answer."""
+    said = plain_text(final_answer(reply))
+    return any(said == plain_text(answer) for answer in answers)
+
+
+def contains(reply: str, answers: Sequence[str]) -> bool:
+    """Whether an accepted answer stands in the reply, as whole words."""
+    said = f" {plain_text(reply)} "
+    return any(f" {plain_text(answer)} " in said for answer in answers)
+
+
+def plain_text(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces."""
+    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+GRADERS: Mapping[str, Callable[[str, Sequence[str]], bool]] = {
+    "math": is_mathematically,
+    "choice": is_choice,
+    "exact": is_exact,
+    "contains": contains,
+}
