@@ -23,7 +23,9 @@ def evaluate(
     options: Annotated[
         list[str], typer.Option("--set", help="Option of the tasks, e.g. --set 'length=[4096,8192]'; repeatable.")
     ] = [],  # noqa: B006
-    render_tools: Annotated[bool, typer.Option(help="Show tool specifications in the prompt.")] = True,
+    render_tools: Annotated[
+        bool | None, typer.Option("--render-tools/--no-render-tools", help="Show tool specifications in the prompt.")
+    ] = None,
     limits: Annotated[
         list[str], typer.Option("--limit", help="max_tokens of a reply, max_turns, max_context: NAME=N; repeatable.")
     ] = [],  # noqa: B006
@@ -52,7 +54,7 @@ def evaluate(
     if not limited.keys() <= set(LIMITS) or min(map(_natural, limited.values()), default=1) < 1:
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
-    chosen = find_suite(suite, assignments(options), **changes, **limited, render_tools=render_tools or None)
+    chosen = find_suite(suite, assignments(options), **changes, **limited, render_tools=render_tools)
     with QuietConsole().status("starting") as status:
         if Path(model).is_dir():
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
@@ -74,7 +76,7 @@ def evaluate(
         typer.echo(
             f"difference {change['score']:+.1%}  [{change['low']:+.1%}, {change['high']:+.1%}]  n = {change['n']}"
         )
-    for key in ("errors", "note"):
+    for key in ("errors", "too_long", "note"):
         if key in found:
             typer.echo(f"{key}: {found[key]}")
 

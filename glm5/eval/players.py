@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from glm5.agents.endpoint import Endpoint, EndpointError, Model
+from glm5.agents.wire import OnDelta
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
 from glm5.engine.engine import Engine
@@ -99,26 +101,35 @@ class RemotePlayer:
         """Raises EndpointError if the server cannot be reached or refuses a request for another reason than length."""
         tokens = part.max_tokens or suite.max_tokens
         model = self.endpoint.asking(max_tokens=tokens, temperature=suite.temperature, top_p=suite.top_p)
-        left = iter(enumerate(problems))
+        left, stopped = iter(enumerate(problems)), threading.Event()
         running: dict[Future[Played], int] = {}
+
+        def told(kind: str, text: str) -> None:
+            if stopped.is_set():
+                raise EndpointError("The evaluation was stopped.")
+
         with ThreadPoolExecutor(self.concurrency, "eval") as threads:
             try:
                 while True:
                     while len(running) < self.concurrency and (following := next(left, None)) is not None:
                         place, problem = following
-                        running[threads.submit(play_messages, problem, model, suite.max_turns)] = place
+                        running[threads.submit(play_messages, problem, model, suite.max_turns, told)] = place
                     if not running:
                         return
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         yield running.pop(future), future.result()
             finally:
+                stopped.set()
                 for future in running:
                     future.cancel()
 
 
-def play_messages(problem: Problem, model: Model, max_turns: int) -> Played:
-    """Play one problem as text. A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a
-    failure of the environment is ENV_ERROR. Raises EndpointError for a server that does not answer."""
+def play_messages(problem: Problem, model: Model, max_turns: int, told: OnDelta | None = None) -> Played:
+    """Play one problem as text; `told` hears the replies as they come.
+
+    A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a failure of the environment is
+    ENV_ERROR. Raises EndpointError for a server that does not answer.
+    """
     try:
         env = problem.env()
         messages, tools, _ = env.start()
@@ -127,7 +138,7 @@ def play_messages(problem: Problem, model: Model, max_turns: int) -> Played:
     history: list[Message] = list(messages)
     for _ in range(max_turns):
         try:
-            reply = model.complete(history, tools)
+            reply = model.complete(history, tools, told)
         except EndpointError as error:
             if error.too_long:
                 return Played(0.0, Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})

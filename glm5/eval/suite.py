@@ -34,7 +34,8 @@ SUITES = Path(__file__).with_name("suites")
 SETTINGS, EPISODES, RESULT = "settings.json", "episodes.jsonl", "result.json"
 DEPTHS = 5
 """Bins of the depths of needles."""
-MOST_TEXT = 1 << 22
+MOST_TEXT, SHOWN = 1 << 20, 50_000
+"""Characters of a line, and of an episode's text in it: its end."""
 
 Advance = Callable[[str, int, int], None]
 """Called with what runs, answers done and answers in all."""
@@ -233,16 +234,20 @@ def _problems(suite: Suite, cell: Cell) -> list[Problem]:
 
 
 def _row(cell: Cell, place: int, repeat: int, problem: str, played: Played) -> dict[str, Any]:
-    row = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem, "reward": played.reward}
-    return {**played.detail, **row, "outcome": played.outcome.value}
+    row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem}
+    row |= {"reward": played.reward, "outcome": played.outcome.value}
+    detail = {key: value for key, value in played.detail.items() if key not in row}
+    if isinstance(text := detail.get("text"), str):
+        detail["text"] = text[-SHOWN:]  # a long prompt can be made again
+    return row | detail  # what is too much for a line is left out at its end
 
 
 def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """score, low, high and n of the suite; the same per cell, per value of the grid, and by depth of needles.
 
     The repeats of a problem are averaged first, so n counts problems. The mean over cells counts each alike. `errors`
-    counts failures of environments, which score 0. `needle_recall` by cell is the share of the needles' tokens that the
-    indexers select, if it was measured.
+    counts failures of environments, `too_long` what did not fit into the context; both score 0. `needle_recall` by cell
+    is the share of the needles' tokens that the indexers select, if it was measured.
     """
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_depth: dict[int, dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -274,6 +279,8 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found["needle_recall"] = {label: fmean(shares) for label, shares in selected.items()}
     if errors := sum(row["outcome"] == Outcome.ENV_ERROR for row in rows):
         found["errors"] = errors
+    if too_long := sum(row.get("cut") == "context" for row in rows):
+        found["too_long"] = too_long
     if suite.note:
         found["note"] = suite.note
     return found

@@ -43,7 +43,8 @@ class Coin:
             which = int(problems[place].id.rpartition("/")[2])
             reward = {0: 1.0, 1: 0.5}.get(which, 0.0)
             outcome = {0: Outcome.SOLVED, 2: Outcome.ENV_ERROR}.get(which, Outcome.FAILED)
-            yield place, Played(reward, outcome, {"depth": which / 4, "reply": "é" * 10})
+            detail = {"depth": which / 4, "cell": "none", "text": "é" * 99_999 + "end", "much": ["x" * 9999] * 999}
+            yield place, Played(reward, outcome, detail)
 
 
 class Wrong(Coin):
@@ -83,6 +84,7 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
     assert sum(last.played.values()) == 32 - 14
     rows = [json.loads(line) for line in (folder / EPISODES).read_text().splitlines()]
     assert len(rows) == len({(row["cell"], row["place"], row["repeat"]) for row in rows}) == 32
+    assert all(row["text"].endswith("éend") and len(json.dumps(row)) < 2 << 20 for row in rows)
     assert json.loads((folder / "result.json").read_text()) == whole
     settings = json.loads((folder / "settings.json").read_text())
     assert Suite.model_validate(settings["suite"]) == SUITE and settings["model"] == {"name": "m"}
@@ -180,7 +182,9 @@ def test_several_turns_with_tools_and_what_may_fail_on_a_server() -> None:
         player = RemotePlayer(Endpoint(server.url, pauses=()))
         assert run_suite(suite, player)["score"] == 1.0
         server.refuse = [(400, '{"error": {"message": "the prompt is too long: maximum context length"}}')]
-        assert run_suite(suite, player)["score"] == pytest.approx(2 / 3)
+        found = run_suite(suite, player)
+        assert found["score"] == pytest.approx(2 / 3) and found["too_long"] == 1
+        assert run_suite(suite, player)["score"] == 1.0
         server.refuse = [(500, "{}")] * 20
         with pytest.raises(EndpointError, match="status 500"):
             run_suite(suite, player)
