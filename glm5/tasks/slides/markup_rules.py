@@ -1,0 +1,183 @@
+"""Level 1 of the slide reward: rules on the HTML and CSS alone (§4.2.5), in pure Python.
+
+`read_page` finds what a slide must not have. A *fault* closes the gate: such a page scores 0 and is not rendered. The
+browser is safe without these rules too; they decide what a policy is paid for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+
+VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+OPTIONAL_END = frozenset("html head body p li dt dd tr td th thead tbody tfoot option colgroup rt rp".split())
+FORBIDDEN = {
+    "script": "a script", "iframe": "a frame", "frame": "a frame", "frameset": "a frame", "object": "an object",
+    "embed": "an object", "applet": "an object", "portal": "a frame", "base": "a base address",
+    "form": "a form", "input": "a form", "audio": "sound", "noscript": "a script's replacement",
+}  # fmt: skip
+MOST_DEPTH = 200
+
+_EXTERNAL = re.compile(r"(?:https?|ftp|file|wss?|blob)\s*:|^\s*//", re.I)
+_CSS_URL = re.compile(r"url\(\s*[\"']?([^\"')]*)", re.I)
+_ESCAPE = re.compile(r"\\([0-9a-fA-F]{1,6})\s?|\\(.)")
+_COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)", re.S)
+_CONDITION = re.compile(r"@(?:media|container)[^{]*(?:height|aspect-ratio|orientation|block-size)", re.I)
+_VIEWPORT = re.compile(r"(?<![\w-])[\d.]+(?:d|s|l)?(?:vh|vb|vmin|vmax|vw|vi|cqh|cqb|cqmin|cqmax)(?![\w-])", re.I)
+
+
+@dataclass
+class Page:
+    """What was read. `faults` close the gate; `flaws` cost something. `css` is all of the page's CSS without comments
+    and escapes; `text` the text that is not in its head; `images` the sources of `img`."""
+
+    faults: list[str] = field(default_factory=list)
+    flaws: list[str] = field(default_factory=list)
+    css: str = ""
+    text: str = ""
+    images: list[str] = field(default_factory=list)
+    tags: int = 0
+
+    @property
+    def viewport_units(self) -> int:
+        """Lengths that depend on the height or width of the window."""
+        return len(_VIEWPORT.findall(self.css))
+
+
+def read_page(html: str) -> Page:
+    """Read a page; never raises. A page without a tag has the fault "no markup"."""
+    reader = _Reader()
+    try:
+        reader.feed(html)
+        reader.close()
+    except (AssertionError, ValueError, RecursionError):  # what the parser raises for some broken declarations
+        reader.page.faults.append("markup that cannot be read")
+    page = reader.page
+    page.css = _unescaped(_COMMENT.sub(" ", page.css))
+    page.text = " ".join(page.text.split())
+    if not page.tags:
+        page.faults.append("no markup")
+    if reader.deep:
+        page.faults.append(f"elements more than {MOST_DEPTH} deep")
+    page.flaws += [f"<{tag}> is not closed" for tag in reader.open if tag not in OPTIONAL_END]
+    _read_css(page)
+    page.faults = list(dict.fromkeys(page.faults))
+    return page
+
+
+def _read_css(page: Page) -> None:
+    if "@import" in page.css.lower():
+        page.faults.append("an imported style sheet")
+    if _CONDITION.search(page.css):
+        page.faults.append("rules that depend on the height of the window")
+    if "@font-face" in page.css.lower():
+        page.flaws.append("fonts of its own")
+    if re.search(r"expression\s*\(|-moz-binding|behavior\s*:", page.css, re.I):
+        page.faults.append("a script in a style")
+    for url in _CSS_URL.findall(page.css):
+        if _EXTERNAL.search(url):
+            page.faults.append("something from outside")
+
+
+def _unescaped(css: str) -> str:
+    def one(match: re.Match[str]) -> str:
+        code = int(match[1], 16) if match[1] else 0
+        return chr(code) if match[1] and code < 0x110000 and not 0xD800 <= code < 0xE000 else match[2] or " "
+
+    return _ESCAPE.sub(one, css)
+
+
+class _Reader(HTMLParser):
+    """Collects a `Page`."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.page = Page()
+        self.open: list[str] = []
+        self.deep = False
+        self._quiet = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        page = self.page
+        page.tags += 1
+        if tag in FORBIDDEN:
+            page.faults.append(FORBIDDEN[tag])
+        values = {name.lower(): value or "" for name, value in attrs}
+        if tag == "meta" and values.get("http-equiv", "").strip().lower() not in ("", "content-type", "x-ua-compatible"):
+            page.faults.append("a meta instruction")
+        if tag == "link":
+            page.faults.append("something from outside")
+        for name, value in values.items():
+            if name.startswith("on"):
+                page.faults.append("a script")
+            elif name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster", "background", "srcdoc"):
+                packed = re.sub(r"[\s\x00]", "", value)
+                if packed.lower().startswith(("javascript:", "vbscript:", "data:text/html")):
+                    page.faults.append("a script")
+                elif tag != "a" and _EXTERNAL.search(packed):
+                    page.faults.append("something from outside")
+            elif name == "style":
+                page.css += f"{tag}{{{value}}}\n"
+        if tag == "img":
+            page.images.append(values.get("src", ""))
+            if not values.get("alt") and "src" not in values:
+                page.flaws.append("a picture without a source")
+        if tag in ("style", "title", "head", "template"):
+            self._quiet += tag != "head"
+        if tag not in VOID:
+            self.open.append(tag)
+            self.deep = self.deep or len(self.open) > MOST_DEPTH
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID and self.open:
+            self.open.pop()
+            self._quiet -= tag in ("style", "title", "template")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        if tag not in self.open:
+            self.page.flaws.append(f"</{tag}> closes nothing")
+            return
+        while (last := self.open.pop()) != tag:
+            if last not in OPTIONAL_END:
+                self.page.flaws.append(f"<{last}> is not closed")
+            self._quiet -= last in ("style", "title", "template")
+        self._quiet -= tag in ("style", "title", "template")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            self.page.css += data + "\n"
+        elif self._quiet <= 0:
+            self.page.text += data + " "
+
+
+def well_formed(page: Page) -> float:
+    """1 for a page without flaws; each kind of flaw takes a fifth, viewport units up to two fifths."""
+    units = min(2, page.viewport_units)
+    return max(0.0, 1.0 - 0.2 * len(set(page.flaws)) - 0.2 * units)
+
+
+def words(text: str) -> list[str]:
+    """Words and numbers in lower case."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def share_found(wanted: Iterable[str], said: str) -> float:
+    """Share of the wanted phrases that the text has: at least four in five of a phrase's words, close together. Their
+    order does not matter, because emphasised words are pieces of their own."""
+    wanted, have = list(wanted), words(said)
+    return sum(_has(words(phrase), have) for phrase in wanted) / len(wanted) if wanted else 1.0
+
+
+def _has(phrase: list[str], have: list[str]) -> bool:
+    need, reach = -(-4 * len(phrase) // 5), len(phrase) + 2
+    wanted = Counter(phrase)
+    if not phrase:
+        return True
+    starts = (i for i, word in enumerate(have) if word in wanted)
+    return any(sum((wanted & Counter(have[i : i + reach])).values()) >= need for i in starts)
