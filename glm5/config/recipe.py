@@ -171,6 +171,9 @@ class PolicyStage(Stage):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts, each on its own part of the groups. From the second step on the policy
     differs from the one before the batch, so `clip_low` and `clip_high` act; with 1 they never do on fresh rollouts."""
+    spread_groups: bool = False
+    """With several minibatches, spread the rollouts of each prompt over all of them (§4.2.5), instead of keeping groups
+    whole."""
     max_tokens: int = Field(48, ge=1)
     max_turns: int = Field(4, ge=1)
     max_context: int = Field(512, ge=2)
@@ -220,7 +223,7 @@ class PolicyStage(Stage):
     def _fields_fit(self) -> Self:
         if self.rollouts == "exact" and self.rollout_dtype != "float32":
             raise ValueError(f'{self.name}: rollout_dtype = "{self.rollout_dtype}" needs rollouts = "fast"')
-        if self.minibatches > self.prompts:
+        if self.minibatches > self.prompts and not self.spread_groups:
             raise ValueError(f"{self.name}: minibatches = {self.minibatches} is more than prompts = {self.prompts}")
         if self.push_every > self.max_staleness + 1:
             raise ValueError(
@@ -243,6 +246,14 @@ class RewardStage(PolicyStage):
     """"double_sided" leaves out tokens if their ratio is not between 1 - `eps_low` and 1 + `eps_high`."""
     average: Literal["sequence", "token"] = "sequence"
     """The loss is a mean over sequences, which all count alike (Eq. 1), or over tokens (Eq. 5)."""
+    normalize: Literal["group", "per_reward"] = "group"
+    """"group": advantages from each sample's reward, as the algorithm computes them. "per_reward": for families that
+    give several named rewards, each normalised within its group, added with `reward_weights`, and scaled over the
+    batch."""
+    reward_weights: dict[str, float] = {}
+    """Of "per_reward", by name; 1 for names that are not listed, 0 leaves a reward out."""
+    drop_trivial: float = Field(0.0, ge=0, lt=1)
+    """Probability with which a sample that its environment calls trivial is not trained on (§4.2.5)."""
     kl_weight: float = Field(0.0, ge=0)
     """Weight of a penalty for distance from the stage's starting weights; the paper has none."""
     kl_estimator: Literal["k2", "k3"] = "k3"

@@ -1,5 +1,5 @@
 """Training files of a run folder besides numbers: samples by step, the optimizer's update table, the record of a DSA
-adaptation, a rollout token by token, the environment.
+adaptation, a rollout token by token, pages of slides, the environment.
 
 A killed run may have left any of these half written, so unreadable files are listed and left out.
 """
@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from glm5.report.live_store import LiveStage, read_live
+from glm5.report.slides import SlideRecord
 
 Scalar = str | int | float | bool | None
 _T = TypeVar("_T")
@@ -124,6 +125,7 @@ class Artifacts:
     adaptations: dict[str, Adaptation] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     live: dict[str, LiveStage] = field(default_factory=dict)
+    slides: dict[str, SlideRecord] = field(default_factory=dict)
     environment: dict[str, Scalar] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """Unreadable files, by their path in the run folder."""
@@ -149,6 +151,8 @@ def read_artifacts(run: Path) -> Artifacts:
             found.updates[name] = updates
         if (rollout := _read(run, folder / "rollout.json", Rollout, problems)) is not None:
             found.rollouts[name] = rollout
+        if (slides := _read(run, folder / "slides.json", SlideRecord, problems)) is not None:
+            found.slides[name] = slides
         if (live := read_live(folder)) is not None:
             found.live[name] = live
         if samples := _samples(folder / "samples.jsonl"):

@@ -20,6 +20,7 @@ from glm5.report.records import stage_samples, stage_updates
 from glm5.report.results import Results, Run, load_run
 from glm5.report.rollout import RolloutSection, rollout_section
 from glm5.report.skills import recovered, recovery_sentences
+from glm5.report.slides import SlideSection, slide_section
 from glm5.report.training import standing, training_groups, training_sentence, training_tiles
 from glm5.report.wording import KINDS, SKILLS, agreement, clean, duration, listing, number, problem_count, safe, visible
 
@@ -87,6 +88,7 @@ def _context(run: Run) -> dict[str, Any]:
         "policies": policy_sections(run),
         "live": live_sections(run),
         "rollouts": _rollouts(run),
+        "slides": _slides(run),
         "needle": sections.needle(results),
         "mtp": sections.mtp(results),
         "comparisons": sections.comparisons(results),
@@ -182,6 +184,11 @@ def _adaptations(run: Run) -> list[AdaptationSection]:
 
 def _rollouts(run: Run) -> list[RolloutSection]:
     made = (rollout_section(stage, rollout) for stage, rollout in run.artifacts.rollouts.items())
+    return [section for section in made if section is not None]
+
+
+def _slides(run: Run) -> list[SlideSection]:
+    made = (slide_section(stage, record) for stage, record in run.artifacts.slides.items())
     return [section for section in made if section is not None]
 
 

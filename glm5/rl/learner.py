@@ -89,6 +89,7 @@ class Learner:
         reference: GLM5ForCausalLM | None = None,
         exact: bool = True,
         minibatches: int = 1,
+        spread_groups: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
@@ -100,6 +101,7 @@ class Learner:
             if reference is not None:
                 self.reference = self.ranks.shard(reference, reference.dtype, _trained)
         self.row_length, self.temperature, self.minibatches = row_length, temperature, minibatches
+        self.split = spread_groups_over if spread_groups else split_groups
         self.version = 0
         self.agreement = Agreement()
         self.optimizer = build_optimizer(self.model, config, _trained)
@@ -109,7 +111,8 @@ class Learner:
         self.optimizer.state.clear()
 
     def step(self, samples: Sequence[TrainSample], loss_of: PolicyLoss, rate: float) -> dict[str, float]:
-        """One update on all samples: an optimizer step per minibatch. Minibatches contain whole groups, in order.
+        """One update on all samples: an optimizer step per minibatch. Minibatches contain whole groups, in order,
+        or with `spread_groups` a part of each.
 
         With several minibatches, the log-probabilities of all samples are computed once before the first step; they are
         the old policy of every step. Within a step, losses, gradients and statistics of micro-batches add up to those
@@ -118,7 +121,7 @@ class Learner:
         """
         self._check_equal(samples)
         rank, world = self.ranks.rank, self.ranks.world
-        batches = [divide(batch, world) for batch in split_groups(samples, self.minibatches)]
+        batches = [divide(batch, world) for batch in self.split(samples, self.minibatches)]
         old = None
         if len(batches) > 1:
             old = self._old_logprobs([[s for batch in batches for s in batch[r]] for r in range(world)])
@@ -299,6 +302,15 @@ def split_groups(samples: Sequence[TrainSample], count: int) -> list[list[TrainS
     count = min(count, len(groups))
     edges = [len(groups) * i // count for i in range(count + 1)]
     return [[row for group in groups[a:b] for row in group] for a, b in pairwise(edges)]
+
+
+def spread_groups_over(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
+    """Split into `count` minibatches that each have a part of every group: its samples are dealt out in turn, and the
+    next group goes on where the last one ended. Fewer samples give fewer minibatches."""
+    dealt: list[list[TrainSample]] = [[] for _ in range(min(count, len(samples)))]
+    for i, sample in enumerate(samples):
+        dealt[i % len(dealt)].append(sample)
+    return dealt
 
 
 def divide(samples: Sequence[TrainSample], ranks: int) -> list[list[TrainSample]]:

@@ -25,6 +25,7 @@ from glm5.rl.learner import Agreement, Learner
 from glm5.rl.rollout_trace import RolloutTrace, is_due
 from glm5.rl.update import update
 from glm5.rl.weight_sync import tensor_hashes
+from glm5.tasks.slides.record import write_pages
 from glm5.train.loop import StageIO
 
 _log = get_logger(__name__)
@@ -54,6 +55,7 @@ class Driver:
             reference=model.clone() if algorithm.penalty else None,
             exact=stage.rollouts == "exact",
             minibatches=stage.minibatches,
+            spread_groups=stage.spread_groups,
             ranks=ranks,
         )
         self.record = io.folder.parent / replay.FILE if stage.record else None
@@ -79,6 +81,8 @@ class Driver:
         numbers = update(self.learner, self.algorithm, self.stage, groups, trace)
         if trace is not None:
             trace.write(self.io.folder, self.learner, groups, self.tokenizer)
+        if self.learner.ranks.main and (due or self.controller.version == 0):
+            write_pages(self.io.folder, self.controller.version + 1, groups)
         return numbers
 
     def _counts(self) -> dict[str, float]:

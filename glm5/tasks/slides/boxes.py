@@ -87,7 +87,8 @@ class Slide:
     """A measured page. `natural_height` is that of the page in a viewport 10 pixels high, which neither viewport units
     nor flexible spacing can stretch. `page_height` and `boxes` are of the pass at 1280 x 720. `content_bottom` and
     `content_right` are the true extents of text and pictures in the first pass, as if nothing were cut off. `pixels`
-    are the statistics of `picture.py`. `more`: the page had more elements than were measured."""
+    are the statistics of `picture.py`. `stretched` is by how much an element is higher in the second pass.
+    `more`: the page had more elements than were measured."""
 
     boxes: tuple[Box, ...]
     natural_height: float
@@ -95,6 +96,7 @@ class Slide:
     page_height: float
     content_bottom: float
     content_right: float
+    stretched: float = 0.0
     pixels: dict[str, float] = field(default_factory=dict)
     more: bool = False
 

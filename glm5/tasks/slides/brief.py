@@ -1,4 +1,4 @@
-"""What a slide has to show: briefs drawn by seed, and their pictures, drawn as SVG so that nothing has to be shipped."""
+"""What a slide has to show: briefs drawn by seed, and pictures for them, drawn as SVG, so that nothing is shipped."""
 
 from __future__ import annotations
 

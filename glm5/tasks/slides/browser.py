@@ -66,7 +66,7 @@ def find_chromium() -> str:
     if not found or not shutil.which(found):
         raise ConfigError(
             f"slides are measured in Chromium, and {named or 'none'} was found; install one (Debian: `apt install "
-            f"chromium-headless-shell`) or name it in the variable {VARIABLE}, or use measure = \"static\"."
+            f'chromium-headless-shell`) or name it in the variable {VARIABLE}, or use measure = "static".'
         )
     return found
 
@@ -261,9 +261,9 @@ def alone(boxes: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _with_head(html: str, head: str) -> str:
-    """The document with `head` before anything of its own, and in standards mode exactly if it asks for that."""
+    """The document with `head` before anything of its own, in standards mode whatever it asks for: in quirks mode, the
+    body is always as high as the window."""
     text = html.lstrip("\ufeff \t\r\n")
     if text[:9].lower() == "<!doctype":
-        end = text.find(">") + 1
-        return text[:end] + head + text[end:] if end else head + text
-    return head + text
+        text = text[text.find(">") + 1 :] if ">" in text else ""
+    return f"<!doctype html>{head}{text}"

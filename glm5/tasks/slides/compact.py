@@ -17,8 +17,6 @@ A page is as high as its content: the model has to make it 720. Nothing is centr
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from glm5.errors import DataError
 from glm5.tasks.slides.boxes import WIDTH
@@ -36,15 +34,6 @@ MOST_LINES = 60
 MOST_PIXELS = 4000
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A page's HTML, and the span of its markup in the answer."""
-
-    html: str
-    start: int
-    end: int
-
-
 class MarkupError(DataError):
     """The markup cannot be compiled: the policy's failure."""
 
@@ -52,20 +41,6 @@ class MarkupError(DataError):
 def line_height(size: int, factor: float) -> int:
     """Height of a line of text in whole pixels."""
     return round(size * factor)
-
-
-def compile_deck(markup: str, briefs: Sequence[PageBrief]) -> list[Compiled | MarkupError]:
-    """The pages of an answer, in order, against the briefs; a page beyond the last brief is checked against that."""
-    found: list[Compiled | MarkupError] = []
-    at = 0
-    for piece in markup.split("---"):
-        start, at = at, at + len(piece) + 3
-        brief = briefs[min(len(found), len(briefs) - 1)]
-        try:
-            found.append(Compiled(compile_page(piece, brief), start, start + len(piece)))
-        except MarkupError as error:
-            found.append(error)
-    return found
 
 
 def compile_page(markup: str, brief: PageBrief) -> str:

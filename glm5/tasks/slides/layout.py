@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Rect, Slide, area, overlap
 
@@ -100,7 +101,7 @@ def typography(slide: Slide) -> float:
     score -= 0.3 * _fall(-largest, -24.0, -16.0)
     for box in texts:
         lines = sorted({round(rect[1]) for rect in box.rects})
-        pitch = min((b - a for a, b in zip(lines, lines[1:]) if b - a > 2), default=1.3 * box.style.size)
+        pitch = min((b - a for a, b in pairwise(lines) if b - a > 2), default=1.3 * box.style.size)
         ratio = pitch / max(1.0, box.style.size)
         wrong = (not 0.9 <= ratio <= 2.2) + (abs(box.style.spacing) > 0.35 * box.style.size)
         score -= 0.5 * wrong * len(box.text) / sum(len(b.text) for b in texts)
@@ -108,26 +109,31 @@ def typography(slide: Slide) -> float:
 
 
 def alignment(slide: Slide) -> float:
-    """Share of the pieces that have their left edge, centre or right edge on a line with another piece."""
+    """Share of the pieces that have an edge or their centre on a line with another piece, or are centred on the page;
+    less if nearly every piece has a left edge of its own."""
     rects = [box.bounds for box in _content(slide) if not _decoration(box)]
     if len(rects) < 3:
         return 1.0 if rects else 0.0
-    lines = [[(r[0], r[0] + r[2] / 2, r[0] + r[2]) for r in rects], [(r[1], r[1] + r[3] / 2, r[1] + r[3]) for r in rects]]
-    kept = 0
-    for i in range(len(rects)):
-        if any(abs(axis[i][e] - axis[k][e]) <= 3.0 for axis in lines for k in range(len(rects)) if k != i for e in range(3)):
-            kept += 1
-        elif abs(lines[0][i][1] - WIDTH / 2) <= 6.0:
-            kept += 1
-    left = len({round(x[0] / 6) for x in lines[0]}) / len(rects)
+    columns = [(r[0], r[0] + r[2] / 2, r[0] + r[2]) for r in rects]
+    rows = [(r[1], r[1] + r[3] / 2, r[1] + r[3]) for r in rects]
+    kept = sum(
+        _shares_line(columns, i) or _shares_line(rows, i) or abs(columns[i][1] - WIDTH / 2) <= 6.0
+        for i in range(len(rects))
+    )
+    left = len({round(x[0] / 6) for x in columns}) / len(rects)
     return max(0.0, kept / len(rects) - 0.4 * _fall(left, 0.75, 1.0) * (len(rects) > 4))
+
+
+def _shares_line(lines: Sequence[tuple[float, float, float]], i: int) -> bool:
+    """Whether piece `i` has its start, middle or end within 3 pixels of the same of another piece."""
+    return any(abs(a - b) <= 3.0 for k, other in enumerate(lines) if k != i for a, b in zip(lines[i], other))
 
 
 def spacing(slide: Slide) -> float:
     """Regular gaps between neighbours of one column, none of them huge: the mean of both over all columns."""
     scores = []
     for column in _columns(slide):
-        gaps = [b[1] - a[1] - a[3] for a, b in zip(column, column[1:])]
+        gaps = [b[1] - a[1] - a[3] for a, b in pairwise(column)]
         size = sorted(rect[3] for rect in column)[len(column) // 2]
         mean = sum(gaps) / len(gaps)
         spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))

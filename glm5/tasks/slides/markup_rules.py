@@ -106,7 +106,11 @@ class _Reader(HTMLParser):
         if tag in FORBIDDEN:
             page.faults.append(FORBIDDEN[tag])
         values = {name.lower(): value or "" for name, value in attrs}
-        if tag == "meta" and values.get("http-equiv", "").strip().lower() not in ("", "content-type", "x-ua-compatible"):
+        if tag == "meta" and values.get("http-equiv", "").strip().lower() not in (
+            "",
+            "content-type",
+            "x-ua-compatible",
+        ):
             page.faults.append("a meta instruction")
         if tag == "link":
             page.faults.append("something from outside")

@@ -13,15 +13,18 @@ from glm5.tasks.slides.boxes import HEIGHT
 from glm5.tasks.slides.brief import PageBrief
 from glm5.tasks.slides.compact import TEXT_LINE, TITLE_LINE, line_height
 
-FLAWS = ("taller", "shorter", "huge picture", "crammed", "missing point", "pale", "small", "doubled picture", "overlap")
+FLAWS = (
+    "taller", "shorter", "huge picture", "crammed", "missing point", "pale", "small", "doubled picture", "overlap",
+)  # fmt: skip
 """What can be wrong with a flawed page. The first two, which spoil the 16:9 page, are the most common."""
 FLAW_WEIGHTS = (8, 8, 2, 1, 1, 1, 1, 1, 1)
-PADDINGS, GAPS, TITLES, SIZES, SPLIT_SIZES = (48, 56, 64), (16, 20, 24), (44, 48, 56), (28, 32, 36), (26, 28)
+PADDINGS, GAPS, TITLES = (48, 56, 64), (16, 20, 24), (44, 48, 56)
+SIZES, SPLIT_SIZES = (28, 32, 36), (26, 28)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of a page. `space` fills the page up to 720. `picture` is the height of its picture, or 0."""
+    """The numbers of a page. `space` fills the page up to 720; -1 is none. `picture` is the height of its picture, or 0."""
 
     padding: int
     gap: int
@@ -42,12 +45,11 @@ def plan_page(brief: PageBrief, rng: random.Random) -> Plan:
     plan = Plan(
         rng.choice(PADDINGS), rng.choice(GAPS), rng.choice("ldbw"), rng.choice(TITLES),
         rng.choice(SPLIT_SIZES if split else SIZES), points,
-        _picture_height(brief, split, rng) if brief.pictures else 0, 0, split,
+        _picture_height(brief, split, rng) if brief.pictures else 0, -1, split,
     )  # fmt: skip
     rest = HEIGHT - _height(plan)
-    if not split and plan.picture and rest < plan.gap:  # below the points there is less room than beside them
-        plan = replace(plan, picture=max(120, plan.picture + rest - plan.gap))
-        rest = HEIGHT - _height(plan)
+    if rest < plan.gap:  # only with a picture below the points, for which there is less room than beside them
+        return replace(plan, picture=plan.picture + rest)
     return replace(plan, space=rest - plan.gap)
 
 
@@ -74,13 +76,13 @@ def spoil(plan: Plan, rng: random.Random) -> tuple[Plan, str]:
         flaw = "taller"
     match flaw:
         case "taller":
-            return replace(plan, space=plan.space + rng.choice((20, 40, 60, 100, 160))), flaw
+            return replace(plan, space=max(0, plan.space) + rng.choice((20, 40, 60, 100, 160))), flaw
         case "shorter":
             return replace(plan, space=max(0, plan.space - rng.choice((20, 40, 60, 100, 160)))), flaw
         case "huge picture":
             return replace(plan, picture=plan.picture + rng.choice((200, 300))), flaw
         case "crammed":
-            return replace(plan, padding=rng.choice((0, 8)), space=plan.space + 2 * plan.padding), flaw
+            return replace(plan, padding=rng.choice((0, 8)), space=max(0, plan.space) + 2 * plan.padding), flaw
         case "missing point":
             return replace(plan, points=plan.points[:-1]), flaw
         case "pale":
@@ -99,7 +101,7 @@ def write_plan(plan: Plan, brief: PageBrief) -> str:
     pictures = [f"pic {name} {plan.picture}" for name in brief.pictures] * (1 + plan.doubled)
     middle = ["split", *points, "|", *pictures, "end"] if plan.split else [*points, *pictures]
     head = [f"page {plan.padding} {plan.gap} {plan.theme}", f"title {plan.title}"]
-    return "\n".join([*head, *middle, *([f"space {plan.space}"] if plan.space > 0 else [])])
+    return "\n".join([*head, *middle, *([f"space {plan.space}"] if plan.space >= 0 else [])])
 
 
 def oracle_page(brief: PageBrief, rng: random.Random, flawed: float = 0.0) -> tuple[str, str]:

@@ -161,10 +161,8 @@ def _gap(rows: Image) -> float:
 def _colours(shown: Image) -> tuple[int, float]:
     small = shown[::2, ::2].reshape(-1, 3)
     keys = small.astype(np.int32) // 32
-    codes, counts = np.unique(keys[:, 0] * 64 + keys[:, 1] * 8 + keys[:, 2], return_counts=True)
+    _, counts = np.unique(keys[:, 0] * 64 + keys[:, 1] * 8 + keys[:, 2], return_counts=True)
     floats = small.astype(np.float32)
     most = floats.max(axis=1)
     spread = (most - floats.min(axis=1)) / np.maximum(most, 1.0)
     return int((counts > COLOUR_SHARE * len(small)).sum()), float(spread.mean())
-
-

@@ -24,7 +24,7 @@ from typing import Any
 from glm5.errors import DataError, GradingError, MissingExtraError
 from glm5.files import atomic_write
 from glm5.obs.logs import get_logger
-from glm5.tasks.slides.boxes import Box, Extents, Slide, plain, slide_of
+from glm5.tasks.slides.boxes import Extents, Slide, plain, slide_of
 from glm5.tasks.slides.browser import Chromium, Tab, playwright_driver
 
 MOST_BYTES = 200_000
@@ -270,6 +270,7 @@ def _slide(first: Mapping[str, Any], second: Mapping[str, Any], images: list[Any
     """The record of what a tab measured."""
     low = slide_of({"boxes": first["boxes"], **dict.fromkeys(_NUMBERS, 0.0)})
     extents = Extents.of(low.boxes)
+    passes = [[box for box in found["boxes"] if "rect" in box] for found in (first, second)]
     data: dict[str, Any] = {
         "boxes": second["boxes"],
         "natural_height": first["height"],
@@ -277,13 +278,14 @@ def _slide(first: Mapping[str, Any], second: Mapping[str, Any], images: list[Any
         "page_height": second["height"],
         "content_bottom": extents.bottom,
         "content_right": extents.right,
+        "stretched": max((b["rect"][3] - a["rect"][3] for a, b in zip(*passes) if a["tag"] != "img"), default=0.0),
         "more": bool(first["more"] or second["more"]),
     }
     slide = slide_of(data)
     if images:
         from glm5.tasks.slides.picture import statistics, with_ink
 
-        boxes: tuple[Box, ...] = with_ink(slide.boxes, *images)
+        boxes = with_ink(slide.boxes, *images)
         slide = slide_of({**data, "boxes": boxes, "pixels": statistics(boxes, *images)})
     return slide
 

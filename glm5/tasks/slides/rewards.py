@@ -163,7 +163,7 @@ def deceptions(page: Page, slide: Slide) -> list[str]:
         found.append("text that nobody can read")
     if slide.content_bottom > HEIGHT * (1 + STRICT) and slide.page_height <= HEIGHT * (1 + STRICT):
         found.append("overflow that is hidden")
-    if abs(slide.natural_height - slide.page_height) > 0.02 * HEIGHT and slide.page_height > slide.natural_height:
+    if slide.stretched > 0.02 * HEIGHT:
         found.append("a height that comes from the window")
     if page.viewport_units and "a height that comes from the window" not in found:
         found.append("lengths that depend on the window")
@@ -177,7 +177,7 @@ def deceptions(page: Page, slide: Slide) -> list[str]:
 def whitespace(slide: Slide) -> float:
     """Little on the page, or a gap in the midst of it that an even spread leaves, lowers it; so does a full page."""
     filled, gap = slide.pixels.get("filled", 0.0), slide.pixels.get("gap", 0.0)
-    return _ramp(filled, 0.02, 0.25) * (1.0 - 0.8 * _ramp(gap, 0.2, 0.4)) * (1.0 - 0.5 * _ramp(filled, 0.97, 1.0))
+    return _ramp(filled, 0.05, 0.42) * (1.0 - 0.8 * _ramp(gap, 0.2, 0.4)) * (1.0 - 0.5 * _ramp(filled, 0.97, 1.0))
 
 
 def _colour(slide: Slide) -> float:

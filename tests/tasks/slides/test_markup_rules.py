@@ -1,0 +1,77 @@
+"""Static rules: what closes the gate, what costs something, and what is found in a text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm5.tasks.slides.markup_rules import read_page, share_found, well_formed
+from tests.tasks.slides.pages import pages
+
+WINDOW = "rules that depend on the height of the window"
+
+
+@pytest.mark.parametrize(
+    ("html", "fault"),
+    [
+        ("", "no markup"),
+        ("just words", "no markup"),
+        ("<p>x</p><script>1</script>", "a script"),
+        ("<svg><script>1</script></svg>", "a script"),
+        ("<p onclick=x()>x</p>", "a script"),
+        ("<a href='java\tscript:x()'>x</a>", "a script"),
+        ("<iframe src=x></iframe>", "a frame"),
+        ("<object data=x></object>", "an object"),
+        ("<base href='http://x/'>", "a base address"),
+        ("<link rel=stylesheet href=a.css>", "something from outside"),
+        ("<img src='//x.org/a.png'>", "something from outside"),
+        ("<img srcset='https://x.org/a.png 2x'>", "something from outside"),
+        ("<img src='file:///etc/passwd'>", "something from outside"),
+        ("<p style='background:url(http://x.org/a)'>x</p>", "something from outside"),
+        ("<style>p{background:u\\72l('ht\\74p://x.org/a')}</style><p>x</p>", "something from outside"),
+        ("<style>@import 'a.css';</style><p>x</p>", "an imported style sheet"),
+        ("<style>@\\69mport 'a'</style><p>x</p>", "an imported style sheet"),
+        ("<meta http-equiv=REFRESH content='0;url=x'><p>x</p>", "a meta instruction"),
+        ("<style>@media (min-height:9px){p{color:red}}</style><p>x</p>", WINDOW),
+        ("<style>@media (orientation:portrait){}</style><p>x</p>", WINDOW),
+        ("<div>" * 300, "elements more than 200 deep"),
+        ("<form><input></form>", "a form"),
+    ],
+)
+def test_a_fault_closes_the_gate(html: str, fault: str) -> None:
+    assert fault in read_page(html).faults
+
+
+def test_honest_pages_have_no_fault_and_no_flaw() -> None:
+    for name, html in pages("honest").items():
+        page = read_page(html)
+        assert (page.faults, well_formed(page)) == ([], 1.0), name
+
+
+def test_flaws_cost_something() -> None:
+    assert well_formed(read_page("<div><p>x</div>")) == 1.0  # a paragraph need not be closed
+    assert well_formed(read_page("<div><b>x</div>")) == 0.8
+    assert well_formed(read_page("<div>x</div></section>")) == 0.8
+    assert well_formed(read_page("<div style='height:100vh;width:50vw'>x</div>")) == pytest.approx(0.6)
+    assert read_page("<style>p{height:9px}</style><p>two  words</p>").text == "two words"
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ("Orders rose by 12 percent", 0.5),
+        ("orders ROSE, by 12 percent! Next: review in May", 1.0),
+        ("Orders by 12 percent 12 rose", 0.5),  # emphasised words are pieces of their own
+        ("Orders went down. They rose by very little, namely by 12. Of 100 percent", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_phrases_are_found_close_together(said: str, share: float) -> None:
+    assert share_found(["Orders rose by 12 percent", "Review in May"], said) == share
+
+
+@given(st.text(alphabet="<>/!-abdi \"'=stylecr&;:{}()\\@\x00\n", max_size=120))
+def test_any_text_can_be_read(text: str) -> None:
+    page = read_page(text)
+    assert 0.0 <= well_formed(page) <= 1.0
