@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from glm5.report.live_store import LiveStage, read_live
-from glm5.report.slides import SlideRecord
 
 Scalar = str | int | float | bool | None
 _T = TypeVar("_T")
@@ -114,6 +113,32 @@ class Rollout(_Finite):
     reward: float | None = None
     teacher: str = ""
     tokens: list[RolloutToken] = []
+
+
+class SlidePage(_Finite):
+    """One page of slides: a picture (base64 of a PNG, or empty), its score and what is wrong with it."""
+
+    title: str = ""
+    picture: str = Field("", max_length=400_000)
+    total: float | None = None
+    compliant: bool | None = None
+    parts: dict[str, float] = {}
+    faults: list[str] = []
+    tricks: list[str] = []
+
+
+class SlideUpdate(_Finite):
+    """Pages of one update."""
+
+    step: Count | None = None
+    pages: list[SlidePage] = []
+
+
+class SlideRecord(_Finite):
+    """Pages of the first and of the last recorded update, as `glm5.tasks.slides.record` writes them."""
+
+    before: SlideUpdate = SlideUpdate()
+    after: SlideUpdate = SlideUpdate()
 
 
 @dataclass(frozen=True)

@@ -4,49 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
 
 from markupsafe import Markup
-from pydantic import BaseModel, ConfigDict, Field
 
+from glm5.report.artifacts import SlidePage, SlideRecord, SlideUpdate
 from glm5.report.wording import listing, number
 
 MOST_PAGES = 12
-MOST_PICTURE = 400_000
 _BASE64 = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]*={0,2}")
-
-Count = Annotated[int, Field(ge=0, le=10**15)]
-
-
-class _Finite(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class SlidePage(_Finite):
-    """One page: a picture (base64 of a PNG, or empty), its score and what is wrong with it."""
-
-    title: str = ""
-    picture: str = Field("", max_length=MOST_PICTURE)
-    total: float | None = None
-    compliant: bool | None = None
-    parts: dict[str, float] = {}
-    faults: list[str] = []
-    tricks: list[str] = []
-
-
-class SlideUpdate(_Finite):
-    """Pages of one update."""
-
-    step: Count | None = None
-    pages: list[SlidePage] = []
-
-
-class SlideRecord(_Finite):
-    """The file `slides.json` of a stage."""
-
-    before: SlideUpdate = SlideUpdate()
-    after: SlideUpdate = SlideUpdate()
-
 
 @dataclass(frozen=True)
 class SlideCell:

@@ -14,7 +14,7 @@ from glm5.chat import Tokenizer, render_chat
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import AgenticStage, GeneralStage, ReasoningStage
 from glm5.config.reward_model import RewardModelConfig
-from glm5.errors import DataError, GradingError
+from glm5.errors import ConfigError, DataError, GradingError
 from glm5.obs.metrics import MetricsWriter, read_metrics
 from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.agentic import AgenticRL
@@ -91,6 +91,51 @@ def test_agentic_centres_and_leaves_the_environment_out() -> None:
     kept = ratio.where((ratio > 0.7) & (ratio < 1.6), torch.zeros(()))
     share = batch.mask / batch.mask.sum()  # over tokens (Eq. 5)
     assert torch.allclose(gradient_of(algorithm, batch), -share * kept * batch.advantages, atol=1e-14)
+
+
+def named(group: int, reward: float, trivial: bool = False, **rewards: float) -> Trajectory:
+    return replace(trajectory(group, reward), detail={"rewards": rewards, "trivial": trivial})
+
+
+def test_named_rewards_are_normalised_one_by_one() -> None:
+    """Written out: `b` varies a hundredth as much as `a`, and still decides as much."""
+    groups = [
+        [named(0, 0.5, a=a, b=b, c=0.3) for a, b in ((1.0, 0.50), (0.0, 0.51), (1.0, 0.51), (0.0, 0.50))],
+        [named(1, 0.5, a=0.2, b=0.5, c=0.1) for _ in range(4)],
+    ]
+    stage = ReasoningStage(kind="reasoning", name="r", optim=OPTIM, families=[], normalize="per_reward")
+    rows, numbers = ReasoningRL(stage).samples(groups)
+    raw = [0.0, 0.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0]  # +-1 from `a` and +-1 from `b`
+    size = math.sqrt(sum(x * x for x in raw) / 8)
+    assert [row.advantages[-1] for row in rows] == pytest.approx([x / size for x in raw])
+    assert numbers == pytest.approx({"reward/a": 0.35, "reward/b": 0.5025, "reward/c": 0.2})
+    weighted = stage.model_copy(update={"reward_weights": {"b": 3.0, "c": 0.0}})
+    rows, _ = ReasoningRL(weighted).samples(groups)
+    raw = [-2.0, 2.0, 4.0, -4.0, 0.0, 0.0, 0.0, 0.0]
+    size = math.sqrt(sum(x * x for x in raw) / 8)
+    assert [row.advantages[-1] for row in rows] == pytest.approx([x / size for x in raw])
+
+
+def test_per_reward_needs_named_rewards_that_are_numbers() -> None:
+    stage = ReasoningStage(kind="reasoning", name="r", optim=OPTIM, families=[], normalize="per_reward")
+    for detail in ({}, {"rewards": "many"}, {"rewards": {"a": "1"}}, {"rewards": {"a": math.nan}}):
+        with pytest.raises(ConfigError, match="toy"):
+            ReasoningRL(stage).samples([[replace(trajectory(0, 1.0), detail=detail) for _ in range(2)]])
+    plain = stage.model_copy(update={"normalize": "group"})
+    hostile = replace(trajectory(0, 1.0), detail={"rewards": {"a": math.inf, "b": 1e300, "c": [1], "d": 0.5}})
+    assert ReasoningRL(plain).samples([[hostile, hostile]])[1] == {"reward/d": 0.5}
+
+
+def test_trivial_samples_are_dropped_by_chance_and_never_all() -> None:
+    stage = ReasoningStage(kind="reasoning", name="r", optim=OPTIM, families=[], drop_trivial=0.5)
+    groups = [[named(g, float(i % 2), trivial=i < 50) for i in range(100)] for g in range(4)]
+    rows, numbers = ReasoningRL(stage).samples(groups)
+    assert len(rows) == 400 - numbers["dropped_trivial"]
+    assert 70 <= numbers["dropped_trivial"] <= 130  # half of 200
+    assert [row.advantages for row in ReasoningRL(stage).samples(groups)[0]] == [row.advantages for row in rows]
+    certain = stage.model_copy(update={"drop_trivial": 0.999999})
+    rows, _ = ReasoningRL(certain).samples([[named(0, float(i), trivial=True) for i in range(2)]])
+    assert len(rows) == 2  # an update without samples is impossible
 
 
 # -------------------------------------------------------------------------------------------------------- general RL

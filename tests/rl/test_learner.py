@@ -16,7 +16,7 @@ from glm5.errors import DataError, EngineError
 from glm5.optim import clip_gradients
 from glm5.records import SamplingParams, TrainSample
 from glm5.rl import learner as learner_module
-from glm5.rl.learner import Learner, PolicyBatch, split_groups
+from glm5.rl.learner import Learner, PolicyBatch, split_groups, spread_groups_over
 from glm5.rl.losses import (
     PPO,
     DoubleSided,
@@ -112,6 +112,17 @@ def test_minibatches_hold_whole_groups_in_order(rows: list[int], count: int) -> 
     assert [s for part in parts for s in part] == samples and len(parts) == min(count, len(rows))
     sizes = [len({s.group for s in part}) for part in parts]
     assert sum(sizes) == len(rows) and max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.integers(1, 6))
+def test_groups_may_be_spread_over_all_minibatches(rows: list[int], count: int) -> None:
+    samples = [TrainSample([i], [], [], [], [], group=group) for group, n in enumerate(rows) for i in range(n)]
+    parts = spread_groups_over(samples, count)
+    assert sorted((s.group, s.ids[0]) for part in parts for s in part) == [(s.group, s.ids[0]) for s in samples]
+    assert len(parts) == min(count, len(samples))
+    for group, n in enumerate(rows):  # each minibatch has as equal a part of the group as numbers allow
+        have = [sum(s.group == group for s in part) for part in parts]
+        assert sum(have) == n and max(have) - min(have) <= 1
 
 
 def test_one_minibatch_is_one_plain_step_bit_for_bit(small: Any, samples: list[TrainSample]) -> None:

@@ -99,11 +99,12 @@ def font_config(folder: Path) -> str:
 
 
 def playwright_driver() -> Any:
-    """Playwright's async entry. Raises MissingExtraError without the package."""
-    try:
-        from playwright.async_api import async_playwright
-    except ModuleNotFoundError:
-        raise MissingExtraError("playwright", "slides") from None
+    """Playwright's async entry. Raises MissingExtraError without the package, or without Pillow for screenshots."""
+    for package, name in (("playwright", "playwright"), ("PIL", "Pillow")):
+        if find_spec(package) is None:
+            raise MissingExtraError(name, "slides")
+    from playwright.async_api import async_playwright
+
     return async_playwright()
 
 

@@ -24,7 +24,7 @@ SIZES, SPLIT_SIZES = (28, 32, 36), (26, 28)
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of a page. `space` fills the page up to 720; -1 is none. `picture` is the height of its picture, or 0."""
+    """The numbers of a page. `space` fills the page up to 720; -1 is none. `picture` is a height; 0 is none."""
 
     padding: int
     gap: int

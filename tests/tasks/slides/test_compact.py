@@ -61,18 +61,20 @@ def test_points_and_pictures_are_named_and_text_is_escaped() -> None:
     assert not read_page(both).flaws
 
 
+HEAD = "page 40 20 l"
+
+
 @pytest.mark.parametrize(
-    "markup",
+    "lines",
     [
-        "", "title 44", "page 40 20", "page 40 20 z", "page x 20 l", "page 40 20 l\npoint 28 3",
-        "page 40 20 l\npoint 0 1", "page 40 20 l\ntitle 99999999999", "page 40 20 l\ntitle ４４", "page 40 20 l\n|", "page 40 20 l\nend",
-        "page 40 20 l\nsplit\nsplit", "page 40 20 l\nscript 1", "page 40 20 l\npic a' 300", "page 40 20 l\ntext 20",
-        "page 40 20 l" + "\nspace 1" * 60,
+        "", "title 44", "page 40 20", "page 40 20 z", "page x 20 l", f"{HEAD}/point 28 3", f"{HEAD}/point 0 1",
+        f"{HEAD}/title 99999999999", f"{HEAD}/title ４４", f"{HEAD}/|", f"{HEAD}/end", f"{HEAD}/split/split",
+        f"{HEAD}/script 1", f"{HEAD}/pic a' 300", f"{HEAD}/text 20", HEAD + "/space 1" * 60,
     ],
 )  # fmt: skip
-def test_other_markup_is_refused_with_its_line(markup: str) -> None:
+def test_other_markup_is_refused_with_its_line(lines: str) -> None:
     with pytest.raises(MarkupError):
-        compile_page(markup, BRIEF)
+        compile_page(lines.replace("/", "\n"), BRIEF)
 
 
 def test_pictures_are_the_same_for_the_same_brief() -> None:
