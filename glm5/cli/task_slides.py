@@ -46,7 +46,7 @@ def build_slides(
     from glm5.records import Message
     from glm5.serve.keys import find_key
     from glm5.tasks.slides.family import SlidesFamily
-    from glm5.tasks.slides.select import Sample, select
+    from glm5.tasks.slides.selection import Sample, select
 
     if dialect not in ("openai", "anthropic"):
         raise UsageError(f"--dialect is openai or anthropic, not {dialect!r:.40}.")

@@ -30,18 +30,19 @@ def bounds(slide: Slide) -> float:
 def collision(slide: Slide) -> float:
     """1 without collisions, less by the share of pieces in one and by how much they overlap.
 
-    Two pieces collide if their rectangles share over 6 % of the smaller, neither contains the other's element, and
-    neither is decoration. Text that is fully readable inside a much larger picture is a caption on it, not a collision.
+    Two pieces, also two lines of one text, collide if their rectangles share over 6 % of the smaller, neither is inside
+    the other's element, and neither is decoration. Text that is fully readable inside a much larger picture is a caption on it, not a collision.
     """
     pieces = [piece for box in _content(slide) if not _decoration(box) for piece in _pieces(box)]
     worst: dict[int, float] = {}
     for i, (rect, box) in enumerate(pieces):
         for k in range(i):
             other, rival = pieces[k]
-            if box is rival or not area(rect) or not area(other):
+            if not area(rect) or not area(other):
                 continue
             share = overlap(rect, other) / min(area(rect), area(other))
-            if share > 0.06 and not _related(slide, box, rival) and not _on_picture(rect, box, other, rival):
+            belong = box is not rival and _related(slide, box, rival)
+            if share > 0.06 and not belong and not _on_picture(rect, box, other, rival):
                 worst[i], worst[k] = max(worst.get(i, 0.0), share), max(worst.get(k, 0.0), share)
     if not pieces or not worst:
         return 1.0
@@ -80,7 +81,7 @@ def legible(slide: Slide) -> float:
         score = min(1.0, max(0.0, (size - 10.0) / 8.0))
         score *= min(1.0, max(0.0, (box.contrast - 1.3) / (enough - 1.3)))
         score *= min(1.0, max(0.0, (box.ink - 0.2) / 0.5))
-        score *= 0.4 if abs(box.style.spacing) > 0.35 * size else 1.0
+        score *= 1.0 if -0.1 * size <= box.style.spacing <= 0.35 * size else 0.4
         total += score * len(box.text)
         weight += len(box.text)
     return total / weight if weight else 0.0
@@ -103,7 +104,8 @@ def typography(slide: Slide) -> float:
         lines = sorted({round(rect[1]) for rect in box.rects})
         pitch = min((b - a for a, b in pairwise(lines) if b - a > 2), default=1.3 * box.style.size)
         ratio = pitch / max(1.0, box.style.size)
-        wrong = (not 0.9 <= ratio <= 2.2) + (abs(box.style.spacing) > 0.35 * box.style.size)
+        apart = box.style.spacing / max(1.0, box.style.size)
+        wrong = (not 0.9 <= ratio <= 2.2) + (not -0.1 <= apart <= 0.35)
         score -= 0.5 * wrong * len(box.text) / sum(len(b.text) for b in texts)
     return max(0.0, min(1.0, score))
 

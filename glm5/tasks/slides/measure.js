@@ -57,12 +57,14 @@
       grown = scale * Math.sqrt(Math.abs(m.m11 * m.m22 - m.m12 * m.m21));
       mark("transform-scale", Math.abs(sx - 1) > 0.01 || Math.abs(sy - 1) > 0.01);
       mark("transform-3d", !m.is2D);
+      mark("turned-over", m.m11 < -0.3 || m.m22 < -0.3);
     }
     if (style.scale && style.scale !== "none" && style.scale !== "1") {
       const s = style.scale.split(" ").map(Number);
       grown *= Math.sqrt(Math.abs(s[0] * (s[1] ?? s[0])));
       mark("transform-scale", true);
     }
+    mark("scrambled", style.unicodeBidi.includes("override") || (style.webkitTextSecurity || "none") !== "none");
     mark("text-indent", Math.abs(parseFloat(style.textIndent) || 0) > 100);
     const cuts = style.overflowX !== "visible" || style.overflowY !== "visible";
     mark("cut-text", cuts && (style.textOverflow !== "clip" || (style.webkitLineClamp || "none") !== "none") &&

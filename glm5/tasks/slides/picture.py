@@ -55,13 +55,14 @@ def _inked(box: Box, change: Image, bare: Image, lines: Sequence[Rect]) -> Box:
         part = _cut(change, rect)
         if not part.size:
             continue
-        behind = _cut(bare, rect).reshape(-1, 3).mean(axis=0)
+        pixels = _cut(bare, rect).reshape(-1, 3)
+        behind = pixels.mean(axis=0)
         colour = np.array(box.style.colour[:3] if box.style.colour else (0, 0, 0), dtype=float)
         strength = (box.style.colour[3] if box.style.colour else 1.0) * box.style.opacity
         if box.style.gradient_text or box.style.colour is None:
             strength, colour = 1.0, behind + np.sign(127.5 - behind) * float(part.max())
         painted = behind + (colour - behind) * strength
-        ratios.append((contrast_ratio(painted, behind), size))
+        ratios.append((_contrast(painted, pixels, float(part.max()), box.style.size), size))
         # Letters cover about a sixth of their line; a twentieth of the expected change is certainly there.
         expected = max(VISIBLE, float(np.abs(painted - behind).max())) / 20.0
         on_page = part.size / max(1.0, size * SCALE * SCALE)
@@ -69,6 +70,17 @@ def _inked(box: Box, change: Image, bare: Image, lines: Sequence[Rect]) -> Box:
     contrast = sum(ratio * size for ratio, size in ratios) / max(1e-9, sum(size for _, size in ratios))
     ink = seen / whole if whole else 0.0
     return dataclasses.replace(box, ink=round(ink, 3), contrast=round(contrast if ratios else 1.0, 2))
+
+
+def _contrast(painted: Image, pixels: Image, peak: float, size: float) -> float:
+    """Contrast of letters to the pixels behind them [n, 3]: less where something lies over the letters, so that the
+    strongest change `peak` is below what their colour would make, and less on a restless background."""
+    behind = pixels.mean(axis=0)
+    expected = float(np.abs(painted - behind).max())
+    reached = (0.75 if size >= 18 else 0.45) * expected  # thin strokes are paler at half size
+    painted = behind + (painted - behind) * min(1.0, peak / reached if reached > 0 else 1.0)
+    spread = min(1.0, float(pixels.std(axis=0).max()) / max(1.0, expected))
+    return min(contrast_ratio(painted, behind), contrast_ratio(painted, behind + (painted - behind) * spread))
 
 
 def _cut(image: Image, rect: Rect) -> Image:

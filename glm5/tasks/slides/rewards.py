@@ -31,7 +31,9 @@ STATIC = ("markup", "content", "pictures")
 """What can be said without a browser."""
 STRICT = 0.01
 """A page is strictly 16:9 if its true height is within this share of 720, and its width of 1,280."""
-TRICKS = ("zoom", "transform-scale", "transform-3d", "blur", "text-indent", "cut-text")
+TRICKS = (
+    "zoom", "transform-scale", "transform-3d", "turned-over", "blur", "text-indent", "cut-text", "scrambled",
+)  # fmt: skip
 """Of text or its surroundings: nothing that an honest page needs, and each fools a measure."""
 LEAST_INK, LEAST_SIZE, LEAST_CONTRAST = 0.45, 11.0, 1.8
 """Text below one of these is not readable and does not count as shown."""
@@ -257,7 +259,7 @@ def _distortion(natural: tuple[float, float], wide: float, high: float, fit: str
 
 
 def _readable(box: Box) -> bool:
-    words_hold = abs(box.style.spacing) <= 0.5 * box.style.size
+    words_hold = -0.15 * box.style.size <= box.style.spacing <= 0.5 * box.style.size
     return words_hold and box.ink >= LEAST_INK and box.style.size >= LEAST_SIZE and box.contrast >= LEAST_CONTRAST
 
 

@@ -15,7 +15,7 @@ from glm5.tasks.slides import family as family_module
 from glm5.tasks.slides.family import SlidesProblem
 from glm5.tasks.slides.render import PageFault
 from glm5.tasks.slides.rewards import Score, failed
-from glm5.tasks.slides.select import Sample, layout_of, select
+from glm5.tasks.slides.selection import Sample, layout_of, select
 
 
 def problem(**options: Any) -> SlidesProblem:
