@@ -13,6 +13,7 @@ from glm5.report.wording import listing, number
 MOST_PAGES = 12
 _BASE64 = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]*={0,2}")
 
+
 @dataclass(frozen=True)
 class SlideCell:
     """A page as it is shown."""

@@ -41,7 +41,7 @@ LOW = 10
 """Height of the first pass's viewport: whatever a page stretches to the viewport is then as high as its content."""
 FONT_FOLDERS = ("/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/dejavu", "/usr/share/fonts/TTF")
 MEASURE = Path(__file__).with_name("measure.js")
-LIMITS = {"nodes": 1500, "rects": 40, "text": 400}
+LIMITS = {"nodes": 1500, "rects": 40, "lines": 2500, "text": 400}
 
 # Not in the page's tree, so no selector of the page can tell that it is there; outranks selectors with up to five ids.
 BARE = """((pictures) => {

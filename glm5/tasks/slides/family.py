@@ -36,7 +36,8 @@ ASK = (
     "proportions (width / height is given).\n\n{brief}"
 )  # fmt: skip
 _BLOCK = re.compile(r"```(?:html)?[ \t]*\n(.*?)(?:```|\Z)", re.S | re.I)
-_DOCUMENT = re.compile(r"<!doctype html.*?</html\s*>|<html.*?</html\s*>", re.S | re.I)
+_BEGIN = re.compile(r"<!doctype html|<html", re.I)
+_END = re.compile(r"</html\s*>", re.I)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ class SlidesProblem:
         """The pages of an answer, at most `MOST_PAGES`."""
         if self.form == "html":
             found = [PageText(m[1], *m.span()) for m in _BLOCK.finditer(text)]
-            found = found or [PageText(m[0], *m.span()) for m in _DOCUMENT.finditer(text)]
-            return found[:MOST_PAGES]
+            return (found or _documents(text))[:MOST_PAGES]
         pages: list[PageText] = []
         at = 0
         for piece in text.split("---")[:MOST_PAGES]:
@@ -131,6 +131,16 @@ class SlidesProblem:
         except PageFault as fault:
             return failed(str(fault), weights)
         return score_page(html, slide, brief, weights)
+
+
+def _documents(text: str) -> list[PageText]:
+    """Whole documents in a text without blocks; one search from each end to the next beginning, so never slow."""
+    found: list[PageText] = []
+    at = 0
+    while (begin := _BEGIN.search(text, at)) and (end := _END.search(text, begin.end())):
+        found.append(PageText(text[begin.start() : end.end()], begin.start(), end.end()))
+        at = end.end()
+    return found
 
 
 class SlidesEnv:

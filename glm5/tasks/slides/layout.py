@@ -9,6 +9,8 @@ from itertools import pairwise
 from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Rect, Slide, area, overlap
 
 PAGE: Rect = (0.0, 0.0, float(WIDTH), float(HEIGHT))
+MOST_PIECES = 700
+"""Pieces that are compared with each other."""
 SAFE_X, SAFE_Y = 28.0, 18.0
 """Least distance of text from the sides, and from top and bottom."""
 
@@ -31,9 +33,11 @@ def collision(slide: Slide) -> float:
     """1 without collisions, less by the share of pieces in one and by how much they overlap.
 
     Two pieces, also two lines of one text, collide if their rectangles share over 6 % of the smaller, neither is inside
-    the other's element, and neither is decoration. Text that is fully readable inside a much larger picture is a caption on it, not a collision.
+    the other's element, and neither is decoration. Text that is fully readable inside a much larger picture is a
+    caption on it, not a collision.
     """
     pieces = [piece for box in _content(slide) if not _decoration(box) for piece in _pieces(box)]
+    pieces = pieces[:MOST_PIECES]
     worst: dict[int, float] = {}
     for i, (rect, box) in enumerate(pieces):
         for k in range(i):
@@ -118,17 +122,16 @@ def alignment(slide: Slide) -> float:
         return 1.0 if rects else 0.0
     columns = [(r[0], r[0] + r[2] / 2, r[0] + r[2]) for r in rects]
     rows = [(r[1], r[1] + r[3] / 2, r[1] + r[3]) for r in rects]
-    kept = sum(
-        _shares_line(columns, i) or _shares_line(rows, i) or abs(columns[i][1] - WIDTH / 2) <= 6.0
-        for i in range(len(rects))
-    )
+    kept = {i for lines in (columns, rows) for k in range(3) for i in _near_another([line[k] for line in lines])}
+    kept |= {i for i, line in enumerate(columns) if abs(line[1] - WIDTH / 2) <= 6.0}
     left = len({round(x[0] / 6) for x in columns}) / len(rects)
-    return max(0.0, kept / len(rects) - 0.4 * _fall(left, 0.75, 1.0) * (len(rects) > 4))
+    return max(0.0, len(kept) / len(rects) - 0.4 * _fall(left, 0.75, 1.0) * (len(rects) > 4))
 
 
-def _shares_line(lines: Sequence[tuple[float, float, float]], i: int) -> bool:
-    """Whether piece `i` has its start, middle or end within 3 pixels of the same of another piece."""
-    return any(abs(a - b) <= 3.0 for k, other in enumerate(lines) if k != i for a, b in zip(lines[i], other))
+def _near_another(values: Sequence[float]) -> set[int]:
+    """Indices of the values that are within 3 of another."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return {i for pair in pairwise(order) if values[pair[1]] - values[pair[0]] <= 3.0 for i in pair}
 
 
 def spacing(slide: Slide) -> float:

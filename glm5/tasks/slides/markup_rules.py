@@ -20,12 +20,14 @@ FORBIDDEN = {
     "form": "a form", "input": "a form", "audio": "sound", "noscript": "a script's replacement",
 }  # fmt: skip
 MOST_DEPTH = 200
+MOST_OPEN = 100
+"""Brackets that do not close: Python's parser takes time in the square of their number."""
 
 _EXTERNAL = re.compile(r"(?:https?|ftp|file|wss?|blob)\s*:|^\s*//", re.I)
-_CSS_URL = re.compile(r"url\(\s*[\"']?([^\"')]*)", re.I)
+_CSS_URL = re.compile(r"url\(\s{0,50}[\"']?([^\"')]{0,100})", re.I)
 _ESCAPE = re.compile(r"\\([0-9a-fA-F]{1,6})\s?|\\(.)")
 _COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)", re.S)
-_CONDITION = re.compile(r"@(?:media|container)[^{]*(?:height|aspect-ratio|orientation|block-size)", re.I)
+_CONDITION = re.compile(r"@(?:media|container)[^{]{0,500}(?:height|aspect-ratio|orientation|block-size)", re.I)
 _VIEWPORT = re.compile(r"(?<![\w-])[\d.]+(?:d|s|l)?(?:vh|vb|vmin|vmax|vw|vi|cqh|cqb|cqmin|cqmax)(?![\w-])", re.I)
 
 
@@ -50,14 +52,16 @@ class Page:
 def read_page(html: str) -> Page:
     """Read a page; never raises. A page without a tag has the fault "no markup"."""
     reader = _Reader()
+    if html.count("<") > html.count(">") + MOST_OPEN:
+        return Page(faults=["markup that cannot be read"])
     try:
         reader.feed(html)
         reader.close()
     except (AssertionError, ValueError, RecursionError):  # what the parser raises for some broken declarations
         reader.page.faults.append("markup that cannot be read")
     page = reader.page
-    page.css = _unescaped(_COMMENT.sub(" ", page.css))
-    page.text = " ".join(page.text.split())
+    page.css = _unescaped(_COMMENT.sub(" ", "".join(reader.css)))
+    page.text = " ".join("".join(reader.text).split())
     if not page.tags:
         page.faults.append("no markup")
     if reader.deep:
@@ -97,6 +101,8 @@ class _Reader(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.page = Page()
         self.open: list[str] = []
+        self.css: list[str] = []
+        self.text: list[str] = []
         self.deep = False
         self._quiet = 0
 
@@ -124,7 +130,7 @@ class _Reader(HTMLParser):
                 elif tag != "a" and _EXTERNAL.search(packed):
                     page.faults.append("something from outside")
             elif name == "style":
-                page.css += f"{tag}{{{value}}}\n"
+                self.css.append(f"{tag}{{{value}}}\n")
         if tag == "img":
             page.images.append(values.get("src", ""))
             if not values.get("alt") and "src" not in values:
@@ -155,9 +161,9 @@ class _Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "style":
-            self.page.css += data + "\n"
+            self.css.append(data + "\n")
         elif self._quiet <= 0:
-            self.page.text += data + " "
+            self.text.append(data + " ")
 
 
 def well_formed(page: Page) -> float:

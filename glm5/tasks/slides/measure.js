@@ -4,7 +4,7 @@
   const rect = (r) => [round(r.left + scrollX), round(r.top + scrollY), round(r.width), round(r.height)];
   const boxes = [], elements = [];
   globalThis.measured = elements; // the page's own scripts are off, so nobody else can touch it
-  let more = false;
+  let more = false, lines = 0;
   const colour = (text) => {
     const m = /^rgba?\(([\d.]+), ([\d.]+), ([\d.]+)(?:, ([\d.]+))?\)$/.exec(text);
     return m ? [+m[1], +m[2], +m[3], m[4] === undefined ? 1 : +m[4]] : null; // null: a form such as color(srgb ...)
@@ -23,11 +23,11 @@
       const range = document.createRange();
       range.selectNodeContents(node);
       for (const r of range.getClientRects()) {
-        if (rects.length >= limits.rects) break;
-        if (r.width > 0 || r.height > 0) rects.push(rect(r));
+        if (rects.length >= limits.rects || lines >= limits.lines) { more ||= lines >= limits.lines; break; }
+        if (r.width > 0 || r.height > 0) { rects.push(rect(r)); lines++; }
       }
     }
-    return [text.slice(0, limits.text), rects];
+    return [text.slice(0, limits.text).toWellFormed(), rects];
   };
   const walk = (element, parent, opacity, clip, scale, tricks) => {
     if (boxes.length >= limits.nodes) { more = true; return; }
@@ -36,7 +36,7 @@
     if (["script", "style", "head", "meta", "link", "title", "template", "noscript", "br"].includes(tag)) return;
     if (style.display === "none") {
       const hidden = (element.textContent || "").trim();
-      if (hidden) boxes.push({ tag, parent, hidden: hidden.slice(0, limits.text) });
+      if (hidden) boxes.push({ tag, parent, hidden: hidden.slice(0, limits.text).toWellFormed() });
       return;
     }
     const id = boxes.length;
@@ -95,11 +95,11 @@
     });
     if (here.length) box.tricks = here;
     if (tag === "img" || tag === "svg" || tag === "canvas" || tag === "video") {
-      box.source = tag === "img" ? (element.getAttribute("src") || "").slice(0, 300) : tag;
+      box.source = tag === "img" ? (element.getAttribute("src") || "").slice(0, 300).toWellFormed() : tag;
       box.natural = tag === "img" ? [element.naturalWidth, element.naturalHeight] : [0, 0];
       box.fit = style.objectFit;
       box.loaded = tag !== "img" || (element.complete && element.naturalWidth > 0);
-      if (tag === "svg") { box.text = (element.textContent || "").trim().slice(0, limits.text); return; }
+      if (tag === "svg") { box.text = (element.textContent || "").trim().slice(0, limits.text).toWellFormed(); return; }
     }
     let inner = clip;
     if (cuts) inner = style.position === "fixed" ? rect(own) : cut(clip, rect(own));

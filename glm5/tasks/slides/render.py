@@ -30,6 +30,8 @@ from glm5.tasks.slides.browser import Chromium, Tab, playwright_driver
 MOST_BYTES = 200_000
 """Largest page."""
 PAGE_SECONDS = 10.0
+PATIENCE = 3
+"""How many times `PAGE_SECONDS` a page gets that is measured alone: the machine may be busy."""
 MEMORY_BYTES = 1 << 30
 """Of one process of the browser while it measures."""
 RECYCLE = 2000
@@ -141,7 +143,12 @@ class Renderer:
     async def _measured(self, html: str) -> Slide | str:
         """The slide, or the reason why the page itself cannot be measured."""
         raw = await self._attempt(html, self._images)
-        return raw if isinstance(raw, str) else await asyncio.to_thread(_slide, *raw)
+        if isinstance(raw, str):
+            return raw
+        try:
+            return await asyncio.to_thread(_slide, *raw)
+        except (DataError, ArithmeticError, ValueError) as error:  # such as a length that is infinite
+            return f"it has numbers that mean nothing ({_brief(error)})"
 
     async def _shot(self, html: str, scale: float) -> Any:
         raw = await self._attempt(html, scale)
@@ -156,6 +163,9 @@ class Renderer:
         assert chromium is not None
         try:
             found = await self._once(chromium, tab, html, pictures)
+        except asyncio.CancelledError:
+            self._give(None)
+            raise
         except Exception as error:
             _log.info("slides: a browser failed while measuring a page (%s); it is replaced.", _brief(error))
             self._give(None)
@@ -181,18 +191,20 @@ class Renderer:
             except Exception as error:
                 raise GradingError(f"Chromium does not measure even a plain page: {_brief(error)}.") from None
             try:
-                return await self._once(chromium, await chromium.tab(), html, pictures)
+                return await self._once(chromium, await chromium.tab(), html, pictures, PATIENCE * self._page_seconds)
             except Exception as error:
-                return f"it ended two browsers or took over {self._page_seconds:g} s ({_brief(error)})"
+                return f"it ended two browsers or took over {PATIENCE * self._page_seconds:g} s ({_brief(error)})"
         finally:
             await chromium.close()
 
-    async def _once(self, chromium: Chromium, tab: Tab, html: str, pictures: bool | float) -> Any:
+    async def _once(
+        self, chromium: Chromium, tab: Tab, html: str, pictures: bool | float, seconds: float | None = None
+    ) -> Any:
         chromium.rendered += 1
         self.measured += 1
         watch = asyncio.ensure_future(self._watch(chromium))
         try:
-            async with asyncio.timeout(self._page_seconds):
+            async with asyncio.timeout(self._page_seconds if seconds is None else seconds):
                 if isinstance(pictures, float):
                     found = await tab.measure(html, False)
                     return (*found[:2], [await tab.screenshot(pictures)])
@@ -228,6 +240,10 @@ class Renderer:
             return tab
         except BaseException as error:
             self._free.put_nowait(None)
+            if self._driver is not None and not isinstance(error, asyncio.CancelledError):
+                driver, self._driver, self._chromium = self._driver, None, None  # it may have died itself
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(driver.stop(), 3.0)
             if isinstance(error, DataError | ValueError | MissingExtraError | asyncio.CancelledError):
                 raise
             raise GradingError(f"Chromium cannot be started for slides: {_brief(error)}.") from None

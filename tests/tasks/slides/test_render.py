@@ -141,6 +141,9 @@ def test_heavy_pages_end_in_time_and_leave_the_renderer_working(renderer: Render
             continue
         assert len(slide.boxes) <= 1500
     assert renderer.measure(wide).more
+    with pytest.raises(PageFault, match="numbers that mean nothing"):
+        renderer.measure("<p style='scale:calc(infinity)'>x</p>")
+    assert renderer.measure("<p>" + "a\U0001f600" * 300).texts  # cut between the halves of a character
     with pytest.raises(PageFault, match="bytes"):
         renderer.measure("x" * (render.MOST_BYTES + 1))
     assert renderer.measure("<p>after all that</p>").texts
@@ -186,7 +189,7 @@ def test_a_page_that_kills_browsers_is_its_own_fault(renderer: Renderer, monkeyp
 
 @needs_browser
 def test_a_page_without_end_is_its_own_fault_and_a_dead_browser_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Renderer(tabs=1, page_seconds=0.0) as hurried, pytest.raises(GradingError, match="plain page"):
+    with Renderer(tabs=1, page_seconds=1e-9) as hurried, pytest.raises(GradingError, match="plain page"):
         hurried.measure("<p>x</p>")
 
 
