@@ -59,6 +59,7 @@ class SlidesProblem:
     form: str = "compact"
     measure: str = "browser"
     flawed: float = 0.0
+    variety: int = 3
     weights: tuple[tuple[str, float], ...] = ()
     domain: str = "slides"
     thinking: bool = False
@@ -84,7 +85,7 @@ class SlidesProblem:
         if self.form != "compact":
             raise ConfigError('slides: there are demonstrations only for form = "compact".')
         rng = random.Random(f"slides-demonstration-{rng_seed}-{self.id}")
-        pages = [oracle_page(page, rng, self.flawed)[0] for page in self.pages]
+        pages = [oracle_page(page, rng, self.flawed, self.variety)[0] for page in self.pages]
         return [Message("user", self.prompt), Message("assistant", "\n---\n".join(pages))]
 
     def split_answer(self, text: str) -> list[PageText]:
@@ -201,8 +202,8 @@ def page_record(page: PageText, score: Score, brief: PageBrief) -> dict[str, Any
 
 class SlidesFamily(Family):
     """Decks of `pages` pages with 2 to `most_points` points each. `flawed` is the share of flawed pages among the
-    demonstrations. `measure = "static"` works without a browser and tells only some rewards. `weights` are those of
-    the total; see `rewards.WEIGHTS`."""
+    demonstrations, `variety` how many sizes of each kind these use. `measure = "static"` works without a browser and
+    gives only some rewards. `weights` are those of the total; see `rewards.WEIGHTS`."""
 
     name = "slides"
     domain = "slides"
@@ -215,6 +216,7 @@ class SlidesFamily(Family):
         most_points: int = 5,
         picture_share: float = 0.5,
         flawed: float = 0.0,
+        variety: int = 3,
         measure: str = "browser",
         weights: Mapping[str, float] | None = None,
     ) -> None:
@@ -226,9 +228,11 @@ class SlidesFamily(Family):
             raise ConfigError(f"slides: 1 to {MOST_PAGES} pages with 2 to 8 points, not {pages} and {most_points}.")
         if not 0 <= picture_share <= 1 or not 0 <= flawed <= 1:
             raise ConfigError("slides: picture_share and flawed are shares from 0 to 1.")
+        if variety < 1:
+            raise ConfigError(f"slides: variety is 1 or more, not {variety}.")
         checked_weights(weights)
         self.seed, self.form, self.pages, self.most_points = seed, form, pages, most_points
-        self.picture_share, self.flawed, self.measure = picture_share, flawed, measure
+        self.picture_share, self.flawed, self.variety, self.measure = picture_share, flawed, variety, measure
         self.weights = tuple(sorted((weights or {}).items()))
 
     def problem(self, split: str, index: int) -> SlidesProblem:
@@ -236,4 +240,4 @@ class SlidesFamily(Family):
 
     def _make(self, rng: random.Random, name: str) -> SlidesProblem:
         pages = tuple(draw_brief(rng, self.most_points, self.picture_share) for _ in range(self.pages))
-        return SlidesProblem(name, pages, self.form, self.measure, self.flawed, self.weights)
+        return SlidesProblem(name, pages, self.form, self.measure, self.flawed, self.variety, self.weights)

@@ -7,6 +7,7 @@ reinforcement learning has something to gain (§4.2.5).
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from glm5.tasks.slides.boxes import HEIGHT
@@ -18,8 +19,8 @@ FLAWS = (
 )  # fmt: skip
 """What can be wrong with a flawed page. The first two, which spoil the 16:9 page, are the most common."""
 FLAW_WEIGHTS = (8, 8, 2, 1, 1, 1, 1, 1, 1)
-PADDINGS, GAPS, TITLES = (48, 56, 64), (16, 20, 24), (44, 48, 56)
-SIZES, SPLIT_SIZES = (28, 32, 36), (26, 28)
+PADDINGS, GAPS, TITLES = (48, 56, 64), (20, 16, 24), (48, 44, 56)
+SIZES, SPLIT_SIZES, PICTURES = (32, 28, 36), (28, 26), (280, 320, 360)
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,19 @@ class Plan:
     doubled: bool = False
 
 
-def plan_page(brief: PageBrief, rng: random.Random) -> Plan:
-    """A page that is exactly 720 high, with every point and picture of the brief."""
+def plan_page(brief: PageBrief, rng: random.Random, variety: int = 3) -> Plan:
+    """A page that is exactly 720 high, with every point and picture of the brief. Each size is one of the first
+    `variety` of its kind: with few of them, a small model can learn which sums make 720."""
+
+    def one(values: Sequence[int]) -> int:
+        return rng.choice(values[:variety])
+
     points = tuple(range(1, len(brief.points) + 1))
     split = bool(brief.pictures) and rng.random() < 0.6
     plan = Plan(
-        rng.choice(PADDINGS), rng.choice(GAPS), rng.choice("ldbw"), rng.choice(TITLES),
-        rng.choice(SPLIT_SIZES if split else SIZES), points,
-        _picture_height(brief, split, rng) if brief.pictures else 0, -1, split,
+        one(PADDINGS), one(GAPS), rng.choice("ldbw"), one(TITLES),
+        one(SPLIT_SIZES if split else SIZES), points,
+        _picture_height(brief, split, one(PICTURES)) if brief.pictures else 0, -1, split,
     )  # fmt: skip
     rest = HEIGHT - _height(plan)
     if rest < plan.gap:  # only with a picture below the points, for which there is less room than beside them
@@ -53,9 +59,9 @@ def plan_page(brief: PageBrief, rng: random.Random) -> Plan:
     return replace(plan, space=rest - plan.gap)
 
 
-def _picture_height(brief: PageBrief, split: bool, rng: random.Random) -> int:
-    wide = 540 if split else 900
-    return min(rng.choice((280, 320, 360)), int(wide / brief.ratios[0]) // 10 * 10)
+def _picture_height(brief: PageBrief, split: bool, most: int) -> int:
+    """At most `most`, and no wider than its column."""
+    return min(most, int((540 if split else 900) / brief.ratios[0]) // 10 * 10)
 
 
 def _height(plan: Plan) -> int:
@@ -104,8 +110,8 @@ def write_plan(plan: Plan, brief: PageBrief) -> str:
     return "\n".join([*head, *middle, *([f"space {plan.space}"] if plan.space >= 0 else [])])
 
 
-def oracle_page(brief: PageBrief, rng: random.Random, flawed: float = 0.0) -> tuple[str, str]:
+def oracle_page(brief: PageBrief, rng: random.Random, flawed: float = 0.0, variety: int = 3) -> tuple[str, str]:
     """Markup of a page, and its flaw; "" for a good page. `flawed` is the share of flawed pages."""
-    plan = plan_page(brief, rng)
+    plan = plan_page(brief, rng, variety)
     plan, flaw = spoil(plan, rng) if rng.random() < flawed else (plan, "")
     return write_plan(plan, brief), flaw

@@ -41,6 +41,16 @@ def test_pages_of_the_oracle_are_720_high_and_complete() -> None:
     assert heights > 100
 
 
+def test_variety_limits_the_sizes() -> None:
+    plans = {variety: set() for variety in (1, 3)}  # type: dict[int, set[tuple[int, ...]]]
+    for variety, seen in plans.items():
+        for seed in range(200):
+            rng = random.Random(seed)
+            plan = plan_page(draw_brief(rng), rng, variety)
+            seen.add((plan.padding, plan.gap, plan.title, plan.size, plan.space))
+    assert len(plans[1]) <= 16 < 100 < len(plans[3])
+
+
 def test_flawed_pages_have_every_kind_of_flaw() -> None:
     seen = set()
     for seed in range(300):

@@ -90,7 +90,15 @@ def test_problems_are_the_same_for_a_seed_and_differ_between_splits() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"form": "pdf"}, {"measure": "eyes"}, {"pages": 0}, {"most_points": 1}, {"flawed": 2.0}, {"weights": {"x": 1.0}}],
+    [
+        {"form": "pdf"},
+        {"measure": "eyes"},
+        {"pages": 0},
+        {"most_points": 1},
+        {"flawed": 2.0},
+        {"variety": 0},
+        {"weights": {"x": 1.0}},
+    ],
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
