@@ -9,6 +9,7 @@ from glm5.tasks.agents import AgentFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
+from glm5.tasks.general.family import AssistantFamily
 from glm5.tasks.harbor.family import RoomFamily, SweFamily
 from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
@@ -28,6 +29,7 @@ FAMILIES: Register[Family] = Register(
     {
         "agent": AgentFamily,
         "arithmetic": ArithmeticFamily,
+        "assistant": AssistantFamily,
         "bugfix": BugfixFamily,
         "code": CodeFamily,
         "general": GeneralFamily,
