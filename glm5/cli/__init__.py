@@ -10,7 +10,18 @@ from typing import Any, NoReturn
 import typer
 
 from glm5 import __version__, process
-from glm5.cli import agent, evaluate, kernels, models, plan, quantize, runs, task, task_build  # noqa: F401 - their import adds the verbs
+from glm5.cli import (  # noqa: F401 - their import adds the verbs
+    agent,
+    evaluate,
+    kernels,
+    models,
+    plan,
+    prefer,
+    quantize,
+    runs,
+    task,
+    task_build,
+)
 from glm5.cli.options import Json, app, show
 from glm5.errors import Glm5Error
 
