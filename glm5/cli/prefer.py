@@ -14,7 +14,8 @@ from glm5.errors import UsageError
 @app.command()
 def prefer(
     source: Annotated[
-        Path, typer.Argument(help='JSONL of {"prompt", "answers": [.., ..]}, or a folder of such files.', metavar="DIR|FILE")
+        Path,
+        typer.Argument(help='JSONL of {"prompt", "answers": [.., ..]}, or a folder of such files.', metavar="DIR|FILE"),
     ],
     store: Annotated[Path | None, typer.Option(help="File of the votes; default: beside the source.")] = None,
     rater: Annotated[str, typer.Option(help="Name that the page proposes.")] = "",
@@ -47,5 +48,8 @@ def prefer(
             return
         from glm5.preferences.app import serve_page
 
-        typer.echo(f"{len(pairs):,} pairs ({added:,} new); votes go to {path}. Ctrl-C ends, the same command goes on.", err=True)
+        typer.echo(
+            f"{len(pairs):,} pairs ({added:,} new); votes go to {path}. Ctrl-C ends, the same command goes on.",
+            err=True,
+        )
         serve_page(votes, rater, host, port, browser)

@@ -40,8 +40,9 @@ CREATE TABLE votes (
 """
 CONSENT = """You will compare two answers at a time and say which one you prefer, and why if you like.
 
-Your choices, your reasons, the name that you type here and the time of each vote are written to a file on this computer.
-Whoever started this page can read and pass on that file, and may train a model on it. Nothing is sent anywhere else.
+Your choices, your reasons, the name that you type here and the time of each vote are written to a file on this
+computer. Whoever started this page can read and pass on that file, and may train a model on it. Nothing is sent to
+anybody else.
 
 Taking part is voluntary. You can stop at any time, skip any pair, change earlier votes, and have your votes deleted
 with one click. Answers were written by models or people and may be wrong or offensive."""

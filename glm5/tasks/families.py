@@ -18,6 +18,7 @@ from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
 from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
+from glm5.tasks.science.family import ScienceFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
@@ -40,6 +41,7 @@ FAMILIES: Register[Family] = Register(
         "questions": QuestionsFamily,
         "remote": RemoteFamily,
         "ruler": RulerFamily,
+        "science": ScienceFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
         "toolcall": ToolCallFamily,

@@ -22,8 +22,8 @@ from glm5.rl.algos.general import GeneralRL
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.reward_models import PreferenceModel, RewardModel
-from glm5.rl.reward_models.pairs import PairSource
 from glm5.rl.reward_models.learned import train_preferences
+from glm5.rl.reward_models.pairs import PairSource
 from glm5.tasks.instructions.general import ACTS, GeneralFamily
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)

@@ -39,8 +39,8 @@ NAMED: Mapping[str, str] = {
     "shame": "That is an awkward moment for anyone.",
 }
 ADVICE = ("you should", "you need to", "you must", "you have to", "you ought to", "you could", "try to",
-          "have you tried", "have you considered", "why don't you", "my advice", "i suggest", "i recommend", "make sure",
-          "just", "next time")  # fmt: skip
+          "have you tried", "have you considered", "why don't you", "my advice", "i suggest", "i recommend",
+          "make sure", "just", "next time")  # fmt: skip
 BLAME = ("your fault", "your own fault", "you were wrong", "calm down", "overreacting", "overreact", "get over it",
          "it is nothing", "stop crying", "so dramatic", "too sensitive", "blame", "no big deal")  # fmt: skip
 EXCUSES = ("but", "however", "not our fault", "you should have", "unfortunately you")
