@@ -34,7 +34,7 @@ from glm5.train import sft
 
 WARM = frozenset(word for act in ACTS.values() for tail in act.warm for word in tail.split())
 COLD = frozenset(word for act in ACTS.values() for tail in act.cold for word in tail.split())
-SMOOTH, FALL = 3, 0.05
+SMOOTH, FALL = 3, 0.1
 """Updates whose mean is compared with the first ones, and the loss that counts as a fall."""
 REWARDS = ("rules", "orm", "grm", "mixed")
 
@@ -44,26 +44,26 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     start is fine-tuned from random weights: a closed vocabulary needs no pre-training."""
     return policy.sizes(
         quick,
-        steps or (2 if quick else 40),
-        tasks=[{"name": "general"}],
+        steps or (2 if quick else 24),
+        tasks=[{"name": "general", "options": {"forms": ["plain"]}}],
         lr=1e-3,
         max_bytes=150_000 if quick else 400_000,
         pretrain_steps=0,
-        sft_steps=2 if quick else 200,
+        sft_steps=2 if quick else 300,
         sft_rows=2 if quick else 6,
         prompts=2 if quick else 16,
-        max_tokens=12 if quick else 40,
+        max_tokens=12 if quick else 28,
         max_context=128,
         row_length=64 if quick else 128,
-        problems=4 if quick else 90,
-        sampled_problems=2 if quick else 90,
+        problems=4 if quick else 40,
+        sampled_problems=2 if quick else 40,
         samples=2 if quick else 4,
         orm_steps=2 if quick else 100,
         orm_pairs=2 if quick else 8,
         hacked_steps=2 if quick else 12,
         hacked_pairs=2 if quick else 32,
         held_out=8 if quick else 200,
-        judge_steps=2 if quick else 200,
+        judge_steps=2 if quick else 250,
         judge_rows=2 if quick else 4,
         judged_pairs=4 if quick else 60,
         attacks=8 if quick else 60,
@@ -90,7 +90,7 @@ def run(work: Work) -> Outcome:
         algorithm.prepare(StageStart(model.clone(), work.tokenizer, io, _no_checkpoint))
     rows = policy.learn(work, model, stage, algorithm=algorithm)
     found = policy.outcome(work, model, rows)
-    found.curves |= {name: curve(rows, name) for name in ("true_score", "orm_score_all", "drift/rules")}
+    found.curves |= {name: curve(rows, name) for name in ("true_score", "disagreement/trained_rules", "drift/rules")}
     found.metrics |= watched(rows)
     return found
 
@@ -166,7 +166,7 @@ def _reward_metrics(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
         found[f"length_accuracy/{name}"] = max(fmean(longer), 1 - fmean(longer))
         train = [family.preference_pair(i) for i in range(2 * s["held_out"])]
         found[f"surface_accuracy/{name}"] = surface_accuracy(train, pairs)
-    judge = _judge(work, model, list(families.values()))
+    judge = _judge(work, orm.trunk, list(families.values()))
     held = [families["assistant"].preference_pair(i, split="heldout") for i in range(s["judged_pairs"])]
     values = judge.compare([Comparison(prompt, better, worse) for prompt, better, worse in held])
     found["grm_accuracy/assistant"] = fmean(0.5 if v is None or v == 0.5 else float(v > 0.5) for v in values)
@@ -197,11 +197,12 @@ def attack_metrics(orm: PreferenceModel, judge: Judge, tried: Sequence[Attack]) 
     return found | {f"attacks_lose_mixed/{kind}": fmean(values) for kind, values in by_kind.items()}
 
 
-def _judge(work: Work, model: GLM5ForCausalLM, families: Sequence[Any]) -> Judge:
-    """A copy of the start, fine-tuned on verdicts: a warm answer beats a cold one, a right one beats a wrong one."""
+def _judge(work: Work, start: GLM5ForCausalLM, families: Sequence[Any]) -> Judge:
+    """A model that continues the reward model's trunk, fine-tuned on verdicts: a warm answer beats a cold one, a right
+    one a wrong one."""
     s, folder = work.sizes, work.folder / "judge"
     folder.mkdir(exist_ok=True)
-    lines = [json.dumps(_verdict_row(families, work.seed, i)) for i in range(20 * s["judge_steps"])]
+    lines = [json.dumps(_verdict_row(families, work.seed, i)) for i in range(8 * s["judge_steps"])]
     (folder / "verdicts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     stage = SftStage(
         name="judge",
@@ -209,9 +210,9 @@ def _judge(work: Work, model: GLM5ForCausalLM, families: Sequence[Any]) -> Judge
         data=str(folder / "verdicts.jsonl"),
         rows=s["judge_rows"],
         row_length=256,
-        optim=OptimConfig(steps=s["judge_steps"], lr=6e-3, final_lr=5e-4, warmup=5),
+        optim=OptimConfig(steps=s["judge_steps"], lr=4e-3, final_lr=5e-4, warmup=5),
     )
-    judge = model.clone()
+    judge = start.clone()
     with policy.stage_io(work, "judge") as io:
         sft.run(judge, stage, work.tokenizer, io, work.seed)
     backend = EngineBackend(judge.eval(), work.tokenizer, template="short", temperature=0.0, max_tokens=24)
@@ -293,7 +294,7 @@ EXPERIMENT = Experiment(
     ),
     figures=(
         Figure("true", "Rules kept and warm words", "share of rollouts", curve="true_score"),
-        Figure("drift", "What an update reinforces, by the rules", "drift", curve="drift/rules"),
+        Figure("disagreement", "Trained reward against rules", "share of pairs", curve="disagreement/trained_rules"),
     ),
     labels=policy.LABELS
     | {f"orm_accuracy/{name}": f"reward model right on held-out pairs of {name}" for name in ("assistant", "general")}

@@ -1,17 +1,22 @@
-"""Whether the rewards of General RL agree, and an alarm when training on one of them works against another (§3.4).
+"""Whether the rewards of General RL agree, and an alarm when training disagrees with one of them (§3.4).
 
-A pure state machine without clock, threads or files. Three rewards are watched: rules, reward model and judge. Two
-numbers per update:
+A pure state machine without clock, threads or files. Three rewards are watched: rules, reward model and judge. Per
+update:
 
 - `disagreement/A_B`: of the pairs of answers to one prompt on which both A and B have a preference, the share on which
-  these differ. 0.5 is chance.
+  these differ. 0.5 is chance. `disagreement/trained_A` compares A with the reward that is trained on.
 - `drift/A`: the mean over prompts of cov(advantage, A) over a prompt's answers, with A divided by its spread in the
-  batch. To first order a policy-gradient step changes the mean of A in proportion to it, so a negative drift says that
-  the update about to be made lowers A, before A has fallen.
+  batch. To first order, selection by the advantages changes the mean of A in proportion to it.
 
-The alarm for A: over the last `SPAN` updates the drifts of single prompts have a mean below 0 by a one-sided t-test at
-`LEVEL`, with at least `LEAST` prompts. If an update trains on something independent of A, this comes about once in
-1 / `LEVEL` updates. An alarm is raised once, and again only after the mean has been above 0.
+Both look at what the next update reinforces, so they can tell of a reward that is about to fall. Over the last `SPAN`
+updates, with at least `LEAST` prompts, an alarm for A is raised by a one-sided t-test over prompts at `LEVEL`:
+
+- "disagreement": the trained reward and A disagree on more than the share `LIMIT` of their pairs. Training may then
+  raise the one while A is lost, even without any selection against A: nothing holds A in place.
+- "drift": the mean drift is below 0, so training selects against A.
+
+If the true mean is at the bound, either comes about once in 1 / `LEVEL` updates. An alarm is raised once, and again
+only after the mean has been on the good side of its bound.
 """
 
 from __future__ import annotations
@@ -27,30 +32,32 @@ from typing import Any
 from glm5.rl.reward_mix import PARTS, Parts
 from glm5.stats import t_quantile
 
-SPAN, LEAST, LEVEL = 5, 16, 1e-3
+SPAN, LEAST, LEVEL, LIMIT = 5, 16, 1e-3, 0.25
+KINDS = ("disagreement", "drift")
+NAMES = {"rules": "the rules", "orm": "the reward model", "grm": "the judge"}
 
 
 @dataclass(frozen=True)
 class RewardAlarm:
-    """Training works against reward `part` since about `update`: mean drift over `prompts` prompts."""
+    """What training reinforces and reward `part` do not go together: mean `value` over `prompts` prompts."""
 
     part: str
-    drift: float
+    kind: str
+    value: float
     prompts: int
 
     def __str__(self) -> str:
-        names = {"rules": "the rules", "orm": "the reward model", "grm": "the judge"}
-        return (
-            f"the rewards disagree: what training reinforces is worse by {names[self.part]} (drift {self.drift:+.3f} "
-            f"over {self.prompts} prompts), so that reward is about to fall."
-        )
+        name, over = NAMES[self.part], f"over {self.prompts} prompts"
+        if self.kind == "drift":
+            return f"training selects what is worse by {name} (drift {self.value:+.3f} {over})."
+        return f"the trained reward and {name} disagree on {self.value:.0%} of the pairs that both decide, {over}."
 
 
 class RewardWatch:
     """Watches the rewards of a stage, update by update."""
 
     def __init__(self) -> None:
-        self._drifts: dict[str, deque[list[float]]] = {part: deque(maxlen=SPAN) for part in PARTS}
+        self._recent = {(kind, part): deque[list[float]](maxlen=SPAN) for kind in KINDS for part in PARTS}
         self._raised: dict[str, int] = dict.fromkeys(PARTS, 0)
         self._standing: set[str] = set()
 
@@ -60,81 +67,82 @@ class RewardWatch:
         """The next update: the rewards of its groups and the advantages that it trains on. Returns metrics, and alarms
         that are raised now."""
         numbers: dict[str, float] = {}
+        columns = {part: [[getattr(one, part) for one in group] for group in groups] for part in PARTS}
         for a, b in combinations(PARTS, 2):
-            differ, pairs = _discordant(groups, a, b)
-            if pairs:
-                numbers[f"disagreement/{a}_{b}"] = differ / pairs
+            if shares := _disagreement(columns[a], columns[b]):
+                numbers[f"disagreement/{a}_{b}"] = fmean(shares)
         alarms = []
         for part in PARTS:
-            drifts = _drifts(groups, advantages, part)
-            self._drifts[part].append(drifts)
-            recent = [drift for one in self._drifts[part] for drift in one]
-            if drifts:
-                numbers[f"drift/{part}"] = fmean(drifts)
-            if self._falls(part, recent):
-                self._raised[part] += 1
-                alarms.append(RewardAlarm(part, fmean(recent), len(recent)))
-            if recent:
+            found = {
+                "disagreement": _disagreement(advantages, columns[part]),
+                "drift": _drifts(columns[part], advantages),
+            }
+            for kind, values in found.items():
+                self._recent[kind, part].append(values)
+                if values:
+                    numbers["disagreement/trained_" + part if kind == "disagreement" else f"drift/{part}"] = fmean(
+                        values
+                    )
+                if (alarm := self._alarm(kind, part)) is not None:
+                    alarms.append(alarm)
+            if any(self._recent["drift", part]):
                 numbers[f"reward_alarms/{part}"] = float(self._raised[part])
         return numbers, alarms
 
-    def _falls(self, part: str, recent: Sequence[float]) -> bool:
-        """Whether an alarm begins now."""
+    def _alarm(self, kind: str, part: str) -> RewardAlarm | None:
+        """An alarm that begins now."""
+        recent = [value for one in self._recent[kind, part] for value in one]
         if len(recent) < LEAST:
-            return False
-        mean, error = fmean(recent), stdev(recent) / math.sqrt(len(recent))
-        if mean >= 0:
-            self._standing.discard(part)
-            return False
+            return None
+        mean, name = fmean(recent), f"{kind}/{part}"
+        excess = mean - LIMIT if kind == "disagreement" else -mean
+        if excess <= 0:
+            self._standing.discard(name)
+            return None
         # A two-sided interval of confidence 1 - 2 LEVEL has LEVEL on either side.
-        if part in self._standing or mean + t_quantile(1 - 2 * LEVEL, len(recent) - 1) * error >= 0:
-            return False
-        self._standing.add(part)
-        return True
+        error = t_quantile(1 - 2 * LEVEL, len(recent) - 1) * stdev(recent) / math.sqrt(len(recent))
+        if name in self._standing or excess <= error:
+            return None
+        self._standing.add(name)
+        self._raised[part] += 1
+        return RewardAlarm(part, kind, mean, len(recent))
 
     @property
     def state(self) -> dict[str, Any]:
         """What a resumed stage needs to continue."""
-        return {
-            "drifts": {part: list(one) for part, one in self._drifts.items()},
-            "raised": dict(self._raised),
-            "standing": sorted(self._standing),
-        }
+        recent = {f"{kind}/{part}": list(one) for (kind, part), one in self._recent.items()}
+        return {"recent": recent, "raised": dict(self._raised), "standing": sorted(self._standing)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state` of an earlier process."""
-        self._drifts = {part: deque(state["drifts"].get(part, ()), maxlen=SPAN) for part in PARTS}
+        for (kind, part), one in self._recent.items():
+            one.clear()
+            one.extend(state["recent"].get(f"{kind}/{part}", ()))
         self._raised = {part: int(state["raised"].get(part, 0)) for part in PARTS}
         self._standing = set(state["standing"])
 
 
-def _discordant(groups: Sequence[Sequence[Parts]], a: str, b: str) -> tuple[int, int]:
-    """Pairs of answers to one prompt on which two rewards prefer different ones, and on which both prefer one."""
-    differ = pairs = 0
-    for group in groups:
-        for one, other in combinations(group, 2):
-            first, second = _difference(one, other, a), _difference(one, other, b)
-            if first and second:
+def _disagreement(left: Sequence[Sequence[float | None]], right: Sequence[Sequence[float | None]]) -> list[float]:
+    """Per group with any pair of answers on which both rewards have a preference: the share on which these differ."""
+    found = []
+    for a, b in zip(left, right, strict=True):
+        differ = pairs = 0
+        known = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+        for (x, y), (other_x, other_y) in combinations(known, 2):
+            if x != other_x and y != other_y:
                 pairs += 1
-                differ += (first > 0) != (second > 0)
-    return differ, pairs
+                differ += (x > other_x) != (y > other_y)
+        if pairs:
+            found.append(differ / pairs)
+    return found
 
 
-def _difference(one: Parts, other: Parts, part: str) -> float:
-    left, right = getattr(one, part), getattr(other, part)
-    return 0.0 if left is None or right is None else left - right
-
-
-def _drifts(groups: Sequence[Sequence[Parts]], advantages: Sequence[Sequence[float]], part: str) -> list[float]:
+def _drifts(rewards: Sequence[Sequence[float | None]], advantages: Sequence[Sequence[float]]) -> list[float]:
     """cov(advantage, reward) per group, over answers that have the reward; groups with fewer than two of them, or
     without any advantage, say nothing. The reward is divided by its standard deviation over the batch."""
     known = [
-        [
-            (advantage, getattr(one, part))
-            for one, advantage in zip(group, own, strict=True)
-            if getattr(one, part) is not None
-        ]
-        for group, own in zip(groups, advantages, strict=True)
+        [(advantage, value) for value, advantage in zip(group, own, strict=True) if value is not None]
+        for group, own in zip(rewards, advantages, strict=True)
     ]
     values = [value for group in known for _, value in group]
     spread = pstdev(values) if len(values) > 1 else 0.0

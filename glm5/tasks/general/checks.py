@@ -7,6 +7,7 @@ passes no check (`glm5.tasks.instructions.text_units.read`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,13 +45,19 @@ def plain(text: str) -> str:
 
 def contains(text: str, phrase: str) -> bool:
     """Whether the words of `phrase` stand in the text one after the other."""
-    return f" {' '.join(words_of(phrase))} " in f" {' '.join(words_of(text))} "
+    return _spaced(phrase) in _spaced(text)
 
 
 def looks_like(text: str, phrase: str) -> bool:
     """The same for a forbidden phrase: added marks and look-alike letters do not hide it."""
-    wanted, shown = (" ".join(skeleton(word) for word in words_of(part)) for part in (phrase, text))
-    return f" {wanted} " in f" {shown} "
+    return _spaced(phrase, True) in _spaced(text, True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spaced(text: str, bare: bool = False) -> str:
+    """The words of a text with a space around each; `bare` writes look-alikes in plain letters."""
+    words = words_of(text)
+    return f" {' '.join(map(skeleton, words) if bare else words)} "
 
 
 def lines_of(text: str) -> list[str]:

@@ -112,7 +112,7 @@ FORMULAS: Mapping[str, Formula] = {
 """At least one of each level."""
 CONVERSIONS = (
     ("km/h", "m/s"), ("m/s", "km/h"), ("g/cm^3", "kg/m^3"), ("L", "cm^3"), ("bar", "kPa"), ("h", "s"), ("ha", "km^2"),
-    ("kJ", "cal"), ("mi", "km"), ("mA h", "C"), ("L/min", "cm^3/s"), ("N/mm^2", "MPa"), ("g/(kW h)", "kg/MJ"),
+    ("kJ", "cal"), ("mi", "km"), ("mA h", "C"), ("L/min", "cm^3/s"), ("N/mm^2", "kPa"), ("g/(kW h)", "kg/MJ"),
     ("kW h", "MJ"), ("ft", "cm"), ("cm^2", "m^2"), ("mol/L", "mol/m^3"), ("eV", "J"),
 )  # fmt: skip
 

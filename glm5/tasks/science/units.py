@@ -84,7 +84,9 @@ _NUMBER = re.compile(
     r"(?:\s*/\s*(?P<below>\d+)(?![\d.]))?"
     r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:\*|x|×|·|\\times|\\cdot)\s*10\s*\^?\s*(?:\{\s*)?(?P<ten>[-+]?\d+)(?:\s*\})?)?"
 )
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-zµΩΩ%]+)|(?P<power>\^?\s*\{?\s*-?\d+\s*\}?)|(?P<mark>[*·/().]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<name>[A-Za-zµΩΩ%]+)|(?P<power>\^\s*\{?\s*-?\d+\s*\}?|(?<=[A-Za-zµΩ])-?\d+)|(?P<mark>[*·/().]))"
+)
 
 
 @dataclass(frozen=True)
