@@ -25,15 +25,13 @@ LONG = "averyverylongword" * 12
 
 def some_pairs(count: int) -> list[Pair]:
     """Pairs with long lines, long words and markup, which the page must show as text."""
-    return [
-        Pair(
-            f"Request {i}: say something about <b>tea</b>.",
-            f"Good answer {i}. " + "It says what tea is. " * (3 + 9 * (i % 2)),
-            f"Bad answer {i} <script>document.title = 'hacked'</script> {LONG}\n\nsecond paragraph",
-            "quality/story",
-        )
-        for i in range(count)
-    ]
+    found = []
+    for i in range(count):
+        good = f"Good answer {i}. " + "It says what tea is. " * (3 + 9 * (i % 2))
+        bad = f"Bad answer {i} <script>document.title = 'hacked'</script> {LONG}\n\nsecond paragraph"
+        both = (good, bad) if i % 2 else (bad, good)
+        found.append(Pair(f"Request {i}: say something about <b>tea</b>.", *both, "quality/story"))
+    return found
 
 
 @pytest.fixture

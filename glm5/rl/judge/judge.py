@@ -214,29 +214,30 @@ class AnswerGroup:
 
 
 def judge_groups(judge: Judge, groups: Sequence[AnswerGroup]) -> list[list[float | None]]:
-    """The score of every answer in [0, 1]; None if one of its comparisons failed, or if there is nothing to compare
-    it with. An answer is compared with the human answers to its prompt. Without any, the answers stand in a ring, and
-    each is compared with its neighbours and with theirs."""
+    """The score of every answer in [0, 1]: the mean of its comparisons. None if fewer than half of these have a value,
+    or if there is nothing to compare it with. An answer is compared with the human answers to its prompt. Without any,
+    the answers stand in a ring, and each is compared with the two on either side."""
     comparisons: list[Comparison] = []
-    pairs: list[tuple[int, int, int | None]] = []  # group, answer, and the other answer if that is scored too
+    places: list[tuple[int, int, int | None]] = []  # group, answer, and the other answer if that is scored too
     for g, found in enumerate(groups):
-        count = len(found.answers)
-        for i, answer in enumerate(found.answers):
-            steps = range(1, min(3, (count + 1) // 2 + count % 2)) if not found.references else ()
-            others: list[tuple[str, int | None]] = [(ref, None) for ref in found.references] or [
-                (found.answers[(i + step) % count], (i + step) % count) for step in steps
-            ]
-            for other, at in others:
-                comparisons.append(Comparison(found.prompt, answer, other, found.group))
-                pairs.append((g, i, at))
+        others = [(i, None, ref) for i in range(len(found.answers)) for ref in found.references]
+        for i, other, text in others or [(i, j, found.answers[j]) for i, j in _ring(len(found.answers))]:
+            comparisons.append(Comparison(found.prompt, found.answers[i], text, found.group))
+            places.append((g, i, other))
     values: list[list[list[float | None]]] = [[[] for _ in found.answers] for found in groups]
-    for (g, i, at), value in zip(pairs, judge.compare(comparisons), strict=True):
+    for (g, i, other), value in zip(places, judge.compare(comparisons), strict=True):
         values[g][i].append(value)
-        if at is not None:
-            values[g][at].append(None if value is None else 1.0 - value)
+        if other is not None:
+            values[g][other].append(None if value is None else 1.0 - value)
     return [[_mean(own) for own in row] for row in values]
+
+
+def _ring(count: int) -> list[tuple[int, int]]:
+    """The pairs of neighbours at distance 1 and 2 in a ring, each once."""
+    steps = [step for step in (1, 2) if 2 * step <= count]
+    return [(i, (i + step) % count) for step in steps for i in range(step if 2 * step == count else count)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if values and len(known) == len(values) else None
+    return sum(known) / len(known) if known and 2 * len(known) >= len(values) else None
