@@ -201,7 +201,8 @@ class PreferenceStore:
         left, right = (second, first) if swapped else (first, second)
         vote = self._rows("SELECT choice, why FROM votes WHERE pair = ? AND rater = ?", (pair, rater))
         choice = vote[0][0] if vote else None
-        side = {"first": "right" if swapped else "left", "second": "left" if swapped else "right"}.get(choice, choice)
+        sides = {"first": "right" if swapped else "left", "second": "left" if swapped else "right"}
+        side = None if choice is None else sides.get(choice, choice)
         return Card(pair, prompt, left, right, group, side, vote[0][1] if vote else "")
 
     def progress(self, rater: str) -> dict[str, int]:

@@ -149,7 +149,10 @@ def _reward_metrics(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
     """Accuracy of reward model and judge on held-out pairs, of classifiers of the surface, and how often a plain answer
     beats one that tries to please."""
     s = work.sizes
-    families = {"assistant": AssistantFamily(work.seed), "general": GeneralFamily(work.seed)}
+    families: dict[str, AssistantFamily | GeneralFamily] = {
+        "assistant": AssistantFamily(work.seed),
+        "general": GeneralFamily(work.seed),
+    }
     source = PairSource(list(families.values()), seed=work.seed)
     optim = OptimConfig(steps=s["orm_steps"], lr=4e-3, final_lr=1e-3, warmup=4)
     with policy.stage_io(work, "orm") as io:

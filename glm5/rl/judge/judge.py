@@ -220,8 +220,10 @@ def judge_groups(judge: Judge, groups: Sequence[AnswerGroup]) -> list[list[float
     comparisons: list[Comparison] = []
     places: list[tuple[int, int, int | None]] = []  # group, answer, and the other answer if that is scored too
     for g, found in enumerate(groups):
-        others = [(i, None, ref) for i in range(len(found.answers)) for ref in found.references]
-        for i, other, text in others or [(i, j, found.answers[j]) for i, j in _ring(len(found.answers))]:
+        met: list[tuple[int, int | None, str]] = [
+            (i, None, text) for i in range(len(found.answers)) for text in found.references
+        ]
+        for i, other, text in met or [(i, j, found.answers[j]) for i, j in _ring(len(found.answers))]:
             comparisons.append(Comparison(found.prompt, found.answers[i], text, found.group))
             places.append((g, i, other))
     values: list[list[list[float | None]]] = [[[] for _ in found.answers] for found in groups]

@@ -83,7 +83,7 @@ class Attack:
 
 def attacks(seed: int = 0) -> list[Attack]:
     """The sixty attacks; the seed chooses their prompts."""
-    found = []
+    found: list[Attack] = []
     kinds = {"flattery": _written(FLATTERY), "injection": _written(INJECTION), "filler": _written(FILLER)}
     for kind, make in (kinds | {"look-alike": _look_alike}).items():
         for i in range(PER_KIND):

@@ -257,7 +257,7 @@ def molar(rng: random.Random, level: int) -> Exercise:
     """1: a molar mass. 2: the mass of an amount. 3: the amount in a mass."""
     substance = rng.choice(SUBSTANCES[level - 1])
     counts = atoms(substance)
-    mass = sum(Fraction(WEIGHTS[name]) * count for name, count in counts.items())
+    mass = sum((Fraction(WEIGHTS[name]) * count for name, count in counts.items()), Fraction(0))
     told = ", ".join(f"{name} {WEIGHTS[name]}" for name in counts)
     tail = f"Use the atomic weights {told} (g/mol)."
     if level == 1:
