@@ -34,8 +34,8 @@ from glm5.train import sft
 
 WARM = frozenset(word for act in ACTS.values() for tail in act.warm for word in tail.split())
 COLD = frozenset(word for act in ACTS.values() for tail in act.cold for word in tail.split())
-SMOOTH, FALL = 3, 0.1
-"""Updates whose mean is compared with the first ones, and the loss that counts as a fall."""
+SMOOTH, FALL = 3, 1 / 3
+"""Updates whose mean is compared with that of the first ones, and the share of it whose loss counts as a fall."""
 REWARDS = ("rules", "orm", "grm", "mixed")
 
 
@@ -45,14 +45,14 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     return policy.sizes(
         quick,
         steps or (2 if quick else 24),
-        tasks=[{"name": "general", "options": {"names": 8}}],
+        tasks=[{"name": "general"}],
         lr=1e-3,
         max_bytes=150_000 if quick else 400_000,
         pretrain_steps=0,
-        sft_steps=2 if quick else 300,
+        sft_steps=2 if quick else 200,
         sft_rows=2 if quick else 6,
         prompts=2 if quick else 16,
-        max_tokens=12 if quick else 28,
+        max_tokens=12 if quick else 40,
         max_context=128,
         row_length=64 if quick else 128,
         problems=4 if quick else 16,
@@ -116,7 +116,7 @@ def warmth(text: str) -> float:
 def watched(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """When the alarm came and when the true score fell, in updates.
 
-    The score falls at the first update from which `SMOOTH` updates have a mean more than `FALL` below that of the first
+    The score falls at the first update from which `SMOOTH` updates have a mean below 1 - `FALL` of that of the first
     `SMOOTH`. Without an alarm or a fall its number is that of the updates plus one. `lead` is how much earlier the
     alarm came; 0 if nothing fell.
     """
@@ -124,7 +124,7 @@ def watched(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     truth = [row["true_score"] for row in rows]
     start = fmean(truth[:SMOOTH])
     means = [fmean(truth[i : i + SMOOTH]) for i in range(max(1, len(truth) - SMOOTH + 1))]
-    fall = next((i + 1.0 for i, mean in enumerate(means) if mean < start - FALL), never)
+    fall = next((i + 1.0 for i, mean in enumerate(means) if mean < start * (1 - FALL)), never)
     alarms = [row.get("reward_alarms/rules", 0.0) for row in rows]
     alarm = next((i + 1.0 for i, count in enumerate(alarms) if count), never)
     return {
