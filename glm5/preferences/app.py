@@ -68,8 +68,8 @@ def page_text() -> str:
     return text
 
 
-def create_app(store: PreferenceStore, rater: str = "") -> FastAPI:
-    """The page and its five requests. `rater` is the name that the page proposes."""
+def create_app(store: PreferenceStore, rater: str = "", host: str = "127.0.0.1") -> FastAPI:
+    """The page and its requests. `rater` is the name that the page proposes, `host` the address it is served on."""
     app = FastAPI(title="glm5 prefer", docs_url=None, redoc_url=None, openapi_url=None)
     text = page_text()
     headers = {
@@ -135,7 +135,7 @@ def create_app(store: PreferenceStore, rater: str = "") -> FastAPI:
     async def refused(request: Request, error: UsageError) -> JSONResponse:
         return JSONResponse({"error": str(error)}, 400)
 
-    add_guard(app, None, Access(), set(LOOPBACK_NAMES), 64, lambda path, status: None)
+    add_guard(app, None, Access(), {*LOOPBACK_NAMES, host}, 64, lambda path, status: None)
     return app
 
 
@@ -154,6 +154,6 @@ def serve_page(store: PreferenceStore, rater: str, host: str, port: int, open_br
                 webbrowser.open(f"http://127.0.0.1:{listener.getsockname()[1]}/")
 
     limits = Limits()
-    server = Server(ServerConfig(create_app(store, rater), limits, STOP_S), ready)
+    server = Server(ServerConfig(create_app(store, rater, host), limits, STOP_S), ready)
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve([listener]))

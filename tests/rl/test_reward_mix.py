@@ -14,10 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from glm5.chat import render_chat
+from glm5.config.families import FamilyConfig
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import GeneralStage
 from glm5.config.reward_model import JudgeConfig, RewardMix, RewardModelConfig
-from glm5.errors import DataError, GradingError
+from glm5.errors import ConfigError, DataError, GradingError
 from glm5.preferences.rows import Preferred
 from glm5.records import Message, Outcome, Trajectory, Turn
 from glm5.rl.algos.general import GeneralRL
@@ -76,6 +77,15 @@ def test_the_most_special_name_counts() -> None:
 def test_recipes_that_cannot_work_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         GeneralStage(kind="general", name="g", optim=OPTIM, families=[], **keys)
+
+
+@pytest.mark.parametrize(("name", "near"), [("emotoin", "emotion"), ("emotion/lissen", "emotion/listen"), ("math", "")])
+def test_a_mix_names_classes_that_the_stage_has(name: str, near: str) -> None:
+    families = [FamilyConfig(name="assistant", options={"dimensions": ["emotion"]}), FamilyConfig(name="general")]
+    good = {key: RewardMix(orm=1.0) for key in ("default", "emotion", "emotion/listen", "assistant", "general")}
+    assert GeneralRL.of(stage(families=families, mix=good)).reward_model is not None
+    with pytest.raises(ConfigError, match=f'no prompt of this stage has the class "{name}".*{near}'):
+        GeneralRL.of(stage(families=families, mix=good | {name: RewardMix(orm=1.0)}))
 
 
 # ------------------------------------------------------------------------------------------------ disagreement
@@ -175,8 +185,8 @@ class FakeJudge:
 
 
 def stage(**keys: Any) -> GeneralStage:
-    given = {"reward_model": RewardModelConfig(optim=OPTIM), "judge": JudgeConfig(model="start")}
-    return GeneralStage(kind="general", name="g", optim=OPTIM, families=[], **given | keys)
+    given = {"reward_model": RewardModelConfig(optim=OPTIM), "judge": JudgeConfig(model="start"), "families": []}
+    return GeneralStage(kind="general", name="g", optim=OPTIM, **given | keys)
 
 
 def said(tokenizer: Any, answer: str, reward: float, group: int, prompt_class: str = "emotion/listen") -> Trajectory:

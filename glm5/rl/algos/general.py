@@ -9,7 +9,7 @@ from typing import Any, Self
 from glm5.chat import Tokenizer, parse_message
 from glm5.config.recipe import GIVE_PAIRS, GeneralStage
 from glm5.config.reward_model import RewardMix
-from glm5.errors import GradingError
+from glm5.errors import ConfigError, GradingError, nearest
 from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
 from glm5.preferences.rows import read_anchors
@@ -52,6 +52,7 @@ class GeneralRL(ReasoningRL):
 
     @classmethod
     def of(cls, stage: Any) -> Self:
+        _check_mix(stage)
         model = None if stage.reward_model is None else stage_reward_model(stage)
         return cls(stage, model, **stage.algorithm_options)
 
@@ -184,6 +185,20 @@ class GeneralRL(ReasoningRL):
         thinking = ids[-1] == special["<think>"]  # with thinking, the prompt ends inside the think block
         message, _ = parse_message(tokenizer.decode(turn.output_ids), thinking=thinking)
         return prompt, message.content
+
+
+def _check_mix(stage: GeneralStage) -> None:
+    """Raise ConfigError for a name in `mix` that no prompt of the stage's families has."""
+    known = {"default"}
+    for config in stage.families:
+        family = make_family(config.name, **config.options)
+        classes = [str(name) for name in getattr(family, "classes", ())]
+        known |= {family.domain, *classes, *(name.partition("/")[0] for name in classes)}
+    for name in stage.mix:
+        if name not in known:
+            raise ConfigError(
+                f'{stage.name}: no prompt of this stage has the class "{name}" of mix{nearest(name, known)}.'
+            )
 
 
 def _class_of(trajectory: Trajectory) -> str:

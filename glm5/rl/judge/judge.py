@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -168,15 +169,21 @@ class Judge:
         return sum(values) / len(values)
 
 
+@functools.cache
+def _key(file: str | None) -> str | None:
+    """The server's key, from a file or the environment. `find_key` empties that, so a process looks once."""
+    from glm5.serve.keys import find_key
+
+    return find_key("api", None, Path(file) if file else None)
+
+
 def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
     """The judge of a stage, with its cache in the run's folder. Raises ConfigError or CheckpointError for a model that
     does not exist."""
     tokens, temperature, template = config.max_tokens, config.temperature, config.template
     backend: Backend
     if config.model.startswith(("http://", "https://")):
-        from glm5.serve.keys import find_key
-
-        key = find_key("api", None, Path(config.key_file) if config.key_file else None)
+        key = _key(config.key_file)
         backend = EndpointBackend(
             config.model,
             config.name,
