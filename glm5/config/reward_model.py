@@ -73,6 +73,8 @@ class JudgeConfig(Frozen):
     concurrency: int = Field(8, ge=1)
     seconds: float = Field(120.0, gt=0)
     """Maximum silence of the server."""
+    structured: bool = True
+    """Send the verdict's JSON schema as `response_format`; false is for servers that refuse it."""
 
     @model_validator(mode="after")
     def _both_orders(self) -> Self:

@@ -193,6 +193,7 @@ def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
             template=template,
             concurrency=config.concurrency,
             seconds=config.seconds,
+            structured=config.structured,
         )
     else:
         folder, device = start.checkpoint(config.model), start.io.ranks.device
