@@ -28,6 +28,7 @@ LEVELS = {
     "eval": 10,
     "report": 10,
     "rl": 9,
+    "preferences": 8,
     "rollout": 8,
     "terminal": 8,
     "serve": 7,

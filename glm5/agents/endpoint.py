@@ -71,6 +71,7 @@ class Endpoint:
         thinking: tokens of thinking to ask for in Messages; 0 asks for none. Chat Completions leave it to the server.
         seconds: maximum time of silence while waiting for an answer.
         whole_s: maximum time of one answer.
+        extra: more keys of every request, such as `response_format`.
 
     Raises UsageError for a URL that is not http or https.
     """
@@ -88,6 +89,7 @@ class Endpoint:
         seconds: float = 600.0,
         whole_s: float = 3600.0,
         pauses: Sequence[float] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -101,6 +103,7 @@ class Endpoint:
         )
         if thinking and dialect == "anthropic":
             self._options |= {"thinking": {"type": "enabled", "budget_tokens": thinking}}
+        self._options |= extra or {}
         self._pauses = PAUSES_S if pauses is None else pauses
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._client = httpx.Client(
@@ -128,9 +131,15 @@ class Endpoint:
         return self._name
 
     def complete(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: wire.OnDelta | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        on_delta: wire.OnDelta | None = None,
+        *,
+        seed: int | None = None,
     ) -> Reply:
         body = self._wire.request(self.name, messages, tools) | self._options
+        body |= {} if seed is None else {"seed": seed}
         data = json.dumps(body, ensure_ascii=True).encode()
         told = on_delta or (lambda kind, text: None)
         for pause in (*self._pauses, None):

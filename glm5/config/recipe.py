@@ -15,7 +15,7 @@ from glm5.config.families import FamilyConfig
 from glm5.config.launch import Launch
 from glm5.config.optim import OptimConfig
 from glm5.config.parallel import Layout
-from glm5.config.reward_model import RewardModelConfig
+from glm5.config.reward_model import JudgeConfig, RewardMix, RewardModelConfig
 from glm5.config.schedule import MOST_DEPTHS, BatchRamp, ByTokens
 from glm5.config.schema import Frozen
 from glm5.config.stages import expand
@@ -284,12 +284,33 @@ class AgenticStage(RewardStage):
 
 
 class GeneralStage(RewardStage):
-    """General RL: exact rules gate the score of a reward model; Eq. 1 loss (§3.4)."""
+    """General RL: rules, an outcome reward model and a judge, mixed by class of prompt; Eq. 1 loss (§3.4)."""
 
     kind: Literal["general"]
     algorithm: str = "general"
     loss: str = "icepop"
-    reward_model: RewardModelConfig
+    reward_model: RewardModelConfig | None = None
+    """The outcome reward model (ORM)."""
+    judge: JudgeConfig | None = None
+    """The generative reward model (GRM)."""
+    mix: dict[str, RewardMix] = {}
+    """Weights by class of prompt ("emotion/listen"), dimension ("emotion"), family ("assistant") or "default"; the most
+    special name counts. Without a "default", the models of the stage weigh alike, behind the gate of the rules."""
+    scale: Literal["sigmoid", "minmax"] = "sigmoid"
+    """How scores become rewards in [0, 1]: by the sigmoid of the calibrated score, or from the least to the greatest of
+    a group. The judge's are in [0, 1] and "sigmoid" leaves them."""
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> Self:
+        if self.reward_model is None and self.judge is None:
+            raise ValueError(f"{self.name}: General RL needs a `reward_model`, a `judge` or both")
+        missing = {"orm": self.reward_model, "grm": self.judge}
+        for name, mix in self.mix.items():
+            for part, model in missing.items():
+                if getattr(mix, part) and model is None:
+                    section = "reward_model" if part == "orm" else "judge"
+                    raise ValueError(f"{self.name}: mix.{name}.{part} has a weight, and the stage has no `{section}`")
+        return self
 
 
 class DistillStage(PolicyStage):
@@ -331,6 +352,10 @@ STAGES: Register[Stage] = Register(
 )
 """The register of stage kinds. Add your own, a `glm5.launch.stages.CustomStage`, with `STAGES.add` or an entry point in
 "glm5.stages"."""
+
+
+GIVE_PAIRS = ("general", "assistant")
+"""Task families that give preference pairs."""
 
 
 class RunRecipe(Frozen):
@@ -399,9 +424,13 @@ def _check_families(stage: Stage) -> None:
         raise ValueError(f"{stage.name} has no families, so there is nothing to roll out; list at least one")
     if families and not any(family.weight for family in families):
         raise ValueError(f"{stage.name}: all weights of families are 0, so no problem can be drawn; set one above 0")
-    learned = isinstance(stage, GeneralStage) and stage.reward_model.kind == "learned"
-    if learned and all(family.name != "general" for family in families):
-        raise ValueError(f'{stage.name} needs the family "general", which its reward model is trained on')
+    model = stage.reward_model if isinstance(stage, GeneralStage) else None
+    if model is not None and model.kind == "learned" and model.preferences is None:
+        if not any(family.name in GIVE_PAIRS for family in families):
+            raise ValueError(
+                f'{stage.name} needs the family "general" or "assistant", which its reward model is trained on, or '
+                "reward_model.preferences"
+            )
     for family in families:
         if family.difficulty is not None and not isinstance(stage, PolicyStage):
             raise ValueError(

@@ -298,6 +298,7 @@ class GrammarState:
         if self._matcher is None:
             return self._words.everything
         found = np.frombuffer(self._source.timed(self._matcher.compute_bitmask), dtype=np.int32)
+        found = found[: len(self._words.everything)]  # the library has a spare word for a vocabulary of 32 n tokens
         if self._matcher.is_error():
             self._fail(_reason(self._matcher))
             return self._ends

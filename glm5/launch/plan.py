@@ -228,8 +228,10 @@ def _beside(recipe: RunRecipe, stage: PolicyStage, config: GLM5Config, gpus: int
     others = 0
     if isinstance(stage, RewardStage) and stage.kl_weight:
         others += 1
-    if isinstance(stage, GeneralStage) and stage.reward_model.kind == "learned":
+    if isinstance(stage, GeneralStage) and stage.reward_model is not None and stage.reward_model.kind == "learned":
         others += 1
+    if isinstance(stage, GeneralStage) and stage.judge is not None:
+        others += not stage.judge.model.startswith(("http://", "https://"))
     if isinstance(stage, DistillStage):
         teachers = {stage.teacher_of(family) for family in stage.families}
         others += len(teachers) if stage.keep_teachers else 1

@@ -64,7 +64,9 @@ def _section(run: Run, stage: Stage) -> PolicySection:
         curves(f"Reverse KL in {name}", _lines(run, name, _by_teacher(run, name)), "to the teachers, nats per token"),
         curves(f"KL penalty in {name}", _lines(run, name, {"KL": "kl"}), "to the stage's first weights, nats"),
         curves(f"Score by the reward model in {name}", _lines(run, name, {"score": "orm_score"}), "learned, not exact"),
+        curves(f"Score by the judge in {name}", _lines(run, name, {"score": "grm_score"}), "share of comparisons won"),
         curves(f"Reward model of {name}", reward_model, "on pairs of a better and a worse reply"),
+        *_agreement(run, name),
         time,
     ]
     kind = KINDS.get(stage.kind)
@@ -73,7 +75,7 @@ def _section(run: Run, stage: Stage) -> PolicySection:
         text
         for text in (_steps_said(run, name), shares_said, weights_said, ratios_said, mismatch_said, time_said)
         if text
-    ]
+    ] + _reward_alarms(run, name)
     return PolicySection(name, title, said, [panel for panel in made if panel is not None])
 
 
@@ -96,6 +98,41 @@ def _parts(run: Run, stage: str, prefix: str) -> dict[str, str]:
     """Metrics that begin with `prefix`, by the rest of their name."""
     keys = dict.fromkeys(key for row in run.metrics.get(stage, ()) for key in row if key.startswith(prefix))
     return {key.removeprefix(prefix): key for key in keys}
+
+
+REWARDS = {"rules": "the rules", "orm": "the reward model", "grm": "the judge"}
+
+
+def _agreement(run: Run, stage: str) -> list[Panel | None]:
+    """Whether the rewards of General RL prefer the same answers (`glm5/rl/disagreement.py`)."""
+    pairs = _parts(run, stage, "disagreement/")
+    labels = {
+        name.replace("_", " and ").replace("trained and", "trained reward and"): key for name, key in pairs.items()
+    }
+    drifts = _parts(run, stage, "drift/")
+    return [
+        curves(f"Disagreement in {stage}", _lines(run, stage, labels), "share of pairs; 0.5 is chance")
+        if labels
+        else None,
+        curves(f"Drift in {stage}", _lines(run, stage, drifts), "what an update reinforces, by each reward")
+        if drifts
+        else None,
+    ]
+
+
+def _reward_alarms(run: Run, stage: str) -> list[str]:
+    """A sentence per reward that training disagreed with."""
+    at: dict[str, list[str]] = {}
+    before: dict[str, float] = {}
+    for row in run.metrics.get(stage, ()):
+        for key, value in row.items():
+            if key.startswith("reward_alarms/") and value > before.get(key, 0.0):
+                before[key] = value
+                at.setdefault(key.removeprefix("reward_alarms/"), []).append(f"{row['step']:g}")
+    return [
+        f"Alarm: what was reinforced disagreed with {REWARDS.get(part, part)} at update {listing(steps)}."
+        for part, steps in sorted(at.items())
+    ]
 
 
 def _any(lines: Sequence[Series]) -> bool:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from glm5.reproduce import distillation, dsa, dsa_bonus, icepop, lag, mtp, muon_split, reasoning, rollout_dtype, topk
+from glm5.reproduce import (
+    distillation,
+    dsa,
+    dsa_bonus,
+    general_rewards,
+    icepop,
+    lag,
+    mtp,
+    muon_split,
+    reasoning,
+    rollout_dtype,
+    topk,
+)
 from glm5.reproduce.plan import Experiment
 
-_MODULES = (muon_split, mtp, dsa, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation)
+_MODULES = (muon_split, mtp, dsa, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation, general_rewards)
 
 EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}

@@ -16,6 +16,7 @@ from glm5.config.recipe import (
     DistillStage,
     DsaStage,
     FamilyConfig,
+    GeneralStage,
     PolicyStage,
     PretrainStage,
     ReasoningStage,
@@ -39,7 +40,12 @@ Part = Literal["pretrain", "dense", "sparse", "sft"]
 """Steps that make a start. "dense" and "sparse" continue on the same rows, as a dense model or through both DSA stages.
 """
 
-STAGES: dict[str, type[PolicyStage]] = {"reasoning": ReasoningStage, "agentic": AgenticStage, "distill": DistillStage}
+STAGES: dict[str, type[PolicyStage]] = {
+    "reasoning": ReasoningStage,
+    "agentic": AgenticStage,
+    "distill": DistillStage,
+    "general": GeneralStage,
+}
 
 CURVES = (
     "solved",
@@ -158,7 +164,7 @@ def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
                 stage = DsaStage(
                     name=name, kind=kind, mtp_weight=0.0, mtp_depths=0, bias_rate=1e-2, optim=optim, **rows
                 )
-                with _stage_io(work, name) as io:
+                with stage_io(work, name) as io:
                     dsa_adapt.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
         elif "target" in s:
             tune_until(work, model)
@@ -195,7 +201,7 @@ def tune(
         row_length=s["row_length"],
         optim=OptimConfig(steps=steps, lr=lr, final_lr=final_lr, warmup=5),
     )
-    with _stage_io(work, name) as io:
+    with stage_io(work, name) as io:
         sft.run(model, stage, work.tokenizer, io, work.seed)
 
 
@@ -228,12 +234,13 @@ def _pretrain(work: Work, model: GLM5ForCausalLM, name: str, steps: int, lr: flo
         bias_rate=2e-2,
         optim=OptimConfig(steps=steps, lr=lr, final_lr=final_lr, warmup=8),
     )
-    with _stage_io(work, name) as io:
+    with stage_io(work, name) as io:
         pretrain.run(model, stage, work.shard("train"), work.tokenizer, io, work.seed)
 
 
 @contextmanager
-def _stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[StageIO]:
+def stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[StageIO]:
+    """A stage's folder in the run's, with its metrics there, or in the run's own folder in the file `metrics`."""
     folder = work.folder / name
     folder.mkdir(exist_ok=True)
     with MetricsWriter(work.folder / metrics if metrics else folder / METRICS) as writer:
@@ -270,7 +277,7 @@ def learn(
 ) -> list[dict[str, Any]]:
     """Train the policy in place; returns its metrics, one row per update."""
     algorithm = algorithm or _algorithm(stage)
-    with _stage_io(work, name, METRICS) as io:
+    with stage_io(work, name, METRICS) as io:
         driver(model, work.tokenizer, stage, algorithm, io, work.seed).run()
     model.requires_grad_(True).eval()
     return [row for row in work.rows() if row["stage"] == name]

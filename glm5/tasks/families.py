@@ -9,6 +9,7 @@ from glm5.tasks.agents import AgentFamily
 from glm5.tasks.coding.bugfix import BugfixFamily
 from glm5.tasks.coding.generation import CodeFamily
 from glm5.tasks.contract import Family
+from glm5.tasks.general.family import AssistantFamily
 from glm5.tasks.harbor.family import RoomFamily, SweFamily
 from glm5.tasks.instructions.family import InstructionFamily
 from glm5.tasks.instructions.general import GeneralFamily
@@ -17,6 +18,7 @@ from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
 from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
+from glm5.tasks.science.family import ScienceFamily
 from glm5.tasks.slides.family import SlidesFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
@@ -29,6 +31,7 @@ FAMILIES: Register[Family] = Register(
     {
         "agent": AgentFamily,
         "arithmetic": ArithmeticFamily,
+        "assistant": AssistantFamily,
         "bugfix": BugfixFamily,
         "code": CodeFamily,
         "general": GeneralFamily,
@@ -40,6 +43,7 @@ FAMILIES: Register[Family] = Register(
         "remote": RemoteFamily,
         "ruler": RulerFamily,
         "slides": SlidesFamily,
+        "science": ScienceFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
         "toolcall": ToolCallFamily,

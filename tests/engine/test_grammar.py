@@ -93,6 +93,16 @@ def test_most_walks_come_to_an_end() -> None:
     assert sum(walk(GrammarSpec("json"), seed)[1] == "stop" for seed in range(20)) >= 8
 
 
+@pytest.mark.parametrize("vocab_size", [383, 384, 385])
+def test_vocabularies_of_whole_words_of_bits(vocab_size: int) -> None:
+    """llguidance's masks have a spare word if the vocabulary is a multiple of 32."""
+    grammars = Grammars(Tokenizer.train([WORDS] * 40, vocab_size))
+    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    grammars.state(GrammarSpec("json")).fill(mask)
+    first = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert len(first) and all(grammars.tokenizer.decode([int(i)]).startswith("{") for i in first)
+
+
 def test_json_objects_and_recursive_schemas() -> None:
     tree = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {
         "v": {"type": "integer"}, "c": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2},

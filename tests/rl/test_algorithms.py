@@ -23,6 +23,7 @@ from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.learner import PolicyBatch
 from glm5.rl.reward_models import PreferenceModel, RewardModel
 from glm5.rl.reward_models.learned import train_preferences
+from glm5.rl.reward_models.pairs import PairSource
 from glm5.tasks.instructions.general import ACTS, GeneralFamily
 
 OPTIM = OptimConfig(steps=3, lr=1e-2)
@@ -182,19 +183,22 @@ def test_rules_are_the_gate_of_the_learned_reward(tokenizer: Any, version: str) 
     group = [said(spoken, "greet Ann, loud", text, reward, 0) for text, reward in zip(texts, (1.0, 1.0, 0.0))]
     algorithm = general_rl(spoken, model)
     rows, numbers = algorithm.samples([group])
-    assert model.asked == [("greet Ann, loud", texts[0]), ("greet Ann, loud", texts[1])]
+    assert model.asked == [("greet Ann, loud", text) for text in texts]  # the last one for the record alone
     scores = [0.1 * len(text) - 1.0 for text in texts[:2]]
     rewards = [1 / (1 + math.exp(-scores[0])), 1 / (1 + math.exp(-scores[1])), 0.0]
     mean = sum(rewards) / 3
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 3)
     for row, reward in zip(rows, rewards):
         assert row.advantages[-1] == pytest.approx((reward - mean) / std)
-    assert numbers == pytest.approx({"combined_reward": mean, "orm_score": sum(scores) / 2})
+    assert numbers["combined_reward"] == pytest.approx(mean) and numbers["orm_score"] == pytest.approx(sum(scores) / 2)
+    assert numbers["disagreement/rules_orm"] == 1.0  # the text that breaks a rule is liked best
+    assert numbers["drift/rules"] > 0  # and yet the gate reinforces the others
     assert [t.reward for t in group] == [1.0, 1.0, 0.0]  # the record keeps what the rules said
 
     failed = [said(spoken, "greet Ann", "x", 0.0, 0) for _ in range(2)]
     rows, numbers = algorithm.samples([failed])
-    assert numbers == {"combined_reward": 0.0} and not any(a for row in rows for a in row.advantages)
+    assert numbers["combined_reward"] == 0.0 and not any(a for row in rows for a in row.advantages)
+    assert "orm_score" not in numbers and "drift/rules" not in numbers
 
 
 @pytest.mark.parametrize(("version", "thinking"), [("5.0", True), ("5.2", True), ("5.3", False)])
@@ -287,11 +291,12 @@ def test_the_reward_model_learns_a_separable_preference(small: Any, tokenizer: A
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     config: dict[str, Any] = dict(optim=OptimConfig(steps=20, lr=2e-2), pairs=8, held_out_pairs=20)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        model, accuracy = train_preferences(policy, tokenizer, Shouting(), metrics=metrics, stage="orm", **config)  # type: ignore[arg-type]
+        source = PairSource([Shouting()])
+        model, numbers = train_preferences(policy, tokenizer, source, metrics=metrics, stage="orm", **config)
     rows = read_metrics(tmp_path / "metrics.jsonl", "orm")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["accuracy"] == 0.0
     assert rows[-1]["loss"] < 0.25 and len(rows) == 20
-    assert accuracy == 1.0
+    assert numbers["accuracy"] == 1.0 and numbers["length_accuracy"] == 0.5
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
     # The score of a pair does not depend on its neighbours.
     pairs = [("say 1", "OK3"), ("say 2", "ok"), ("say 3", "a much longer answer")]
@@ -304,11 +309,11 @@ def test_the_reward_model_hears_what_is_said_not_how_long_it_is(small: Any, toke
     """Trained as the recipes do, it prefers the warm text whether that is the shorter or the longer one."""
     shape = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, q_lora_rank=32, qk_nope_head_dim=16)
     policy = small(vocab_size=tokenizer.vocab_size, use_dsa=False, initializer_range=0.02, **shape)
-    family = GeneralFamily()
+    family = PairSource([GeneralFamily()])
     config: dict[str, Any] = dict(optim=OptimConfig(steps=30, lr=1e-2, warmup=2), pairs=16, held_out_pairs=100)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        model, accuracy = train_preferences(policy, tokenizer, family, metrics=metrics, stage="orm", **config)
-    assert accuracy >= 0.85
+        model, numbers = train_preferences(policy, tokenizer, family, metrics=metrics, stage="orm", **config)
+    assert numbers["accuracy"] >= 0.85 and 0.4 < numbers["length_accuracy"] < 0.6
     right: dict[int, list[bool]] = {-1: [], 0: [], 1: []}
     for act, phrases in ACTS.items():
         for name in ("Ann", "Zoe"):
@@ -329,7 +334,7 @@ def test_a_reward_model_that_broke_is_not_used(
     config: dict[str, Any] = dict(optim=OptimConfig(steps=steps, lr=lr), pairs=4, held_out_pairs=4)
     policy = small(vocab_size=tokenizer.vocab_size)
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(DataError, match=what):
-        train_preferences(policy, tokenizer, GeneralFamily(), metrics=metrics, stage="orm", **config)
+        train_preferences(policy, tokenizer, PairSource([GeneralFamily()]), metrics=metrics, stage="orm", **config)
 
 
 def test_a_score_that_is_no_number_is_no_reward(small: Any, tokenizer: Any) -> None:

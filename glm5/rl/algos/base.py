@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -37,6 +37,14 @@ class Algorithm(ABC):
         """Build everything that needs the model. Called before the first update, and again when the stage resumes.
         Returns metrics for the stage's results. With several ranks (`start.io.ranks`) each calls it."""
         return {}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a resumed stage needs of the algorithm, as JSON. It is saved with the weights."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - an algorithm without state has nothing to do
+        """Continue from the `state` of an earlier process; called after `prepare`."""
 
     @abstractmethod
     def samples(self, groups: Sequence[Sequence[Trajectory]]) -> tuple[list[TrainSample], dict[str, float]]:

@@ -93,6 +93,7 @@ class Driver:
     def _state(self, numbers: Mapping[str, float]) -> dict[str, Any]:
         """What a state has besides weights and optimizer; `numbers` are the last metrics."""
         own = {"agreement": vars(self.learner.agreement), "env_errors": self.env_errors.state}
+        own["algorithm"] = self.algorithm.state
         return {**self.controller.state(), "numbers": dict(numbers), **own}
 
     def _restore(self, done: int, state: Mapping[str, Any]) -> None:
@@ -107,6 +108,7 @@ class Driver:
         self.learner.agreement = Agreement(**state["agreement"])
         self.controller.restore(done, state)
         self.env_errors.restore(state["env_errors"])
+        self.algorithm.restore(state.get("algorithm", {}))
 
 
 def _fitted(stage: PolicyStage, model: GLM5ForCausalLM) -> PolicyStage:

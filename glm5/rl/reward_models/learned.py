@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from glm5.chat import Tokenizer, render_chat
 from glm5.config.optim import OptimConfig
+from glm5.config.recipe import GIVE_PAIRS
 from glm5.config.reward_model import RewardModelConfig
 from glm5.data.packing import pack_batch
 from glm5.device import put
@@ -18,18 +20,30 @@ from glm5.errors import ConfigError, DataError
 from glm5.model.context import packed_context
 from glm5.model.dsa import INDEXER
 from glm5.model.glm5 import GLM5ForCausalLM
+from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
 from glm5.optim.schedules import begin_step, scheduled_rate
+from glm5.preferences.rows import read_preferences
 from glm5.records import Message
 from glm5.rl.reward_models.base import RewardModel
+from glm5.rl.reward_models.pairs import GivesPairs, PairSource, TrainingPair
 from glm5.rl.start import StageStart
 from glm5.tasks import Family
-from glm5.tasks.instructions.general import GeneralFamily
 from glm5.train.loop import build_optimizer, clip_gradients
+
+_log = get_logger(__name__)
+ANSWERS_PER_PASS, PAIRS_PER_PASS = 128, 64
+"""Bounds of the memory of one forward pass; they do not change scores."""
+BINS = 10
+"""Of the expected calibration error."""
 
 
 class PreferenceModel(nn.Module):
-    """score = w . (hidden state of the conversation's last token). Larger is better; the scale has no meaning."""
+    """score = (w . h - offset) / temperature, with h the hidden state of the conversation's last token.
+
+    `calibrate` sets offset and temperature: sigmoid(score(a) - score(b)) is then the probability that a is preferred to
+    b, and answers of the calibration pairs have the mean score 0. Until then they are 0 and 1.
+    """
 
     def __init__(self, policy: GLM5ForCausalLM, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -39,6 +53,7 @@ class PreferenceModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         self.head.weight.muon_split = (1,)  # type: ignore[attr-defined]
         self.tokenizer = tokenizer
+        self.offset, self.temperature = 0.0, 1.0
 
     def ids(self, prompt: str, answer: str) -> list[int]:
         """Token ids of the conversation as the policy would produce it, including the closing token."""
@@ -59,7 +74,7 @@ class PreferenceModel(nn.Module):
         batch = batch.to(self.trunk.device)
         hidden = self.trunk.model(batch.ids, packed_context(batch.documents))
         last = [p.row * width + p.start + len(row) - 1 for row, p in zip(rows, places, strict=True)]
-        return self.head(hidden[put(last, hidden.device)]).squeeze(-1)
+        return (self.head(hidden[put(last, hidden.device)]).squeeze(-1) - self.offset) / self.temperature
 
     @torch.no_grad()
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -70,53 +85,74 @@ class PreferenceModel(nn.Module):
 
 
 class LearnedRewardModel(RewardModel):
-    """A `PreferenceModel` that is trained on preference pairs of the stage's family `general`, each time the stage
-    starts. The training is short and reproducible bit for bit, so its state is not saved."""
+    """A `PreferenceModel` that is trained each time the stage starts, on pairs of the stage's families and of people.
+    The training is short and reproducible bit for bit, so its state is not saved. It scores the families that
+    give pairs; with people's pairs alone, "general" and "assistant"."""
 
-    def __init__(self, optim: OptimConfig, pairs: int, held_out_pairs: int) -> None:
-        self._optim, self._pairs, self._held_out_pairs = optim, pairs, held_out_pairs
+    domains = GIVE_PAIRS
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self._config = config
         self._model: PreferenceModel | None = None
 
     @classmethod
     def of(cls, config: RewardModelConfig) -> Self:
         if config.optim is None:
             raise ConfigError(f'the reward model "{config.kind}" is trained; give it reward_model.optim.')
-        return cls(config.optim, config.pairs, config.held_out_pairs, **config.options)
+        if config.options:
+            raise TypeError("it takes no options; its keys are those of `reward_model`")
+        return cls(config)
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
-        """Train the model; returns its accuracy on held-out pairs. Metrics are logged under the stage name
-        `NAME/reward_model`."""
-        family = next(family for family in families if isinstance(family, GeneralFamily))  # checked with the recipe
-        self._model, accuracy = train_preferences(
+        """Train the model; returns its measures on held-out pairs (`train_preferences`). Metrics are logged under the
+        stage name `NAME/reward_model`."""
+        config = self._config
+        assert config.optim is not None
+        people = [] if config.preferences is None else read_preferences(Path(config.preferences))
+        own = [family for family in families if isinstance(family, GivesPairs)]
+        source = PairSource(own, people, config.preference_share, config.length_debias)
+        if not source.balanced:
+            _log.warning("%s: in all of people's pairs of unequal length the better answer leans one way, so length "
+                         "cannot be told from quality.", start.io.name)  # fmt: skip
+        self._model, numbers = train_preferences(
             start.policy,
             start.tokenizer,
-            family,
-            self._optim,
+            source,
+            config.optim,
             start.io.metrics,
             f"{start.io.name}/reward_model",
-            pairs=self._pairs,
-            held_out_pairs=self._held_out_pairs,
+            pairs=config.pairs,
+            held_out_pairs=config.held_out_pairs,
+            margin=config.margin,
         )
-        return {"accuracy": accuracy}
+        return numbers
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         if self._model is None:
             raise RuntimeError("call prepare before score")
-        return self._model.score(pairs)
+        scores: list[float] = []
+        for at in range(0, len(pairs), ANSWERS_PER_PASS):
+            scores += self._model.score(pairs[at : at + ANSWERS_PER_PASS])
+        return scores
 
 
 def train_preferences(
     policy: GLM5ForCausalLM,
     tokenizer: Tokenizer,
-    family: GeneralFamily,
+    source: PairSource,
     optim: OptimConfig,
     metrics: MetricsLog,
     stage: str,
     *,
     pairs: int,
     held_out_pairs: int,
-) -> tuple[PreferenceModel, float]:
-    """Bradley-Terry training: -log sigmoid(score(better) - score(worse)). Returns the model and its held-out accuracy.
+    margin: float = 0.0,
+) -> tuple[PreferenceModel, dict[str, float]]:
+    """Bradley-Terry training: -log sigmoid(score(better) - score(worse) - margin * strength), weighted by pair; then
+    calibration on every other held-out pair.
+
+    Returns the model and its measures on held-out pairs: `accuracy`; `length_accuracy`, that of preferring the longer
+    answer; `calibration_error`, expected over the pairs that did not calibrate; `temperature`.
 
     Raises DataError for a loss, a gradient or a held-out score that is not finite.
     """
@@ -124,9 +160,11 @@ def train_preferences(
     optimizer = build_optimizer(model, optim, lambda name: INDEXER not in name and "lm_head" not in name)
     metrics.rewind(stage, 0)
     for step in range(optim.steps):
-        batch = [family.preference_pair(step * pairs + i) for i in range(pairs)]
+        batch = [source.pair(step * pairs + i) for i in range(pairs)]
         better, worse = _pair_scores(model, batch)
-        loss = -nn.functional.logsigmoid(better - worse).mean()
+        least = put([margin * pair.strength for pair in batch], better.device)
+        weights = put([pair.weight for pair in batch], better.device)
+        loss = -(weights * nn.functional.logsigmoid(better - worse - least)).sum() / weights.sum()
         rate = scheduled_rate(optim, step)
         begin_step(optimizer, rate)
         loss.backward()
@@ -135,15 +173,63 @@ def train_preferences(
         optimizer.step()
         accuracy = float((better > worse).float().mean())
         metrics.write(stage, step + 1, {"loss": float(loss.detach()), "accuracy": accuracy, "lr": rate})
-    with torch.no_grad():
-        batch = [family.preference_pair(i, split="heldout") for i in range(held_out_pairs)]
-        better, worse = _pair_scores(model, batch)
+    model.eval()
+    return model, _measure(model, [source.pair(i, split="heldout") for i in range(held_out_pairs)])
+
+
+@torch.no_grad()
+def _measure(model: PreferenceModel, batch: Sequence[TrainingPair]) -> dict[str, float]:
+    """Calibrate the model on every other pair, and measure it."""
+    found = [_pair_scores(model, batch[at : at + PAIRS_PER_PASS]) for at in range(0, len(batch), PAIRS_PER_PASS)]
+    better, worse = (torch.cat([part[side] for part in found]).double().cpu() for side in (0, 1))
     _check_finite("a score of a held-out pair", *better.tolist(), *worse.tolist())
-    return model.eval(), float((better > worse).float().mean())
+    gaps = better - worse
+    model.offset = float(torch.cat((better, worse)).mean())
+    model.temperature = fit_temperature(gaps[0::2])
+    longer = [(len(p.better) > len(p.worse)) + 0.5 * (len(p.better) == len(p.worse)) for p in batch]
+    return {
+        "accuracy": float((gaps > 0).double().mean()),
+        "length_accuracy": sum(longer) / len(longer),
+        "calibration_error": calibration_error(gaps[1::2] / model.temperature) if len(batch) > 1 else 0.0,
+        "temperature": model.temperature,
+    }
 
 
-def _pair_scores(model: PreferenceModel, pairs: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
-    rows = [model.ids(prompt, text) for prompt, better, worse in pairs for text in (better, worse)]
+def fit_temperature(gaps: Tensor) -> float:
+    """The T in [1/16, 16] that minimises the mean of -log sigmoid(gap / T) over gaps score(better) - score(worse) [N],
+    by a golden-section search over log T, of which the loss has one minimum."""
+    if not len(gaps) or not bool((gaps != 0).any()):
+        return 1.0
+    low, high, ratio = -math.log(16.0), math.log(16.0), (math.sqrt(5) - 1) / 2
+
+    def loss(log_t: float) -> float:
+        return float(-nn.functional.logsigmoid(gaps / math.exp(log_t)).mean())
+
+    for _ in range(40):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if loss(left) <= loss(right):
+            high = right
+        else:
+            low = left
+    return math.exp((low + high) / 2)
+
+
+def calibration_error(gaps: Tensor) -> float:
+    """Expected calibration error of sigmoid(|gap|), the probability that the preferred answer is the better one, over
+    gaps score(better) - score(worse) [N]: in `BINS` bins of the probability, |share right - mean probability|, weighted
+    by the bin's share."""
+    sure, right = torch.sigmoid(gaps.abs()), (gaps > 0).double() + 0.5 * (gaps == 0)
+    bins = ((sure - 0.5) * 2 * BINS).long().clamp(0, BINS - 1)
+    error = 0.0
+    for b in range(BINS):
+        inside = bins == b
+        if bool(inside.any()):
+            error += float(inside.double().mean() * (right[inside].mean() - sure[inside].mean()).abs())
+    return error
+
+
+def _pair_scores(model: PreferenceModel, pairs: Sequence[TrainingPair]) -> tuple[Tensor, Tensor]:
+    rows = [model.ids(pair.prompt, text) for pair in pairs for text in (pair.better, pair.worse)]
     scores = model(rows)
     return scores[0::2], scores[1::2]
 

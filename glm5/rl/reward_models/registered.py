@@ -18,6 +18,8 @@ def stage_reward_model(stage: GeneralStage) -> RewardModel:
     """The reward model that a stage names, not yet prepared. Raises ConfigError for an unknown name, for options that
     the model does not accept, and for a model that scores none of the stage's families."""
     config = stage.reward_model
+    if config is None:
+        raise ConfigError(f"{stage.name} has no `reward_model`.")
     model = REWARD_MODELS.make(config.kind, lambda kind: kind.of(config), config.options)
     domains = {make_family(family.name, **family.options).domain for family in stage.families}
     if domains.isdisjoint(model.domains):

@@ -147,21 +147,23 @@ def rules_score(problem: GeneralProblem, text: str) -> float:
 
 
 class GeneralFamily(Family):
-    """Draws (act, name, form). `forms` restricts the instructions."""
+    """Draws (act, name, form). `forms` restricts the instructions, `names` is the number of names."""
 
     name = "general"
     domain = "general"
 
-    def __init__(self, seed: int = 0, forms: Sequence[str] = FORMS) -> None:
+    def __init__(self, seed: int = 0, forms: Sequence[str] = FORMS, names: int = len(NAMES)) -> None:
         if not forms or any(form not in FORMS for form in forms):
             raise ConfigError(f"general forms {list(forms)}: use some of {list(FORMS)}.")
-        self.seed, self.forms = seed, tuple(forms)
+        if not 2 <= names <= len(NAMES):
+            raise ConfigError(f"general names {names}: use 2 to {len(NAMES)}.")
+        self.seed, self.forms, self.names = seed, tuple(forms), NAMES[:names]
 
     def problem(self, split: str, index: int) -> GeneralProblem:
         return draw(self._make, self.name, self.seed, split, index)
 
     def _make(self, rng: random.Random, name: str) -> GeneralProblem:
-        return GeneralProblem(name, rng.choice(sorted(ACTS)), rng.choice(NAMES), rng.choice(self.forms))
+        return GeneralProblem(name, rng.choice(sorted(ACTS)), rng.choice(self.names), rng.choice(self.forms))
 
     def preference_pair(self, index: int, split: str = "train") -> tuple[str, str, str]:
         """`(prompt, better, worse)`: a warm and a cold text, drawn independently, with equal rules scores. In a quarter

@@ -1,0 +1,314 @@
+"""Pairs, votes, export and agreement; the requests of the page; the verb."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from glm5.cli import app
+from glm5.data.sft import read_conversations
+from glm5.errors import DataError, UsageError
+from glm5.preferences.agreement import cohen_kappa, krippendorff_alpha, pairwise_kappas
+from glm5.preferences.app import create_app, page_text, serve_page
+from glm5.preferences.report import agreement_report
+from glm5.preferences.rows import Pair, read_anchors, read_pairs, read_preferences
+from glm5.preferences.store import CONSENT_HASH, PreferenceStore, swaps
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- agreement
+
+
+def test_cohens_kappa() -> None:
+    """The worked example of the English Wikipedia ("Cohen's kappa"): 20 and 15 agree, 5 and 10 do not; kappa 0.4."""
+    first = ["yes"] * 25 + ["no"] * 25
+    second = ["yes"] * 20 + ["no"] * 5 + ["yes"] * 10 + ["no"] * 15
+    assert cohen_kappa(first, second) == pytest.approx(0.4)
+    assert (
+        cohen_kappa(first, first) == 1.0 and cohen_kappa(["a"] * 3, ["a"] * 3) is None and cohen_kappa([], []) is None
+    )
+    with pytest.raises(ValueError):
+        cohen_kappa([1], [])
+
+
+def test_krippendorffs_alpha() -> None:
+    """The reliability data of Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), part C: 0.743."""
+    table = ("1 2 3 3 2 1 4 1 2 . . .", "1 2 3 3 2 2 4 1 2 5 . 3", ". 3 3 3 2 3 4 2 2 5 1 .", "1 2 3 3 2 4 4 1 2 5 1 .")
+    rows = [row.split() for row in table]
+    votes = {unit: {f"r{i}": row[unit] for i, row in enumerate(rows) if row[unit] != "."} for unit in range(12)}
+    assert krippendorff_alpha(votes) == pytest.approx(0.743, abs=5e-4)
+    assert krippendorff_alpha({0: {"a": 1}, 1: {"a": 2}}) is None and krippendorff_alpha({}) is None
+    assert krippendorff_alpha({0: {"a": 1, "b": 1}, 1: {"a": 1, "b": 1}}) is None
+    assert krippendorff_alpha({0: {"a": 1, "b": 1}, 1: {"a": 2, "b": 2}}) == 1.0
+    assert pairwise_kappas({0: {"a": 1, "b": 1}, 1: {"a": 2, "b": 2}, 2: {"b": 1}}) == {"a / b": (1.0, 2)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=30))
+def test_alpha_of_two_raters_is_near_kappa_and_at_most_one(pairs: list[tuple[int, int]]) -> None:
+    alpha = krippendorff_alpha({i: {"a": a, "b": b} for i, (a, b) in enumerate(pairs)})
+    assert alpha is None or (alpha <= 1.0 and (alpha == 1.0) == all(a == b for a, b in pairs))
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def test_pairs_of_files_and_folders(tmp_path: Path) -> None:
+    row = {"prompt": "p", "answers": ["a", "b"], "class": "x"}
+    write(
+        tmp_path / "1.jsonl",
+        row,
+        "",
+        {"prompt": "p", "answers": ["b", "a"]},
+        {"prompt": "q", "chosen": "a", "rejected": "c"},
+    )
+    write(tmp_path / "2.jsonl", row)
+    found = read_pairs(tmp_path)
+    assert found == [Pair("p", "a", "b", "x"), Pair("q", "a", "c")] == read_pairs(tmp_path / "1.jsonl")
+    assert len({pair.id for pair in found}) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ('{"prompt": "p"}', r'"answers\[0\]" must be a text'),
+        ('{"prompt": "p", "answers": "ab"}', "list of two texts"),
+        ('{"prompt": "p", "answers": ["a"]}', "list of two texts"),
+        ('{"prompt": "p", "answers": ["a", 1]}', r'"answers\[1\]" must be'),
+        ('{"prompt": " ", "answers": ["a", "b"]}', '"prompt" must be'),
+        ('{"prompt": "p", "answers": ["a", "a"]}', "equal"),
+        ('{"prompt": "p", "answers": ["\\ud800", "a"]}', "surrogate"),
+        ('{"prompt": "p", "answers": ["a", "b"], "class": 3}', '"class" must be'),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(DataError, match=rf"pairs.jsonl:2.*{said}"):
+        read_pairs(write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]}, line))
+
+
+def test_votes_become_preferences(tmp_path: Path) -> None:
+    rows = [("p", "a", "b", False)] * 2 + [("p", "b", "a", False), ("q", "a", "b", False), ("q", "b", "a", False),
+            ("r", "a", "b", True), ("s", "a", "b", False), ("s", "a", "b", True)]  # fmt: skip
+    made = [{"prompt": p, "chosen": c, "rejected": r, "tie": t, "rater": "x"} for p, c, r, t in rows]
+    found = {one.prompt: one for one in read_preferences(write(tmp_path / "v.jsonl", *made))}
+    assert set(found) == {"p", "s"} and (found["p"].better, found["p"].worse) == ("a", "b")
+    assert found["p"].strength == pytest.approx(1 / 3) and found["s"].strength == 0.5
+    with pytest.raises(DataError, match="no preference"):
+        read_preferences(write(tmp_path / "t.jsonl", made[5]))
+    with pytest.raises(DataError, match="true or false"):
+        read_preferences(write(tmp_path / "u.jsonl", made[0] | {"tie": "no"}))
+
+
+def test_anchors_are_conversations_that_sft_reads_too(tmp_path: Path) -> None:
+    def talk(*turns: tuple[str, str]) -> dict[str, Any]:
+        return {
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            "author": "Ada",
+            "license": "CC0",
+        }
+
+    path = write(
+        tmp_path / "anchors.jsonl",
+        talk(("user", "p"), ("assistant", "one")),
+        talk(("system", "s"), ("user", "x"), ("assistant", "y"), ("user", "p"), ("assistant", "two")),
+        talk(("user", "p"), ("assistant", "one")),
+    )
+    assert read_anchors([path]) == {"p": ["one", "two"]}
+    assert len(list(read_conversations(path))) == 3
+    with pytest.raises(DataError, match=r"a\.jsonl:1.*needs a user message"):
+        read_anchors([write(tmp_path / "a.jsonl", talk(("assistant", "one")))])
+
+
+# --------------------------------------------------------------------------------------------------------- store
+
+
+def test_votes_are_kept_changed_and_forgotten(store: PreferenceStore) -> None:
+    store.agree("Ada", CONSENT_HASH)
+    order = store.order("Ada")
+    assert len(order) == 4 and store.next_pair("Ada") == order[0]
+    assert len({tuple(store.order(f"rater {i}")) for i in range(20)}) > 10
+    for pair, side in zip(order, ("left", "right", "tie", "skip")):
+        store.vote("Ada", pair, side, "why", 1.5)
+    assert store.next_pair("Ada") is None and store.progress("Ada") == {"pairs": 4, "done": 4, "skipped": 1}
+    assert [store.card("Ada", pair).choice for pair in order] == ["left", "right", "tie", "skip"]
+    assert store.previous_pair("Ada", None) == order[3] and store.previous_pair("Ada", order[0]) is None
+    store.unskip("Ada")
+    assert store.next_pair("Ada") == order[3]
+    store.vote("Ada", order[0], "right")
+    card = store.card("Ada", order[0])
+    assert card.choice == "right" and card.why == ""
+    assert store.votes()[order[0]]["Ada"] == ("first" if swaps("Ada", order[0]) else "second")
+    with PreferenceStore(store.path) as other:  # another process, at the same time
+        assert other.card("Ada", order[1]).choice == "right"
+    assert store.forget("Ada") == 3 and not store.agreed("Ada") and store.votes() == {}
+
+
+def test_sides_are_drawn_for_each_rater(store: PreferenceStore) -> None:
+    shown = {swaps(f"rater {i}", pair) for i in range(20) for pair in store.order("Ada")[:1]}
+    assert shown == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("rater", "pair", "side", "why", "said"),
+    [
+        ("Ben", None, "left", "", "accept the text"),
+        ("Ada", "no such", "left", "", "no such pair"),
+        ("Ada", None, "up", "", "left, right, tie or skip"),
+        ("Ada", None, "first", "", "left, right, tie or skip"),
+        ("Ada", None, "left", "x" * 4001, "at most"),
+    ],
+)
+def test_bad_votes_are_refused(
+    store: PreferenceStore, rater: str, pair: str | None, side: str, why: str, said: str
+) -> None:
+    store.agree("Ada", CONSENT_HASH)
+    with pytest.raises(UsageError, match=said):
+        store.vote(rater, pair or store.order("Ada")[0], side, why)
+    assert store.votes() == {}
+
+
+def test_consent_is_to_the_present_text(store: PreferenceStore) -> None:
+    with pytest.raises(UsageError, match="has changed"):
+        store.agree("Ada", "older")
+    for name in ("", " ", "x" * 61, "a\nb", 3):
+        with pytest.raises(UsageError, match="1 to 60"):
+            store.agree(name, CONSENT_HASH)  # type: ignore[arg-type]
+
+
+def test_other_files_are_no_store(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "other.sqlite") as db:
+        db.execute("CREATE TABLE x (y)")
+    (tmp_path / "text.sqlite").write_text("some text that is longer than the header of a database file would be " * 3)
+    for name in ("other", "text"):
+        with pytest.raises(DataError, match="not a file of preferences"):
+            PreferenceStore(tmp_path / f"{name}.sqlite")
+
+
+def test_export_and_agreement(store: PreferenceStore, tmp_path: Path) -> None:
+    good = {pair: "left" if store.card("Ada", pair).left.startswith("Good") else "right" for pair in store.order("Ada")}
+    for rater in ("Ada", "Ben"):
+        store.agree(rater, CONSENT_HASH)
+        for pair in store.order(rater)[: 4 if rater == "Ada" else 3]:
+            best = "left" if store.card(rater, pair).left.startswith("Good") else "right"
+            store.vote(rater, pair, best, "clear")
+    assert store.export(tmp_path / "out.jsonl") == 7
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert all(
+        row["chosen"].startswith("Good") and row["rejected"].startswith("Bad") and row["why"] == "clear" for row in rows
+    )
+    assert {row["left"] for row in rows if row["rater"] == "Ada"} == {side == "left" for side in good.values()}
+    assert len(read_preferences(tmp_path / "out.jsonl")) == 4
+    report = agreement_report(store)
+    assert (report["votes"], report["raters"], report["voted_by_several"]) == (7, 2, 3)
+    assert report["krippendorff_alpha"] == 1.0 and report["cohen_kappa"]["Ada / Ben"]["pairs"] == 3
+    assert report["left_share"]["low"] < 0.5 < report["left_share"]["high"]
+
+
+# ------------------------------------------------------------------------------------------------------ requests
+
+
+@pytest.fixture
+def client(store: PreferenceStore) -> TestClient:
+    return TestClient(create_app(store, "Ada"), base_url="http://127.0.0.1:8010")
+
+
+def test_a_session(client: TestClient, store: PreferenceStore) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    consent = client.get("/api/consent").json()
+    assert consent["rater"] == "Ada" and "Nothing is sent" in consent["text"]
+    assert client.post("/api/next", json={"rater": "Ada"}).json()["agreed"] is False
+    state = client.post("/api/agree", json={"rater": "Ada", "consent": consent["hash"]}).json()
+    assert state["agreed"] and state["card"]["choice"] is None
+    voted = client.post("/api/vote", json={"rater": "Ada", "pair": state["card"]["id"], "side": "left"}).json()
+    assert voted["progress"]["done"] == 1 and voted["card"]["id"] != state["card"]["id"]
+    back = client.post("/api/back", json={"rater": "Ada", "pair": voted["card"]["id"]}).json()
+    assert back["card"]["choice"] == "left"
+    assert client.post("/api/forget", json={"rater": "Ada"}).json() == {"deleted": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/api/vote", {"rater": "Ada", "pair": "x", "side": "left"}, 400),
+        ("/api/vote", {"rater": "Ada", "pair": "x", "side": "left", "seconds": -1}, 422),
+        ("/api/vote", {"rater": "Ada", "pair": "x", "side": "left", "admin": True}, 422),
+        ("/api/vote", {"rater": ["Ada"], "pair": "x", "side": "left"}, 422),
+        ("/api/next", {"rater": "a\u0000b"}, 400),
+        ("/api/next", {"rater": "x" * 70_000}, 413),
+    ],
+)
+def test_bad_requests(client: TestClient, path: str, body: dict[str, Any], status: int) -> None:
+    assert client.post(path, json=body).status_code == status
+
+
+def test_a_body_without_a_length_is_refused(client: TestClient) -> None:
+    assert client.post("/api/next", content=iter([b'{"rater": "Ada"}'])).status_code == 413
+
+
+def test_other_sites_and_names_are_refused(client: TestClient) -> None:
+    body = {"rater": "Ada"}
+    assert client.post("/api/next", json=body, headers={"origin": "https://evil.example"}).status_code == 403
+    assert client.post("/api/next", json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403  # DNS rebinding
+    assert client.post("/api/next", json=body, headers={"origin": "http://127.0.0.1:8010"}).status_code == 200
+
+
+def test_the_page_names_no_other_place() -> None:
+    text = page_text()
+    assert "http://" not in text and "https://" not in text and "innerHTML" not in text and "{{" not in text
+
+
+def test_only_this_machine(store: PreferenceStore) -> None:
+    with pytest.raises(UsageError, match="no password"):
+        serve_page(store, "", "0.0.0.0", 0, False)
+
+
+def test_votes_from_several_threads(store: PreferenceStore) -> None:
+    order = store.order("Ada")
+
+    def work(name: str) -> None:
+        store.agree(name, CONSENT_HASH)
+        for pair in order:
+            store.vote(name, pair, "left")
+
+    threads = [threading.Thread(target=work, args=(f"r{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {len(given) for given in store.votes().values()} == {6}
+
+
+# ---------------------------------------------------------------------------------------------------------- verb
+
+
+def test_the_verb_exports_and_reports(tmp_path: Path) -> None:
+    source = write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]})
+    run = CliRunner()
+    missing = run.invoke(app, ["prefer", str(source), "--agreement"])
+    assert isinstance(missing.exception, UsageError) and "no votes yet" in str(missing.exception)
+    with PreferenceStore(tmp_path / "pairs.sqlite") as store:
+        store.add_pairs(read_pairs(source))
+        for rater in ("Ada", "Ben"):
+            store.agree(rater, CONSENT_HASH)
+            store.vote(rater, store.order(rater)[0], "tie")
+    done = run.invoke(app, ["prefer", str(source), "--export", str(tmp_path / "out.jsonl"), "--agreement", "--json"])
+    found = json.loads(done.stdout)
+    assert found["exported"] == 2 and found["ties"] == 2 and found["krippendorff_alpha"] is None
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["tie"] is True
