@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import typer
 
 from glm5 import __version__, process
-from glm5.cli import agent, evaluate, kernels, models, plan, quantize, runs, task, task_build  # noqa: F401 - their import adds the verbs
+from glm5.cli import agent, evaluate, kernels, models, plan, quantize, runs, task, task_build, task_search  # noqa: F401 - their import adds the verbs
 from glm5.cli.options import Json, app, show
 from glm5.errors import Glm5Error
 

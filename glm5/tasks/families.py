@@ -17,6 +17,7 @@ from glm5.tasks.mathematics.arithmetic import ArithmeticFamily
 from glm5.tasks.mathematics.family import MathFamily
 from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
+from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
 from glm5.tasks.verifiers_adapter import VerifiersFamily
@@ -38,6 +39,7 @@ FAMILIES: Register[Family] = Register(
         "questions": QuestionsFamily,
         "remote": RemoteFamily,
         "ruler": RulerFamily,
+        "search": SearchFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
         "toolcall": ToolCallFamily,
