@@ -123,7 +123,7 @@ def metrics(played: Sequence[Played]) -> dict[str, Any]:
 def calibration_error(answers: Sequence[tuple[float, bool]]) -> float:
     """Root of the mean squared difference between confidence and share of right answers, over ten bins of about equal
     numbers of answers sorted by confidence, weighted by their sizes."""
-    ordered = sorted(answers)
+    ordered = sorted(answers, key=lambda one: one[0])
     edges = [round(i * len(ordered) / BINS) for i in range(BINS + 1)]
     bins = [ordered[a:b] for a, b in pairwise(edges) if b > a]
     squares = (len(part) * (fmean(c for c, _ in part) - fmean(r for _, r in part)) ** 2 for part in bins)

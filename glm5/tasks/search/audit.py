@@ -118,7 +118,8 @@ def _with_wrong_depth(checker: Checker, question: Question, rng: random.Random) 
 
 def _with_shortcut(checker: Checker, question: Question, rng: random.Random) -> Question | None:
     """A question of one hop to a constant, whose search shows the answer."""
-    for entity in rng.sample(checker.graph.of_type[question.query.root.type], 40):
+    same = checker.graph.of_type[question.query.root.type]
+    for entity in rng.sample(same, min(40, len(same))):
         for name, values in checker.graph.facts_of(entity).items():
             child = checker.graph.entities.get(str(values[0]))
             if child is None or len(checker.graph.related(child.id, name, True)) != 1:
@@ -152,7 +153,7 @@ def closed_book(index: Index, questions: Sequence[Question]) -> dict[str, int]:
     found = {"most similar question": 0, "most frequent answer": 0, "first result": 0}
     if not train or not held:
         return {}
-    near = Index.build([q.names[0] for q in train], [q.text for q in train])
+    near = Index.build([q.names[0] for q in train], [""] * len(train), [q.text for q in train])
     common = Counter((q.query.root.type, q.names[0]) for q in train)
     best = {type: name for (type, name), _ in reversed(common.most_common())}
     for question in held:

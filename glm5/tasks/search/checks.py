@@ -14,6 +14,7 @@ from glm5.tasks.search.graph import Graph
 from glm5.tasks.search.oracle import Oracle, Unreachable, evidence
 from glm5.tasks.search.query import (
     Constraint,
+    Either,
     Evaluator,
     Link,
     Node,
@@ -37,6 +38,7 @@ Reason = Literal[
     "no answer", "not unique", "wrong answer", "a constraint is not necessary", "gives a name away",
     "ambiguous name", "a single search finds the answer", "wrong depth", "not reachable by the tools",
     "another of the same form", "unnamed type", "wrong list of evidence",
+    "an empty alternative",
 ]  # fmt: skip
 
 
@@ -115,12 +117,14 @@ class Checker:
             return "wrong depth"
         if tuple(self.evidence(query, question.answer)) != question.evidence:
             return "wrong list of evidence"
-        if not self.necessary(query):
-            return "a constraint is not necessary"
+        if any(not self.evaluator.constraint(*one) for one in alternatives(query.root)):
+            return "an empty alternative"
         if not graph.only_one_named(question.answer) or not all(map(graph.only_one_named, named(query.root))):
             return "ambiguous name"
         if self.gives_away(question):
             return "gives a name away"
+        if not self.necessary(query):
+            return "a constraint is not necessary"
         if self.shortcut(question):
             return "a single search finds the answer"
         if reach and self.reached(question) is None:
@@ -138,9 +142,22 @@ class Checker:
     def necessary(self, query: Query) -> bool:
         """Whether the question has another answer, or several, without any one of its constraints."""
         right = self.evaluator.answers(query)
-        return all(
-            self.evaluator.answers(replace(query, root=changed)) != right for _, changed in without_each(query.root)
-        )
+        rivals = self._siblings(query, next(iter(right))) if query.best is None and len(right) == 1 else []
+        for _, changed in without_each(query.root):
+            if any(self.evaluator.fits(rival, changed) for rival in rivals):
+                continue  # a second answer, found without the whole set
+            if self.evaluator.answers(replace(query, root=changed)) == right:
+                return False
+        return True
+
+    def _siblings(self, query: Query, answer: str) -> list[str]:
+        """Some entities that share a neighbour with the answer: likely answers of a question with less constraints."""
+        link = query.root.constraints[0] if query.root.constraints else None
+        if not isinstance(link, Link):
+            return []
+        ends = self.graph.related(answer, link.relation, link.reverse)
+        found = (e for end in ends[:4] for e in self.graph.related(end, link.relation, not link.reverse)[:20])
+        return [entity for entity in dict.fromkeys(found) if entity != answer]
 
     def gives_away(self, question: Question) -> bool:
         """Whether the text names the answer or a hidden entity of the gold chain."""
@@ -194,6 +211,15 @@ def _all(node: Node) -> Iterator[Constraint]:
         yield constraint
         if isinstance(constraint, Link):
             yield from _all(constraint.child)
+
+
+def alternatives(node: Node) -> Iterator[tuple[Constraint, str]]:
+    """The alternatives of all unions in a tree, with the type of their subject."""
+    for constraint in node.constraints:
+        if isinstance(constraint, Either):
+            yield from ((constraint.first, node.type), (constraint.second, node.type))
+        elif isinstance(constraint, Link):
+            yield from alternatives(constraint.child)
 
 
 def leaks(name: str, text: str) -> bool:

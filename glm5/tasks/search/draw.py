@@ -161,7 +161,11 @@ class Drawer:
 
     def _union(self, rng: random.Random, chain: Node, steps: list[Step]) -> Node:
         """The chain with its constant blurred: it is this one or another of the same type."""
-        others = self._roots.get(self.graph.entities[steps[-1].entity].type)
+        last = steps[-1]
+        by = (self.graph.objects if last.reverse else self.graph.subjects)[last.relation]
+        others = [
+            e for e in rng.sample(sorted(map(str, by)), min(20, len(by))) if e != last.entity and self._nameable(e)
+        ]
         if not others:
             return chain
 
@@ -287,7 +291,9 @@ def _range(rng: random.Random, relation: Relation, value: float) -> Range:
     step = 10.0 ** math.floor(math.log10(max(spread, 1e-30)))
     low = math.floor((value - spread * rng.random()) / step) * step
     high = math.ceil((value + spread * rng.random()) / step) * step
+    if value.is_integer() and step < 1:
+        low, high = math.floor(low), math.ceil(high)
     low = max(low, relation.low) if relation.low == 0 else low
     if low == high:
-        high += step
+        high += max(step, 1.0 if value.is_integer() else 0.0)
     return Range(relation.name, float(f"{low:.6g}"), float(f"{high:.6g}"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,7 @@ class SearchProblem:
     def demonstration(self, rng_seed: int) -> list[Message]:
         """The oracle's way over the gold chain. Raises DataError if the tools show too little for it."""
         named = (*self.question.evidence, *self.question.constants)
-        oracle = Oracle(self.browser(), self.question.constants, frozenset(named), self.thinking)
+        oracle = Oracle(self.browser(), self.question.constants, named, self.thinking)
         try:
             answer = oracle.answer(self.question.query)
         except Unreachable as error:
@@ -190,7 +189,7 @@ class SearchFamily(Family):
             raise DataError(f'"search": no question in {folder} has the depths {list(depths)} and kinds {list(kinds)}.')
         self._tools = tuple(TOOLS[name] for name in tools)
         self._max_turns, self._strict, self._thinking, self._hint = max_turns, strict, thinking, hint
-        self._questions = defaultdict[str, list[Question]](list)
+        self._questions: dict[str, list[Question]] = {split: [] for split in SPLITS}
         random.Random(f"search {seed}").shuffle(questions)
         for question in questions:
             self._questions[split_of_answer(question)].append(question)

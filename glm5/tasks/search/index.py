@@ -16,8 +16,15 @@ from glm5.tasks.search.records import words
 
 MOST_QUERY = 64
 """Words of a query that count."""
+COMMON, LEAST_COMMON = 0.1, 1_000
+"""Words on more than this share of all pages, and on more than this many, do not count in a query that has others: they
+cost time, and say little."""
+TITLE = 3
+"""How often the words of a title count."""
 MOST_INDEXED = 2_000
 """Words of a page that are indexed, after its title."""
+WORDS_BEFORE = 3
+"""Words of a snippet before the first hit, if there is room."""
 FORBIDDEN_WORDS = 13
 LEAST_FORBIDDEN = 8
 """Words in a row that a page must share with a forbidden text to be left out; a shorter text counts as a whole if it
@@ -47,11 +54,13 @@ class Index:
     def __init__(self, retriever: Any, urls: Sequence[str]) -> None:
         self._retriever, self.urls = retriever, list(urls)
         self._vocabulary: dict[str, int] = retriever.vocab_dict
+        pages = np.diff(retriever.scores["indptr"])
+        self._common = frozenset(np.flatnonzero(pages > max(COMMON * len(self.urls), LEAST_COMMON)).tolist())
 
     @classmethod
-    def build(cls, urls: Sequence[str], texts: Sequence[str]) -> Index:
-        """`texts` are titles and texts of the pages at `urls`. Raises DataError if there are none."""
-        tokens = [words(text)[:MOST_INDEXED] for text in texts]
+    def build(cls, urls: Sequence[str], titles: Sequence[str], texts: Sequence[str]) -> Index:
+        """An index of the pages at `urls`. Raises DataError if they have no word."""
+        tokens = [words(title) * TITLE + words(text)[:MOST_INDEXED] for title, text in zip(titles, texts, strict=True)]
         if not any(tokens):
             raise DataError("The web has no page with a word, so there is nothing to index.")
         vocabulary: dict[str, int] = {}
@@ -81,13 +90,15 @@ class Index:
     def search(self, query: str, num: int) -> list[Hit]:
         """The `num` best pages with a score above 0. Equal scores come in the order of the index."""
         known = dict.fromkeys(word for word in words(query) if word in self._vocabulary)
-        ids = [self._vocabulary[word] for word in known][:MOST_QUERY]
+        ids = [self._vocabulary[word] for word in known]
+        ids = ([id for id in ids if id not in self._common] or ids)[:MOST_QUERY]
         if not ids or num < 1:
             return []
         scores = self._retriever.get_scores_from_ids(ids)
-        num = min(num, len(scores))
-        least = max(float(np.partition(scores, -num)[-num]), 1e-9)
-        places = np.flatnonzero(scores >= least)
+        places = np.flatnonzero(scores > 0)
+        if len(places) > num:
+            least = np.partition(scores[places], -num)[-num]
+            places = places[scores[places] >= least]
         order = np.lexsort((places, -scores[places]))[:num]
         return [Hit(int(p), self.urls[p], round(float(scores[p]), 4)) for p in places[order].tolist()]
 
@@ -100,19 +111,21 @@ def snippet(text: str, query: str, most: int) -> str:
     wanted = set(words(query))
     pieces = flat.split(" ")
     marks = [frozenset(words(piece)) & wanted for piece in pieces]
-    best, best_at, start, size = -1, 0, 0, 0
-    for end, piece in enumerate(pieces):
+    best, at, end, start, size = -1, 0, 0, 0, 0
+    for last, piece in enumerate(pieces):
         size += len(piece) + 1
-        while size - 1 > most and start < end:
+        while size - 1 > most and start < last:
             size -= len(pieces[start]) + 1
             start += 1
-        if marks[end] or best < 0:
-            found = len(frozenset().union(*marks[start : end + 1]))
+        if marks[last] or best < 0:
+            found = len(frozenset().union(*marks[start : last + 1]))
             if found > best:
-                best, best_at = found, start
-    at = best_at
-    while at > 0 and len(" ".join(pieces[at - 1 : best_at + 1])) < most // 4:  # some words before the first hit
-        at -= 1
+                best, at, end = found, start, last
+    while at < end and not marks[at]:  # the room before the first hit goes to the words after the last one
+        at += 1
+    for _ in range(WORDS_BEFORE):
+        if at > 0 and len(" ".join(pieces[at - 1 : end + 1])) <= most:
+            at -= 1
     return " ".join(pieces[at:])[:most]
 
 

@@ -2,15 +2,15 @@
 
 It searches for the constants that the question names, opens pages, follows their links and lists, checks every
 constraint on the candidates' own pages, and answers with a page's title. That it gets the right answer shows that the
-web as the tools present it suffices. With `path`, the addresses on the gold chain, it looks at these alone: a short
-session, for demonstrations.
+web as the tools present it suffices. With `path`, the addresses on the gold chain with the answer's first, it
+looks at these alone: a short session, for demonstrations.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from glm5.records import Message, ToolCall
@@ -37,7 +37,7 @@ class Oracle:
 
     browser: Browser
     names: Mapping[str, str]
-    path: Collection[str] | None = None
+    path: Sequence[str] | None = None
     thinking: bool = False
     most_pages: int = MOST_PAGES
     messages: list[Message] = field(default_factory=list)
@@ -48,6 +48,8 @@ class Oracle:
     def answer(self, query: Query) -> str:
         """The answer. Raises Unreachable if there is none, several, or it takes too many pages."""
         found = sorted(self._candidates(query.root))
+        if self.path is not None and query.best is None:  # what is not on the path was not looked at, so more may fit
+            found = [url for url in found if url == self.path[0]]
         if query.best is not None:
             relation, end = query.best
             values = defaultdict[float, list[str]](list)

@@ -101,9 +101,10 @@ class Evaluator:
         if query.best is None:
             return found
         relation, end = query.best
-        valued = [(float(values[0]), e) for e in found if (values := self.graph.values(e, relation))]
-        if len(valued) < 2 or len(valued) < len(found):  # who has no number could be the best
+        numbers = self.graph.objects.get(relation, {})
+        if len(found) < 2 or not all(entity in numbers for entity in found):  # who has no number could be the best
             return frozenset()
+        valued = [(float(numbers[entity][0]), entity) for entity in found]
         top = max(valued)[0] if end == "largest" else min(valued)[0]
         return frozenset(entity for value, entity in valued if value == top)
 
@@ -143,6 +144,19 @@ class Evaluator:
                 return self.holds(entity, first, type) or self.holds(entity, second, type)
             case _:
                 return entity in self._constraint(constraint, type)
+
+    def fits(self, entity: str, node: Node) -> bool:
+        """Whether an entity may stand for a node: the same as `entity in self.node(node)`, from the top down."""
+        if node.entity:
+            return entity == node.entity
+        if self.graph.entities[entity].type != node.type:
+            return False
+        rest = [one for one in node.constraints if not isinstance(one, Link)]
+        links = [one for one in node.constraints if isinstance(one, Link)]
+        return all(self.holds(entity, one, node.type) for one in rest) and all(
+            any(self.fits(end, one.child) for end in self.graph.related(entity, one.relation, one.reverse))
+            for one in links
+        )
 
     def _eval_constraint(self, constraint: Constraint, type: str) -> frozenset[str]:
         graph = self.graph

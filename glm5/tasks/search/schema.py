@@ -225,7 +225,9 @@ _ALL = (
     _number("density", "element", "Density", "has a density {}", "grams per cubic centimetre", high=50),
     _text("lattice", "element", "Crystal lattice", "has the crystal lattice {}"),
     _text("goldschmidt", "element", "Goldschmidt class", "is of the Goldschmidt class {}"),
-    _link("isotope_of", "isotope", "element", "Element", "Isotopes", "is an isotope of {}", "has {} as an isotope"),
+    _link(
+        "isotope_of", "isotope", "element", "Element", "Isotopes", "is an isotope of {}", "has {} among its isotopes"
+    ),
     _number("mass_number", "isotope", "Mass number", "has a mass number {}", high=400),
     _year("isotope_year", "isotope", "Year of discovery", "was discovered {}"),
     _number("half_life", "isotope", "Half-life", "has a half-life {}", "seconds", high=1e40),

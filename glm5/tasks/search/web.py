@@ -12,10 +12,12 @@ import hashlib
 import json
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from glm5.errors import DataError, GradingError
 from glm5.files import atomic_write, sha256_files
@@ -35,7 +37,7 @@ CREATE TABLE IF NOT EXISTS entities (id TEXT PRIMARY KEY, type TEXT NOT NULL, na
 CREATE TABLE IF NOT EXISTS facts (subject TEXT NOT NULL, relation TEXT NOT NULL, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-FORM = 1
+FORM = 2
 """Version of pages and tables; a web of another version is made anew."""
 
 Told = Callable[[str], None]
@@ -51,21 +53,19 @@ class Web:
         path = folder / "web.sqlite"
         if not path.is_file():
             raise DataError(f"{folder} has no search web; make one with `glm5 task build search --out {folder}`.")
-        self._path, self._local = path, threading.local()
+        self._path, self._lock = path, threading.Lock()
+        self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, check_same_thread=False)
+        weakref.finalize(self, self._database.close)
         self.index = Index.load(folder / "index")
         try:
             self.digest = self._meta("pages")
         except GradingError as error:
             raise DataError(f"{path} is not a search web: {error}") from error
 
-    def _database(self) -> sqlite3.Connection:
-        if (found := getattr(self._local, "database", None)) is None:
-            found = self._local.database = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)
-        return found
-
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         try:
-            return self._database().execute(query, values).fetchall()
+            with self._lock:
+                return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise GradingError(f"The search web {self._path} cannot be read: {error}.") from error
 
@@ -129,9 +129,8 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
         changes, digest = _write(db, made.graph, render(made.graph, licences, names))
         if digest != known.get("index"):
             told("web: indexing")
-            rows = db.execute("SELECT url, title || ' ' || text FROM pages JOIN texts USING (sha256) ORDER BY url")
-            urls, texts = zip(*rows)
-            Index.build(urls, texts).save(out / "index")
+            rows = db.execute("SELECT url, title, text FROM pages JOIN texts USING (sha256) ORDER BY url")
+            Index.build(*zip(*rows)).save(out / "index")
         counted = {"pages": len(made.graph.entities), "facts": made.graph.num_facts}
         found = {**counted, **changes, "steps": made.counts}
         meta = {"sources": whole, "pages": digest, "index": digest, "told": json.dumps(found)}

@@ -74,7 +74,7 @@ class _Writer:
                 found = RELATIONS[relation]
                 many = plural(TYPES[found.subject].bare)
                 group_name = RELATIONS[group].label.lower()
-                return f"is among the {most} {many} with the highest {found.label.lower()} in its {group_name}"
+                return f"is among the {most} {many} with the highest {found.label.lower()} of the same {group_name}"
             case Not(inner):
                 return f"is not one that {self.inline(inner)}"
             case Either(first, second):
