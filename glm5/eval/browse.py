@@ -18,7 +18,7 @@ from typing import Any
 
 from glm5.agents.endpoint import EndpointError
 from glm5.agents.search import SearchAgent
-from glm5.errors import GradingError
+from glm5.errors import DataError, GradingError
 from glm5.files import read_rows
 from glm5.stats import wilson
 from glm5.tasks.search.answers import read_reply, right
@@ -80,7 +80,7 @@ def evaluate(
 
     `log` gets one JSON line per question; questions whose line is there are not played again, except after a fault."""
     chosen = {(p := family.problem(split, i)).key: p for i in range(problems)}
-    known = {row["id"]: _of_row(row) for row in read_rows(log)} if log is not None else {}
+    known = {one.id: one for one in map(_of_row, read_rows(log))} if log is not None else {}
     done = {id: played for id, played in known.items() if id in chosen and played.right is not None}
     missing = [problem for id, problem in chosen.items() if id not in done]
     with ThreadPoolExecutor(at_once) as pool:
@@ -135,5 +135,8 @@ def _share(wanted: Sequence[str], given: Sequence[str]) -> float:
 
 
 def _of_row(row: dict[str, Any]) -> Played:
-    lists = {name: tuple(row[name]) for name in ("returned", "cited", "evidence")}
-    return Played(**{**row, **lists})
+    try:
+        lists = {name: tuple(row[name]) for name in ("returned", "cited", "evidence")}
+        return Played(**{**row, **lists})
+    except (LookupError, TypeError) as error:
+        raise DataError(f"the file of episodes has a row that is none of a browse evaluation: {error!r:.200}") from None

@@ -15,7 +15,7 @@ from glm5.agents.endpoint import EndpointError, Reply
 from glm5.agents.search import SearchAgent
 from glm5.agents.wire import OnDelta
 from glm5.cli import app
-from glm5.errors import GradingError
+from glm5.errors import DataError, GradingError
 from glm5.eval.browse import Played, calibration_error, evaluate, metrics
 from glm5.records import Message, ToolCall
 from glm5.tasks.search.family import SearchFamily
@@ -79,6 +79,9 @@ def test_a_whole_run(built: Path, names: dict[str, str], tmp_path: Path) -> None
     assert found["citation_precision"] == 0.0
     again = evaluate(family, "rl", 8, SearchAgent(Knows(names, down=True)), log=log)  # nothing is played again
     assert again == found
+    log.write_text('{"id": 3}\n')
+    with pytest.raises(DataError, match="none of a browse evaluation"):
+        evaluate(family, "rl", 8, SearchAgent(Knows(names)), log=log)
 
 
 def test_judges_decide_only_on_what_is_not_a_name(built: Path, names: dict[str, str]) -> None:  # noqa: F811

@@ -30,7 +30,7 @@ def test_search_r1(client: TestClient) -> None:
     body = {"queries": ["computing built 1951", "nothing-like-it"], "topk": 2, "return_scores": True}
     found, empty = client.post("/retrieve", json=body).json()["result"]
     assert empty == [] and len(found) == 2 and found[0]["score"] >= found[1]["score"] > 0
-    assert found[0]["document"]["contents"].startswith('"beta code"\nbeta code is a computing term.')
+    assert found[0]["document"]["contents"].startswith('"alpha machine"\nalpha machine is a computing term.')
     assert found[0]["document"]["id"] == "term/alpha-machine"
     [plain, *_] = client.post("/retrieve", json={"queries": ["beta"]}).json()["result"]
     assert set(plain[0]) == {"id", "contents"} and len(plain) == 3
@@ -60,7 +60,9 @@ def test_mcp(client: TestClient) -> None:
     assert rpc(client, "notifications/initialized", id=None) == 202
     assert {tool["name"] for tool in rpc(client, "tools/list")["result"]["tools"]} == {"search", "get_document"}
     found = rpc(client, "tools/call", name="search", arguments={"query": "computing built 1951", "k": 1})["result"]
-    assert json.loads(found["content"][0]["text"])["results"][0]["docid"] == "term/alpha-machine" and not found["isError"]
+    assert (
+        json.loads(found["content"][0]["text"])["results"][0]["docid"] == "term/alpha-machine" and not found["isError"]
+    )
     assert rpc(client, "tools/call", name="get_document", arguments={"docid": "no"})["result"]["isError"]
     assert rpc(client, "tools/call", name="shell", arguments={})["error"]["code"] == -32602
     assert rpc(client, "resources/list")["error"]["code"] == -32601

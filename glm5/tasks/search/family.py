@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult, ToolCall
-from glm5.tasks.contract import SPLITS, Family, ToolSpec, split_of
+from glm5.tasks.contract import CALLS_S, SPLITS, Family, ToolSpec, split_of
 from glm5.tasks.search.answers import read_reply, right
 from glm5.tasks.search.browser import TOOLS, Browser, View, misuse
 from glm5.tasks.search.oracle import Oracle, Unreachable
@@ -111,11 +112,11 @@ class SearchEnv:
         self._turns += 1
         if message is not None and not message.tool_calls:
             return self._answer(message.content)
-        texts, bad = list[str](), message is None
+        texts, bad, due = list[str](), message is None, time.monotonic() + CALLS_S
         for number, call in enumerate(message.tool_calls if message is not None else ()):
             if call.name == "finish" and "finish" in self._offered and misuse(call) is None:
                 return self._answer(call.arguments["answer"])
-            text, good = self._carry_out(call, number)
+            text, good = ("error: no time left", True) if time.monotonic() > due else self._carry_out(call, number)
             texts.append(text)
             bad |= not good
         self._malformed += bad
@@ -176,12 +177,14 @@ class SearchFamily(Family):
         thinking: bool = True,
         hint: str = "",
     ) -> None:
-        if not folder or not Path(folder).is_dir():
+        if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
             raise ConfigError('families: "search" needs options = { folder = "DIR" }, a build of search tasks.')
         if not tools or isinstance(tools, str) or any(tool not in TOOLS for tool in tools):
             raise ConfigError(f'families: "search": tools is a list of {", ".join(TOOLS)}.')
-        if max_turns < 1:
-            raise ConfigError('families: "search": max_turns is at least 1.')
+        if isinstance(depths, int | str) or isinstance(kinds, str) or not isinstance(hint, str):
+            raise ConfigError('families: "search": depths is a list of numbers, kinds a list of names, hint a text.')
+        if not all(type(size) is int for size in (results, snippet, page, max_turns)) or max_turns < 1:
+            raise ConfigError('families: "search": results, snippet, page and max_turns are whole numbers above 0.')
         self._view = View(results, snippet, page)
         self._web, questions = loaded(Path(folder))
         questions = [q for q in questions if q.depth in (depths or [q.depth]) and q.kind in (kinds or [q.kind])]

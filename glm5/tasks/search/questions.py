@@ -12,9 +12,11 @@ import hashlib
 import json
 import multiprocessing
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,7 +82,10 @@ class Set:
     _depths: Counter[int] = field(default_factory=Counter)
 
     def wanted(self, depth: int) -> int:
-        """Questions of a depth that are still to be made; the first depths take what does not divide."""
+        """Questions of a depth that are still to be made; the first depths take what does not divide. A constraint can
+        make a question deeper than it was drawn."""
+        if depth not in self.rules.depths:
+            return 0
         share, more = divmod(self.rules.count, len(self.rules.depths))
         return share + (self.rules.depths.index(depth) < more) - self._depths[depth]
 
@@ -243,6 +248,7 @@ _WORKER: _Worker | None = None
 
 def _start(out: str, rules: Rules) -> None:
     global _WORKER
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
     web = Web(Path(out))
     _WORKER = _Worker(web, web.graph(), rules)
 
@@ -262,7 +268,14 @@ def _workers(
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _start, (str(out), rules)) as pool:
-        yield partial(pool.map, _piece)
+        try:
+            yield partial(pool.map, _piece)
+        except BrokenProcessPool as error:
+            text = "A process that makes questions ended, perhaps for lack of memory; go on with a lower --jobs."
+            raise DataError(text) from error
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def digest(path: Path) -> str:

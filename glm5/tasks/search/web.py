@@ -116,7 +116,7 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
         raise DataError("None of the sources is on this machine: " + "; ".join(s.missing for s in sources) + ".")
     licences = {source.name: source.licence for source in sources}
     whole = hashlib.sha256(json.dumps([FORM, digests, sorted(licences.items())]).encode()).hexdigest()
-    with contextlib.closing(sqlite3.connect(out / "web.sqlite")) as db:
+    with contextlib.closing(sqlite3.connect(out / "web.sqlite")) as db, _readable(out / "web.sqlite"):
         db.executescript(_TABLES)
         known = dict(db.execute("SELECT key, value FROM meta"))
         if known.get("sources") == whole and (out / "index" / "urls.json").is_file():
@@ -139,17 +139,27 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
     return Built(made.graph, {**found, "sources": states})
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise DataError(f"{path} cannot be written: {error}. Delete it if it is no web, and build again.") from error
+
+
 def _records(out: Path, source: Source, paths: list[Path], told: Told) -> tuple[list[Record], dict[str, Any], str]:
     """A source's records: those kept from an earlier build if its files are the same."""
     files = sha256_files(paths)
     digest = hashlib.sha256(json.dumps([source.version, files]).encode()).hexdigest()
     kept = out / "sources" / f"{source.name}.jsonl"
     state: dict[str, Any] = {"licence": source.licence, "sha256": digest}
-    if kept.is_file():
-        with kept.open(encoding="utf-8") as file:
-            if json.loads(file.readline() or "{}").get("sha256") == digest:
-                records = [Record.of(json.loads(line)) for line in file]
-                return records, {"state": "unchanged", "records": len(records), **state}, digest
+    with (
+        contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError),
+        kept.open(encoding="utf-8") as file,
+    ):  # a damaged file is made again
+        if json.loads(file.readline())["sha256"] == digest:
+            records = [Record.of(json.loads(line)) for line in file]
+            return records, {"state": "unchanged", "records": len(records), **state}, digest
     told(f"{source.name}: reading")
     records = list(source.read(paths))
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +173,8 @@ def _write(db: sqlite3.Connection, graph: Graph, pages: Iterable[Page]) -> tuple
     before: Mapping[str, str] = dict(db.execute("SELECT url, sha256 FROM pages"))
     seen, added, changed, licences = dict[str, str](), 0, 0, dict[str, int]()
     with db:
+        # Until the index is there too, the web counts as unfinished.
+        db.execute("DELETE FROM meta WHERE key IN ('sources', 'pages')")
         for page in pages:
             seen[page.url] = page.sha256
             licences[page.licence] = licences.get(page.licence, 0) + 1

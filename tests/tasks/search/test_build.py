@@ -129,6 +129,19 @@ def test_a_changed_source_refreshes_the_web(tmp_path: Path) -> None:
     assert audit(out, sample=10)["ok"]
 
 
+def test_damage_is_mended_or_told(tmp_path: Path, world: Path) -> None:
+    rules = Rules(count=1, depths=(2,))
+    build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
+    (tmp_path / "sources" / "geonames.jsonl").write_text("{")
+    (tmp_path / "web.sqlite").unlink()  # as after a stop before the web was there
+    told = list[str]()
+    build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world], told=told.append)
+    assert "geonames: reading" in told and "foldoc: reading" not in told and audit(tmp_path, sample=1)["fell"] == {}
+    (tmp_path / "web.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match=r"web\.sqlite cannot be written"):
+        build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
+
+
 def test_sources_that_are_missing(tmp_path: Path, world: Path) -> None:
     lines = list[str]()
     with pytest.raises(DataError, match="None of the sources is on this machine: pip install airportsdata"):

@@ -108,7 +108,8 @@ def test_a_fault_of_the_web_is_no_reward(built: Path, monkeypatch: pytest.Monkey
 
 
 def test_wrong_options(built: Path, tmp_path: Path) -> None:
-    for wrong in ({"tools": ["shell"]}, {"tools": []}, {"max_turns": 0}, {"results": 0}, {"page": 1}):
+    for wrong in ({"tools": ["shell"]}, {"tools": []}, {"max_turns": 0}, {"results": 0}, {"page": 1}, {"depths": 2},
+                  {"page": "all"}, {"hint": 3}, {"kinds": "tree"}):  # fmt: skip
         with pytest.raises(ConfigError):
             family(built, **wrong)
     with pytest.raises(ConfigError, match="a build of search tasks"):

@@ -14,7 +14,7 @@ from glm5.tasks.search.records import Record, Ref, Source, plain_name
 from glm5.tasks.search.sources.locate import of_system
 
 MOST_BYTES = 64 << 20
-MOST_REFERENCES = 40
+MOST_REFERENCES = 1_000
 _DIGITS = {c: i for i, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 _YEAR = re.compile(r"\b(?:in|since|until|around|by|from|January|February|March|April|May|June|July|August|September|"
@@ -91,5 +91,6 @@ def _linked(match: re.Match[str]) -> str:
 FOLDOC = Source(
     "foldoc", "GFDL-1.1+ (FOLDOC)", "apt install dict-foldoc",
     lambda roots: of_system([f"usr/share/dictd/foldoc.{end}" for end in ("dict.dz", "index")], roots), _read,
+    version=2,
     apt="dict-foldoc",
 )  # fmt: skip
