@@ -74,7 +74,7 @@ def planted_questions(
     ways = (_without_constraint, _with_spare_constraint, _with_other_answer, _with_name, _with_wrong_depth,
             _with_shortcut, _without_answer)  # fmt: skip
     made, order = 0, rng.sample(list(questions), len(questions))
-    for number, question in enumerate(order):
+    for number, question in enumerate(order * (1 + 8 * count // max(1, len(order)))):
         if made >= count:
             return
         way = ways[(made + number // (4 * count)) % len(ways)]  # a way that fits no question does not block the others

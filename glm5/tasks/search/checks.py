@@ -3,7 +3,6 @@ away, no answer by a single search, and reachable by the tools."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from glm5.tasks.search.query import (
     to_json,
     without_each,
 )
-from glm5.tasks.search.records import plain_name, words
+from glm5.tasks.search.records import leaks
 from glm5.tasks.search.schema import TYPES
 from glm5.tasks.search.web import Web
 from glm5.tasks.search.wording import clause
@@ -220,14 +219,6 @@ def alternatives(node: Node) -> Iterator[tuple[Constraint, str]]:
             yield from ((constraint.first, node.type), (constraint.second, node.type))
         elif isinstance(constraint, Link):
             yield from alternatives(constraint.child)
-
-
-def leaks(name: str, text: str) -> bool:
-    """Whether the words of a name stand in a text one after another. A single letter or number is no name."""
-    wanted = plain_name(name)
-    if len(wanted.replace(" ", "")) < 2 or wanted.isdigit():
-        return False
-    return re.search(rf"(?:^| ){re.escape(wanted)}(?: |$)", " ".join(words(text))) is not None
 
 
 def shape(query: Query) -> str:

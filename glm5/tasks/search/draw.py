@@ -15,6 +15,7 @@ from functools import cached_property
 
 from glm5.tasks.search.graph import Graph
 from glm5.tasks.search.query import Constraint, Either, Equals, Evaluator, Link, Node, Not, Query, Range, Rank
+from glm5.tasks.search.records import leaks
 from glm5.tasks.search.schema import RELATIONS, TYPES, Relation, relations_of
 
 DEPTHS = (2, 3, 4, 5, 6)
@@ -86,12 +87,16 @@ class Drawer:
             return "no type to ask for"
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         types = sorted(self._roots)
+        if kind == "superlative":
+            types = [type for type in types if any(RELATIONS[name].subject == type for name in SUPERLATIVE)]
+            if not types:
+                return "no number to compare"
         weights = [math.sqrt(len(self._roots[type])) for type in types]
         by_text = kind == "tree" and depth > 2 and rng.random() < TEXT_ANCHORS
         for _ in range(MOST_WALKS):
             root = rng.choice(self._roots[rng.choices(types, weights)[0]])
             steps = self._walk(rng, root, depth - by_text, by_text)
-            if steps is not None and self._narrow(steps):
+            if steps is not None and self._narrow(steps) and not self._named_by(root, steps):
                 break
         else:
             return "no chain that is narrow enough"
@@ -139,6 +144,12 @@ class Drawer:
             if len(found) > MOST_LEVEL:
                 return False
         return True
+
+    def _named_by(self, root: str, steps: list[Step]) -> bool:
+        """Whether the constant's name has that of the root or of a hidden entity in it, as Silver-110 has Silver."""
+        name = self.graph.entities[steps[-1].entity].name
+        hidden = (root, *(step.entity for step in steps[:-1]))
+        return any(leaks(self.graph.entities[entity].name, name) for entity in hidden)
 
     def _nameable(self, entity: str) -> bool:
         """Whether a question may name an entity: its name is its own, and it is not among the best known."""

@@ -192,19 +192,33 @@ class SearchFamily(Family):
             raise DataError(f'"search": no question in {folder} has the depths {list(depths)} and kinds {list(kinds)}.')
         self._tools = tuple(TOOLS[name] for name in tools)
         self._max_turns, self._strict, self._thinking, self._hint = max_turns, strict, thinking, hint
+        self._shown: dict[str, bool] = {}
         self._questions: dict[str, list[Question]] = {split: [] for split in SPLITS}
         random.Random(f"search {seed}").shuffle(questions)
         for question in questions:
             self._questions[split_of_answer(question)].append(question)
 
     def problem(self, split: str, index: int) -> SearchProblem:
-        """Question `index` of a split, modulo their number."""
+        """Question `index` of a split, modulo their number; of "train" the next one that has a demonstration."""
         if split not in SPLITS:
             raise ConfigError(f'unknown split "{split}"; use one of {", ".join(SPLITS)}.')
         questions = self._questions[split]
         if not questions:
             raise DataError(f'"search": no question is for the split {split}; build more.')
-        return SearchProblem(
-            questions[index % len(questions)], self._web, self._tools, self._view, self._max_turns, self._strict,
-            self._thinking, self._hint,
-        )  # fmt: skip
+        for place in range(index, index + len(questions)):
+            problem = SearchProblem(
+                questions[place % len(questions)], self._web, self._tools, self._view, self._max_turns, self._strict,
+                self._thinking, self._hint,
+            )  # fmt: skip
+            if split != "train" or self._demonstrable(problem):
+                return problem
+        raise DataError('"search": no question of the split train can be shown with these options; allow larger pages.')
+
+    def _demonstrable(self, problem: SearchProblem) -> bool:
+        """Whether the oracle gets to the answer with what the tools show, within the limit of messages."""
+        if problem.key not in self._shown:
+            try:
+                self._shown[problem.key] = len(problem.demonstration(0)) // 2 <= self._max_turns
+            except DataError:
+                self._shown[problem.key] = False
+        return self._shown[problem.key]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from glm5.tasks.search.answers import read_reply, right
-from glm5.tasks.search.checks import Checker, Question, leaks
+from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.questions import read_filtered
-from glm5.tasks.search.records import words
+from glm5.tasks.search.records import leaks, words
 
 TRIES = 8
 EARLY_TURNS = 5

@@ -23,6 +23,8 @@ TITLE = 3
 """How often the words of a title count."""
 MOST_INDEXED = 2_000
 """Words of a page that are indexed, after its title."""
+MOST_SCANNED = 12_000
+"""Characters of a page from which its snippet is taken."""
 WORDS_BEFORE = 3
 """Words of a snippet before the first hit, if there is room."""
 FORBIDDEN_WORDS = 13
@@ -105,7 +107,7 @@ class Index:
 
 def snippet(text: str, query: str, most: int) -> str:
     """The window of at most `most` characters with the most different words of the query; the first of equal ones."""
-    flat = " ".join(text.split())
+    flat = " ".join(text[:MOST_SCANNED].split())
     if len(flat) <= most:
         return flat
     wanted = set(words(query))

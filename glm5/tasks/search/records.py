@@ -111,3 +111,11 @@ def words(text: str) -> list[str]:
 def plain_name(text: str) -> str:
     """A name for comparison: its words, without what stands in brackets at the end."""
     return " ".join(words(re.sub(r"\s*\([^()]*\)\s*$", "", text)) or words(text)) or text.strip().lower()
+
+
+def leaks(name: str, text: str) -> bool:
+    """Whether the words of a name stand in a text one after another. A single letter or number is no name."""
+    wanted = plain_name(name)
+    if len(wanted.replace(" ", "")) < 2 or wanted.isdigit():
+        return False
+    return re.search(rf"(?:^| ){re.escape(wanted)}(?: |$)", " ".join(words(text))) is not None

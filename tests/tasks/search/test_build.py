@@ -12,9 +12,10 @@ import pytest
 from glm5.errors import ConfigError, DataError, UsageError
 from glm5.tasks.search.audit import audit, planted_questions
 from glm5.tasks.search.build import build
-from glm5.tasks.search.checks import Checker, Question, leaks
+from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.query import Either, Link, Node, Query, Range
 from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
+from glm5.tasks.search.records import leaks
 from glm5.tasks.search.web import Web
 from tests.tasks.search.conftest import RULES, SOURCES
 from tests.tasks.search.world import write_world

@@ -56,7 +56,11 @@ def test_a_demonstration_that_the_view_does_not_allow(built: Path) -> None:
     made = family(built, page=100, results=1)
     with pytest.raises(DataError, match="the oracle does not find the answer"):
         for index in range(20):
-            made.problem("train", index).demonstration(0)
+            made.problem("rl", index).demonstration(0)
+    with pytest.raises(DataError, match="no question of the split train can be shown"):
+        family(built, max_turns=1).problem("train", 0)
+    short = family(built, max_turns=5)
+    assert all(len(short.problem("train", i).demonstration(0)) <= 10 for i in range(30))
 
 
 def test_answers_are_graded(built: Path) -> None:
