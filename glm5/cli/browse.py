@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from glm5.errors import GradingError, UsageError, nearest
 from glm5.obs.progress import QuietConsole
 
-OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "heldout", "at_once": 4, "name": "",
-                           "dialect": "openai", "judge": "", "judge_name": ""}  # fmt: skip
+OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "heldout", "dialect": "openai",
+                           "judge": "", "judge_name": "", "session_tokens": 0}  # fmt: skip
 """Options of the evaluation with their defaults; others are the family's."""
-LIMITS = {"max_tokens": 8192, "max_turns": 100, "session_tokens": 0}
+LIMITS = {"max_tokens": 8192, "max_turns": 100}
 JUDGE = """Question: {question}
 
 Correct answer: {right}
@@ -23,47 +24,69 @@ one word, yes or no."""
 
 
 def browse(
-    model: str, problems: int, options: dict[str, Any], limits: dict[str, Any], episodes: Path | None
-) -> dict[str, Any]:
-    """Play and score. `judge` is the URL of a model that decides on answers which are not exactly a name. Raises
-    UsageError for a wrong option, ConfigError and DataError by the family."""
+    model: str, problems: int, options: dict[str, Any], limits: dict[str, Any], out: Path | None, *, name: str = "",
+    at_once: int = 8, seed: int = 0, temperature: float | None = None, key_file: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Play and score. `judge` is the URL of a model that decides on answers which are not exactly a name. `out` gets
+    `episodes.jsonl`, from which the next run goes on, and `result.json`. Raises UsageError for a wrong option,
+    ConfigError and DataError by the family."""
     from glm5.agents.context import ContextPolicy
     from glm5.agents.models import open_model
     from glm5.agents.search import Limits, SearchAgent
     from glm5.eval.browse import evaluate
+    from glm5.files import atomic_write
     from glm5.serve.keys import find_key
     from glm5.tasks.contract import SPLITS
     from glm5.tasks.families import make_family
     from glm5.tasks.search.browser import TOOLS
     from glm5.tasks.search.family import SearchFamily
 
-    own = OPTIONS | {name: value for name, value in options.items() if name in OPTIONS}
-    for name, default in OPTIONS.items():
-        if type(own[name]) is not type(default):
-            raise UsageError(f"--set {name}={own[name]!r:.40} is not {'a text' if default == '' else 'of its type'}.")
-    for name, value in limits.items():
-        if name not in LIMITS or not isinstance(value, int) or value < 0:
-            raise UsageError(f"--limit {name}: browse takes {', '.join(LIMITS)}{nearest(name, LIMITS)} and a number.")
-    if own["split"] not in SPLITS or own["at_once"] < 1:
-        raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and at_once at least 1.")
+    own = OPTIONS | {option: value for option, value in options.items() if option in OPTIONS}
+    for option, default in OPTIONS.items():
+        if type(own[option]) is not type(default):
+            kind = "a text" if isinstance(default, str) else "a whole number"
+            raise UsageError(f"--set {option}={own[option]!r:.40} is not {kind}.")
+    for limit in limits:
+        if limit not in LIMITS:
+            raise UsageError(f"--limit {limit}: browse takes {', '.join(LIMITS)}{nearest(limit, LIMITS)}.")
+    if own["split"] not in SPLITS or own["session_tokens"] < 0:
+        raise UsageError(f"--set split is one of {', '.join(SPLITS)}, and session_tokens not negative.")
     bounds, policy = LIMITS | limits, ContextPolicy(own["context"], own["keep"], own["limit"])
-    family = make_family("search", **{name: value for name, value in options.items() if name not in OPTIONS})
+    given = {option: value for option, value in options.items() if option not in OPTIONS}
+    family = make_family("search", seed, **given)
     assert isinstance(family, SearchFamily)
-    key = find_key("api", None, None)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        _same_settings(out, {"own": own, "family": given, "limits": bounds, "seed": seed, "temperature": temperature})
+    key = find_key("api", None, key_file)
     with (
-        open_model(model, own["name"], own["dialect"], key, bounds["max_tokens"], tools=list(TOOLS.values())) as opened,
+        open_model(
+            model, name, own["dialect"], key, bounds["max_tokens"], tools=list(TOOLS.values()), temperature=temperature
+        ) as (endpoint, measure),
         QuietConsole().status("starting") as status,
     ):
-        endpoint, measure = opened
         judge = _judge(own["judge"], own["judge_name"], find_key("judge", None, None)) if own["judge"] else None
-        agent = SearchAgent(
-            endpoint, policy, Limits(bounds["max_turns"], bounds["session_tokens"]), measure.count, measure.overhead
-        )
+        turns = Limits(bounds["max_turns"], own["session_tokens"])
+        agent = SearchAgent(endpoint, policy, turns, measure.count, measure.overhead)
         found = evaluate(
-            family, own["split"], problems, agent, judge=judge, at_once=own["at_once"], log=episodes,
+            family, own["split"], problems, agent, judge=judge, at_once=at_once,
+            log=out / "episodes.jsonl" if out is not None else None,
             told=lambda done, total: status.update(f"{done} of {total} questions"),
         )  # fmt: skip
-    return found | {"context": own["context"]}
+    found |= {"context": own["context"]}
+    if out is not None:
+        atomic_write(out / "result.json", json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _same_settings(out: Path, settings: dict[str, Any]) -> None:
+    """Store the settings of a run, or refuse to go on with another's answers."""
+    from glm5.files import atomic_write
+
+    path, text = out / "settings.json", json.dumps(settings, indent=1, sort_keys=True) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise UsageError(f"{out} has answers that were given with other settings ({path}); take another folder.")
+    atomic_write(path, text)
 
 
 def _judge(url: str, name: str, key: str | None) -> Callable[[str, str, Sequence[str]], bool]:

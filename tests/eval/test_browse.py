@@ -121,10 +121,13 @@ def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None
         return CliRunner().invoke(app, command)
 
     with ScriptedModel(script) as model:
-        done = run("--set", "context=hierarchical", "--episodes", str(tmp_path / "log.jsonl"))
+        done = run("--set", "context=hierarchical", "--out", str(tmp_path / "out"))
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)["browse"]
         assert (found["score"], found["context"], found["searches"]) == (1.0, "hierarchical", 1.0)
-        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == found["n"]
+        assert len((tmp_path / "out" / "episodes.jsonl").read_text().splitlines()) == found["n"]
+        assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
+        refused = run("--out", str(tmp_path / "out"))
+        assert refused.exit_code != 0 and "other settings" in str(refused.exception)
         for wrong in (["--set", "context=all"], ["--set", "keep=x"], ["--limit", "turns=3"], ["--set", "split=test"]):
             assert run(*wrong).exit_code != 0 and run(*wrong).exception is not None
