@@ -33,7 +33,16 @@ RUN_CODE = ("bugfix", "code", "python_tool")
 FAMILY_NAMES = [
     pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
     for name in FAMILIES
-    if name not in ("agent", "questions", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
+    if name
+    not in (
+        "agent",
+        "questions",
+        "remote",
+        "search",
+        "swe",
+        "terminal",
+        "verifiers",
+    )  # whose problems are made elsewhere
 ]
 LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
 CONTEXT = 1 << 13
