@@ -20,6 +20,7 @@ from glm5.tasks.contract import CALLS_S, SPLITS, Family, ToolSpec, split_of
 from glm5.tasks.search.answers import read_reply, right
 from glm5.tasks.search.browser import TOOLS, Browser, View, misuse
 from glm5.tasks.search.oracle import Oracle, Unreachable
+from glm5.tasks.search.records import plain_name
 from glm5.tasks.tools.python_tool import default_programs
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ def loaded(folder: Path) -> tuple[Web, list[Question]]:
 
 
 def split_of_answer(question: Question) -> str:
-    """The split of a question: it depends on the answer's entity only, so no answer is in two splits."""
-    return split_of(f"search {question.answer}")
+    """The split of a question: it depends on the answer's name only, so no answer is in two splits, not even if two
+    entities of different types have the same name."""
+    return split_of(f"search {plain_name(question.names[0])}")
 
 
 @dataclass(frozen=True)

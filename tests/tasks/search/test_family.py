@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,10 @@ def test_no_answer_is_in_two_splits(built: Path) -> None:
         for index in range(60):
             problem = made.problem(split, index)
             assert seen.setdefault(problem.question.answer, split) == split == split_of_answer(problem.question)
-    assert {problem.answer for problem in read_questions(built)} == set(seen)
+    questions = read_questions(built)
+    assert {question.answer for question in questions} == set(seen)
+    twin = replace(questions[0], answer="source/of-that-name", names=(questions[0].names[0].upper(),))
+    assert split_of_answer(twin) == split_of_answer(questions[0])  # entities of one name are in one split
 
 
 def test_a_fault_of_the_web_is_no_reward(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
