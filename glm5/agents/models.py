@@ -45,6 +45,7 @@ def open_model(
     thinking: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
     silence_s: float = SILENCE_S,
+    temperature: float | None = None,
 ) -> Iterator[tuple[Endpoint, Measure]]:
     """An endpoint, and the measure of its prompts: exact for a checkpoint, approximate for a URL. `silence_s`: longest
     time without a byte of an answer.
@@ -60,8 +61,9 @@ def open_model(
             key = secrets.token_urlsafe(24)
             url = stack.enter_context(_served(Path(model), key))
         endpoint = Endpoint(
-            url, name, dialect=dialect, key=key, max_tokens=max_tokens, thinking=thinking, seconds=silence_s
-        )
+            url, name, dialect=dialect, key=key, max_tokens=max_tokens, temperature=temperature, thinking=thinking,
+            seconds=silence_s,
+        )  # fmt: skip
         stack.callback(endpoint.close)
         yield endpoint, measure
 

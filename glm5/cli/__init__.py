@@ -21,6 +21,7 @@ from glm5.cli import (  # noqa: F401 - their import adds the verbs
     runs,
     task,
     task_build,
+    task_search,
     task_slides,
 )
 from glm5.cli.options import Json, app, show

@@ -16,7 +16,7 @@ LIMITS = ("max_tokens", "max_turns", "max_context")
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or URL of an OpenAI-compatible server.")],
-    suite: Annotated[str, typer.Option(help="ruler, mrcr, a task family (arithmetic, …), or a .toml file.")],
+    suite: Annotated[str, typer.Option(help="ruler, mrcr, browse, a task family (arithmetic, …), or a .toml file.")],
     problems: Annotated[
         int | None, typer.Option(min=1, help="Per part of the suite; default: the suite's, or 100.")
     ] = None,
@@ -46,7 +46,17 @@ def evaluate(
     dtype: Annotated[Dtype, typer.Option(help="Checkpoint: type of weights and cache.")] = Dtype.float32,
     as_json: Json = False,
 ) -> None:
-    """Score a model on held-out problems, with 95 % intervals."""
+    """Score a model on held-out problems, with 95 % intervals. The suite browse lets an agent with search tools and a
+    context policy answer the questions of a build (docs/search.md)."""
+    if suite == "browse":
+        from glm5.cli.browse import browse
+
+        found = browse(
+            model, problems or 100, assignments(options), assignments(limits), out, name=name, at_once=concurrency,
+            seed=seed, temperature=temperature, key_file=api_key_file,
+        )  # fmt: skip
+        show({suite: found} if as_json else found, as_json)
+        return
     from glm5.eval.suite import find_suite, run_suite
     from glm5.obs.progress import QuietConsole
 

@@ -51,13 +51,19 @@ def check(
     repeats: Annotated[int, typer.Option(min=1, help="Trials of the solution and of doing nothing.")] = 3,
     env: Given = [],  # noqa: B006
     base: Bases = [],  # noqa: B006
+    sample: Annotated[int, typer.Option(min=1, help="Of search tasks: questions for the oracle.")] = 50,
     as_json: Json = False,
 ) -> None:
-    """Check a task: its solution scores 1, doing nothing and every attack 0. A folder of tasks: how many can run."""
+    """Check a task: its solution scores 1, doing nothing and every attack 0. A folder of tasks: how many can run. A
+    build of search tasks: its questions again, planted bad ones, the oracle on --sample questions."""
     from glm5.obs.progress import QuietConsole
     from glm5.tasks.harbor.check import check as check_task
     from glm5.tasks.harbor.check import runnable
 
+    if (folder / "web.sqlite").is_file():
+        from glm5.cli.task_search import check_search
+
+        raise typer.Exit(0 if check_search(folder, sample, as_json) else 1)
     if folder.is_dir() and not (folder / "task.toml").exists():
         tasks = sorted(path.parent for path in folder.glob("*/task.toml"))
         if tasks:

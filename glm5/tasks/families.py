@@ -19,6 +19,7 @@ from glm5.tasks.mathematics.family import MathFamily
 from glm5.tasks.questions import QuestionsFamily
 from glm5.tasks.remote import RemoteFamily
 from glm5.tasks.science.family import ScienceFamily
+from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.slides.family import SlidesFamily
 from glm5.tasks.tools.python_tool import PythonToolFamily
 from glm5.tasks.tools.toolcall import ToolCallFamily
@@ -42,8 +43,9 @@ FAMILIES: Register[Family] = Register(
         "questions": QuestionsFamily,
         "remote": RemoteFamily,
         "ruler": RulerFamily,
-        "slides": SlidesFamily,
         "science": ScienceFamily,
+        "search": SearchFamily,
+        "slides": SlidesFamily,
         "swe": SweFamily,
         "terminal": RoomFamily,
         "toolcall": ToolCallFamily,

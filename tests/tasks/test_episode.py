@@ -33,8 +33,8 @@ RUN_CODE = ("bugfix", "code", "python_tool")
 FAMILY_NAMES = [
     pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
     for name in FAMILIES
-    if name not in ("agent", "questions", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
-    and name != "slides"  # which needs a browser: tests/tasks/slides
+    # whose problems are made elsewhere, or need a browser
+    if name not in ("agent", "questions", "remote", "search", "slides", "swe", "terminal", "verifiers")
 ]
 LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
 CONTEXT = 1 << 13

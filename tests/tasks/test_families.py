@@ -27,7 +27,16 @@ SHORT = ("arithmetic", "bugfix", "general", "toolcall")  # for models that know 
 NAMES_OF_ALL = [
     pytest.param(name, marks=needs_sandbox if name in RUN_CODE else ())
     for name in FAMILIES
-    if name not in ("agent", "questions", "remote", "swe", "terminal", "verifiers")  # whose problems are made elsewhere
+    if name
+    not in (
+        "agent",
+        "questions",
+        "remote",
+        "search",
+        "swe",
+        "terminal",
+        "verifiers",
+    )  # whose problems are made elsewhere
 ]
 
 

@@ -1,0 +1,167 @@
+"""The tools of the search environment: `search`, `click`, `open`, `find`, and `python` in a sandbox (§4.2.4).
+
+The names and the rules are those of DeepDive: `click` takes the number of a result of the latest search, a page is cut
+at 10,000 characters, pages and results that quote a forbidden text do not exist. A call that is wrong gets an answer
+that says so; a fault of the web or of the machine is a GradingError, which is never the agent's failure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm5.errors import ConfigError
+from glm5.records import ToolCall
+from glm5.tasks.contract import ToolSpec
+from glm5.tasks.search.index import ngrams, quotes, snippet
+from glm5.tasks.search.records import Page
+from glm5.tasks.search.web import Web
+from glm5.tasks.tools.python_tool import MOST_CODE_BYTES, Programs, observation
+
+MOST_RESULTS = 20
+MOST_ARGUMENT = 4_000
+"""Characters of an argument; a program may have more."""
+MOST_FOUND = 10
+"""Places that `find` shows."""
+
+
+def _spec(name: str, about: str, **parameters: tuple[str, str]) -> ToolSpec:
+    properties = {key: {"type": type, "description": text} for key, (type, text) in parameters.items()}
+    required = [key for key in parameters if key != "num"]
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+
+
+TOOLS: dict[str, ToolSpec] = {
+    "search": _spec("search", "Search the web. Results are numbered.", query=("string", "Words to search for."),
+                    num=("integer", "Number of results.")),
+    "click": _spec("click", "Open a result of the latest search.", link_id=("integer", "Its number.")),
+    "open": _spec("open", "Open a page.", url=("string", "Its address, as in <address> after a link.")),
+    "find": _spec("find", "Find a text in the page that is open.", pattern=("string", "The text.")),
+    "python": _spec("python", "Run a Python program and see what it prints.", code=("string", "The program.")),
+    "finish": _spec("finish", "Give the final answer.", answer=("string", "The answer.")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """How much the tools show, in results and characters."""
+
+    results: int = 10
+    snippet: int = 300
+    page: int = 10_000
+    python: int = 4_000
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sizes out of bounds."""
+        if not (1 <= self.results <= MOST_RESULTS and 20 <= self.snippet <= 4_000):
+            raise ConfigError(f"search: results is 1 to {MOST_RESULTS}, snippet 20 to 4000 characters.")
+        if not (100 <= self.page <= 100_000 and 100 <= self.python <= 16_384):
+            raise ConfigError("search: page is 100 to 100000 characters, python 100 to 16384.")
+
+
+@dataclass
+class Browser:
+    """One session. `forbidden` are texts that no page may quote; `programs` runs `python`, made when it is needed.
+
+    `returned` has the addresses that searches ever returned, `opened` those of opened pages, in order."""
+
+    web: Web
+    forbidden: Sequence[str] = ()
+    view: View = View()
+    programs: Callable[[], Programs] | None = None
+    returned: list[str] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
+    searches: int = 0
+    _results: list[str] = field(default_factory=list)
+    _page: Page | None = None
+
+    def __post_init__(self) -> None:
+        self._grams = [grams for text in self.forbidden if (grams := ngrams(text))]
+
+    def call(self, call: ToolCall) -> tuple[str, bool]:
+        """The answer to a call, and whether the call could be carried out. Raises GradingError."""
+        if (wrong := misuse(call)) is not None:
+            return f"error: {wrong}", False
+        given = call.arguments
+        match call.name:
+            case "search":
+                return self.search(given["query"], _integer(given.get("num", self.view.results)) or 1), True
+            case "click":
+                return self._click(_integer(given["link_id"]))
+            case "open":
+                return self.open(given["url"])
+            case "find":
+                return self._find(given["pattern"])
+            case "python" if self.programs is not None:
+                return observation(self.programs().run(given["code"]), self.view.python), True
+        return "error: no such tool", False
+
+    def search(self, query: str, num: int) -> str:
+        """Numbered results: title, address and the snippet that fits the query best."""
+        self.searches += 1
+        num = max(1, min(num, self.view.results))
+        pages = list[Page]()
+        for hit in self.web.index.search(query, num * 2 if self._grams else num):
+            page = self.web.page(hit.url)
+            if page is not None and not quotes(page.text, self._grams):
+                pages.append(page)
+        pages = pages[:num]
+        self._results = [page.url for page in pages]
+        self.returned += self._results
+        shown = (f"[{i}] {p.title} <{p.url}>\n{snippet(p.text, query, self.view.snippet)}" for i, p in enumerate(pages))
+        return "\n".join(shown) or "no results"
+
+    def open(self, url: str) -> tuple[str, bool]:
+        """Title, address and text of a page, cut at the limit."""
+        page = self.web.page(url.strip().strip("<>"))
+        if page is None or quotes(page.text, self._grams):
+            return f"error: there is no page {url[:200]}", False
+        self._page = page
+        self.opened.append(page.url)
+        text = f"{page.title} <{page.url}>\n{page.text}"
+        if len(text) > self.view.page:
+            text = f"{text[: self.view.page]}\n[cut: {len(text) - self.view.page:,} characters more; use find]"
+        return text, True
+
+    def _click(self, link_id: int | None) -> tuple[str, bool]:
+        if link_id is None or not 0 <= link_id < len(self._results):
+            return f"error: the latest search has {len(self._results)} results, numbered from 0", False
+        return self.open(self._results[link_id])
+
+    def _find(self, pattern: str) -> tuple[str, bool]:
+        if self._page is None:
+            return "error: no page is open", False
+        text, wanted = self._page.text, pattern.strip()
+        places = [match.start() for match in re.finditer(re.escape(wanted), text, re.IGNORECASE)] if wanted else []
+        lines = [" ".join(text[max(0, at - 80) : at + len(wanted) + 120].split()) for at in places[:MOST_FOUND]]
+        more = [f"[{len(places) - MOST_FOUND} more]"] if len(places) > MOST_FOUND else []
+        return "\n".join([*lines, *more]) or "not found", True
+
+
+def misuse(call: ToolCall) -> str | None:
+    """What is wrong with the form of a call, or None."""
+    spec: Mapping[str, Any] | None = TOOLS.get(call.name)
+    if spec is None:
+        return "no such tool"
+    schema = spec["function"]["parameters"]
+    if not set(schema["required"]) <= set(call.arguments) <= set(schema["properties"]):
+        return "bad arguments"
+    for key, value in call.arguments.items():
+        if schema["properties"][key]["type"] == "integer":
+            if _integer(value) is None:
+                return f"{key}: a number"
+        elif not isinstance(value, str) or not value.strip() or value.encode("utf-8", "ignore").decode() != value:
+            return f"{key}: a text"
+        elif len(value) > (MOST_CODE_BYTES if key == "code" else MOST_ARGUMENT):
+            return f"{key}: too long"
+    return None
+
+
+def _integer(value: object) -> int | None:
+    """A whole number of at most nine digits, also one written as text."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}\s*", value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**9 else None

@@ -1,0 +1,283 @@
+"""Makes the questions of a web: drawn, checked, spread over depths and forms, kept over rebuilds. Resumable.
+
+`OUT/questions.jsonl` begins with a line that says what it was made from and how far it has come; then one question a
+line. It is replaced as a whole after each round, so a build that was stopped goes on after the last round. Which
+questions come out depends on the web, the rules and the seed only, not on the number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import ConfigError, DataError
+from glm5.files import atomic_write, read_rows
+from glm5.tasks.search.checks import Checker, Question, shape
+from glm5.tasks.search.draw import DEPTHS, MOST_FILTERS, Drawer
+from glm5.tasks.search.graph import Graph
+from glm5.tasks.search.query import Evaluator, named
+from glm5.tasks.search.schema import TYPES
+from glm5.tasks.search.web import Web
+
+ROUND = 48
+"""Draws per piece of work; a round has up to ROUND_PIECES pieces per depth."""
+ROUND_PIECES = 8
+MOST_EMPTY = 12
+"""Rounds in a row without a new question after which a depth is given up: a small web has no more."""
+PER_ANSWER, PER_ENTITY = 2, 30
+"""Questions with the same answer, and with the same hidden entity."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What to make. `types` restricts the answers (none: all), `filters` the blurred constraints of a question."""
+
+    count: int = 5000
+    seed: int = 0
+    depths: tuple[int, ...] = DEPTHS
+    types: tuple[str, ...] = ()
+    filters: int = MOST_FILTERS
+    per_shape: int = 0
+    """Questions of one form; 0 is one in a hundred, but at least ten."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for rules that make nothing."""
+        if self.count < 1 or not self.depths or any(not 1 < depth <= 8 for depth in self.depths):
+            raise ConfigError("search questions: count is at least 1, and each of the depths from 2 to 8.")
+        if unknown := [type for type in self.types if type not in TYPES or not TYPES[type].answer]:
+            known = ", ".join(type for type in TYPES if TYPES[type].answer)
+            raise ConfigError(f"search questions: {unknown[0]!r:.40} cannot be asked for; take some of {known}.")
+        if not 0 <= self.filters <= 8:
+            raise ConfigError("search questions: filters is 0 to 8.")
+
+    @property
+    def most_of_shape(self) -> int:
+        return self.per_shape or max(10, self.count // 100)
+
+
+@dataclass
+class Set:
+    """The questions so far, and what rules out more."""
+
+    rules: Rules
+    questions: list[Question] = field(default_factory=list)
+    rejects: Counter[str] = field(default_factory=Counter)
+    _ids: set[str] = field(default_factory=set)
+    _shapes: Counter[str] = field(default_factory=Counter)
+    _answers: Counter[str] = field(default_factory=Counter)
+    _hidden: Counter[str] = field(default_factory=Counter)
+    _chains: set[frozenset[str]] = field(default_factory=set)
+    _depths: Counter[int] = field(default_factory=Counter)
+
+    def wanted(self, depth: int) -> int:
+        """Questions of a depth that are still to be made; the first depths take what does not divide. A constraint can
+        make a question deeper than it was drawn."""
+        if depth not in self.rules.depths:
+            return 0
+        share, more = divmod(self.rules.count, len(self.rules.depths))
+        return share + (self.rules.depths.index(depth) < more) - self._depths[depth]
+
+    def add(self, question: Question) -> bool:
+        """Take a question unless there are enough like it; the reason is counted."""
+        chain, hidden = frozenset(question.evidence), set(question.evidence) - set(named(question.query.root))
+        form = shape(question.query)
+        if question.id in self._ids:
+            reason = "another of the same form"
+        elif self._shapes[form] >= self.rules.most_of_shape:
+            reason = "enough of its shape"
+        elif self._answers[question.answer] >= PER_ANSWER or any(self._hidden[e] >= PER_ENTITY for e in hidden):
+            reason = "enough about its entities"
+        elif chain in self._chains:
+            reason = "another over the same entities"
+        elif self.wanted(question.depth) < 1:
+            reason = "enough of its depth"
+        else:
+            self.questions.append(question)
+            self._ids.add(question.id)
+            self._shapes[form] += 1
+            self._answers[question.answer] += 1
+            self._hidden.update(hidden)
+            self._chains.add(chain)
+            self._depths[question.depth] += 1
+            return True
+        self.rejects[reason] += 1
+        return False
+
+
+def make_questions(
+    out: Path, graph: Graph, rules: Rules, jobs: int = 1, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Make or complete `OUT/questions.jsonl` for the web in `out`; returns counts.
+
+    Questions of an earlier web are checked again: those that still hold stay."""
+    web = Web(out)
+    made, head = Set(rules), {"web": web.digest, "rules": json.loads(json.dumps(asdict(rules))), "draws": {}}
+    earlier, rows = _read(out / "questions.jsonl")
+    again: Counter[str] = Counter()
+    if earlier.get("rules") == head["rules"]:
+        checker = Checker(web, graph, Evaluator(graph))
+        for row in rows:
+            question = Question.of(row)
+            reason = checker.reject(question) if earlier["web"] != web.digest else None
+            again[reason or "kept"] += 1
+            if reason is None:
+                made.add(question)
+        if earlier["web"] == web.digest:
+            made.rejects = Counter(earlier["rejects"])
+        head["draws"] = dict(earlier["draws"])
+    draws: dict[str, int] = head["draws"]
+    empty: Counter[int] = Counter()
+    with _workers(out, graph, rules, jobs) as work:
+        while open_depths := [d for d in rules.depths if made.wanted(d) > 0 and empty[d] < MOST_EMPTY]:
+            pieces = list[tuple[int, int]]()
+            for depth in open_depths:
+                size = max(1, min(ROUND_PIECES, -(-made.wanted(depth) * 6 // ROUND)))
+                first = draws.get(str(depth), 0)
+                pieces += [(depth, first + i * ROUND) for i in range(size)]
+                draws[str(depth)] = first + size * ROUND
+            before = Counter(question.depth for question in made.questions)
+            for found, rejects in work(pieces):
+                made.rejects.update(rejects)
+                for row in found:
+                    made.add(Question.of(row))
+            after = Counter(question.depth for question in made.questions)
+            empty = Counter({d: empty[d] + 1 if after[d] == before[d] else 0 for d in rules.depths})
+            _save(out / "questions.jsonl", {**head, "rejects": dict(made.rejects)}, made.questions)
+            told(f"questions: {len(made.questions)} of {rules.count}")
+    _save(out / "questions.jsonl", {**head, "rejects": dict(made.rejects)}, made.questions)
+    return counts(made.questions) | {
+        "draws": sum(draws.values()), "rejects": dict(made.rejects.most_common()), "from before": dict(again),
+    }  # fmt: skip
+
+
+def counts(questions: list[Question]) -> dict[str, Any]:
+    """Numbers of questions by depth, kind and type of answer."""
+    found: dict[str, Any] = {"questions": len(questions)}
+    for name, key in (("depths", lambda q: str(q.depth)), ("kinds", lambda q: q.kind),
+                      ("types", lambda q: q.query.root.type)):  # fmt: skip
+        found[name] = dict(sorted(Counter(map(key, questions)).items()))
+    return found
+
+
+def read_questions(out: Path) -> list[Question]:
+    """The questions of a build, without those that a model's filters rejected (`OUT/model.jsonl`). Raises DataError if
+    there are none, or they belong to another web."""
+    head, rows = _read(out / "questions.jsonl")
+    if not rows:
+        raise DataError(f"{out} has no questions; make them with `glm5 task build search --out {out}`.")
+    fallen = {row["id"] for row in read_filtered(out) if row.get("reason")}
+    digest = Web(out).digest
+    if head.get("web") != digest:
+        raise DataError(f"The questions in {out} belong to an earlier web; run `glm5 task build search` again.")
+    return [question for question in map(Question.of, rows) if question.id not in fallen]
+
+
+def read_filtered(out: Path) -> list[dict[str, Any]]:
+    """The rows of the model's filters."""
+    return [row for row in read_rows(out / "model.jsonl") if isinstance(row.get("id"), str)]
+
+
+def replace_questions(out: Path, questions: list[Question]) -> None:
+    """Write questions with their paraphrases in the place of the old ones."""
+    head, _ = _read(out / "questions.jsonl")
+    _save(out / "questions.jsonl", head, questions)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The first line of a file of questions, and its rows; empty if there is none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            head, *rows = map(json.loads, file)
+        if not isinstance(head, dict) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("not a line of objects")
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}. Delete it, and build again.") from error
+    return head, rows
+
+
+def _save(path: Path, head: dict[str, Any], questions: list[Question]) -> None:
+    lines = [json.dumps(head), *(json.dumps(question.to_json()) for question in questions)]
+    atomic_write(path, "\n".join(lines) + "\n")
+
+
+Piece = tuple[list[dict[str, Any]], dict[str, int]]
+"""Questions that passed, as rows, and the reasons of the others."""
+
+
+class _Worker:
+    def __init__(self, web: Web, graph: Graph, rules: Rules) -> None:
+        self._rules = rules
+        evaluator = Evaluator(graph)
+        self._drawer = Drawer(graph, evaluator, rules.types, rules.filters)
+        self._checker = Checker(web, graph, evaluator)
+
+    def __call__(self, piece: tuple[int, int]) -> Piece:
+        depth, first = piece
+        found, rejects = list[dict[str, Any]](), Counter[str]()
+        for number in range(first, first + ROUND):
+            drawn = self._drawer.draw(random.Random(f"search {self._rules.seed} {depth} {number}"), depth)
+            if isinstance(drawn, str):
+                rejects[drawn] += 1
+                continue
+            question = self._checker.question(*drawn)
+            reason: str | None = self._checker.reject(question, reach=False)
+            pages = self._checker.reached(question) if reason is None else None
+            if pages is None:
+                rejects[reason or "not reachable by the tools"] += 1
+            else:
+                found.append(replace(question, pages=pages).to_json())
+        return found, dict(rejects)
+
+
+_WORKER: _Worker | None = None
+
+
+def _start(out: str, rules: Rules) -> None:
+    global _WORKER
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    web = Web(Path(out))
+    _WORKER = _Worker(web, web.graph(), rules)
+
+
+def _piece(piece: tuple[int, int]) -> Piece:
+    assert _WORKER is not None
+    return _WORKER(piece)
+
+
+@contextlib.contextmanager
+def _workers(
+    out: Path, graph: Graph, rules: Rules, jobs: int
+) -> Iterator[Callable[[list[tuple[int, int]]], Iterator[Piece]]]:
+    """Does pieces of work in order, in this process or in several."""
+    if jobs == 1:
+        yield partial(map, _Worker(Web(out), graph, rules))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, _start, (str(out), rules)) as pool:
+        try:
+            yield partial(pool.map, _piece)
+        except BrokenProcessPool as error:
+            text = "A process that makes questions ended, perhaps for lack of memory; go on with a lower --jobs."
+            raise DataError(text) from error
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, or "" if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

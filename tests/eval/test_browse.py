@@ -1,0 +1,133 @@
+"""Browse evaluation: its metrics against hand-made numbers, and whole runs on scripted models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from glm5.agents.endpoint import EndpointError, Reply
+from glm5.agents.search import SearchAgent
+from glm5.agents.wire import OnDelta
+from glm5.cli import app
+from glm5.errors import DataError, GradingError
+from glm5.eval.browse import Played, calibration_error, evaluate, metrics
+from glm5.records import Message, ToolCall
+from glm5.tasks.search.family import SearchFamily
+from glm5.tasks.search.questions import read_questions
+from tests.agents.scripted_model import Say, ScriptedModel
+from tests.tasks.search.conftest import built, world  # noqa: F401 - fixtures
+
+pytest.importorskip("bm25s")
+
+
+def test_metrics_by_hand() -> None:
+    first = Played("a", True, "x", "answer", 0.9, turns=2, tokens=10, searches=4, depth=2, returned=("p", "q", "r"),
+                   cited=("p", "z"), evidence=("p", "s"))  # fmt: skip
+    second = replace(first, id="b", right=False, searches=1, returned=(), cited=(), depth=3, reason="turns")
+    found = metrics([first, second, Played("c", None, error="down")])
+    assert (found["score"], found["n"], found["errors"]) == (0.5, 2, 1)
+    assert found["low"] < 0.5 < found["high"] and found["searches"] == 2.5
+    assert found["retrieval_recall"] == 0.25  # (1/2 + 0) / 2
+    assert (found["citation_precision"], found["citation_recall"], found["citing"]) == (0.5, 0.25, 1)
+    assert found["calibration_error"] is None  # fewer than 100 answers
+    assert found["ended"] == {"answer": 1, "turns": 1} and found["by_depth"] == {"2": 1.0, "3": 0.0}
+    assert metrics([replace(first, id=str(i)) for i in range(100)])["calibration_error"] == pytest.approx(0.1)
+    assert metrics([Played("c", None)])["score"] is None
+
+
+def test_calibration_by_hand() -> None:
+    assert calibration_error([(0.5, i % 2 == 0) for i in range(100)]) == pytest.approx(0.0)
+    low, high = [(0.1, False)] * 50, [(0.9, False)] * 50
+    assert calibration_error(low + high) == pytest.approx(((0.1**2 + 0.9**2) / 2) ** 0.5)
+
+
+@dataclass
+class Knows:
+    """Searches once, then gives the right answer with its page, or fails if `down`."""
+
+    names: dict[str, str]
+    down: bool = False
+
+    def complete(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: OnDelta | None = None
+    ) -> Reply:
+        if self.down:
+            raise EndpointError("down")
+        if len(messages) == 2:
+            return Reply(Message("assistant", tool_calls=(ToolCall("search", {"query": messages[1].content}),)))
+        name = self.names[messages[1].content]
+        return Reply(Message("assistant", f"Explanation: [country/x]\nExact Answer: {name}\nConfidence: 100%"))
+
+
+@pytest.fixture
+def names(built: Path) -> dict[str, str]:  # noqa: F811
+    return {question.text: question.names[0] for question in read_questions(built)}
+
+
+def test_a_whole_run(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
+    family, log = SearchFamily(folder=str(built)), tmp_path / "log.jsonl"
+    found = evaluate(family, "rl", 8, SearchAgent(Knows(names, down=True)), log=log)
+    assert found["n"] == 0 and found["errors"] > 0 and found["score"] is None
+    found = evaluate(family, "rl", 8, SearchAgent(Knows(names)), log=log)
+    assert found["score"] == 1.0 and found["searches"] == 1 and found["turns"] == 2 and found["errors"] == 0
+    assert found["citation_precision"] == 0.0
+    again = evaluate(family, "rl", 8, SearchAgent(Knows(names, down=True)), log=log)  # nothing is played again
+    assert again == found
+    log.write_text('{"id": 3}\n')
+    with pytest.raises(DataError, match="none of a browse evaluation"):
+        evaluate(family, "rl", 8, SearchAgent(Knows(names)), log=log)
+
+
+def test_judges_decide_only_on_what_is_not_a_name(built: Path, names: dict[str, str]) -> None:  # noqa: F811
+    family, asked = SearchFamily(folder=str(built)), list[str]()
+
+    def judge(question: str, answer: str, right: Sequence[str]) -> bool:
+        asked.append(answer)
+        if answer.startswith("fails"):
+            raise GradingError("no verdict")
+        return answer.startswith("good")
+
+    assert evaluate(family, "rl", 4, SearchAgent(Knows(names)), judge=judge)["score"] == 1.0 and not asked
+    for answer, score in (("good enough", 1.0), ("bad", 0.0), ("fails", None)):
+        found = evaluate(family, "rl", 4, SearchAgent(Knows(dict.fromkeys(names, answer))), judge=judge)
+        assert found["score"] == score and bool(found["errors"]) == (score is None)
+
+
+def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
+    def script(body: dict[str, Any], replies: int) -> Say:
+        if replies == 0:
+            return Say(calls=[("search", {"query": "airport"})])
+        return Say(f"Exact Answer: {names[body['messages'][1]['content']]}")
+
+    def run(*more: str) -> Any:
+        command = [
+            "eval",
+            model.url,
+            "--suite",
+            "browse",
+            "--set",
+            f"folder={built}",
+            "--problems",
+            "3",
+            "--json",
+            *more,
+        ]
+        return CliRunner().invoke(app, command)
+
+    with ScriptedModel(script) as model:
+        done = run("--set", "context=hierarchical", "--out", str(tmp_path / "out"))
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)["browse"]
+        assert (found["score"], found["context"], found["searches"]) == (1.0, "hierarchical", 1.0)
+        assert len((tmp_path / "out" / "episodes.jsonl").read_text().splitlines()) == found["n"]
+        assert json.loads((tmp_path / "out" / "result.json").read_text()) == found
+        refused = run("--out", str(tmp_path / "out"))
+        assert refused.exit_code != 0 and "other settings" in str(refused.exception)
+        for wrong in (["--set", "context=all"], ["--set", "keep=x"], ["--limit", "turns=3"], ["--set", "split=test"]):
+            assert run(*wrong).exit_code != 0 and run(*wrong).exception is not None

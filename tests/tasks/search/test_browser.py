@@ -1,0 +1,181 @@
+"""The tools: what they show, and what they answer to wrong calls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from glm5.errors import ConfigError, DataError, GradingError
+from glm5.records import ToolCall
+from glm5.tasks.search.answers import read_reply, right
+from glm5.tasks.search.browser import Browser, View
+from glm5.tasks.search.index import Index, ngrams, quotes, snippet
+from glm5.tasks.search.web import Web
+
+pytest.importorskip("bm25s")
+
+
+@pytest.fixture
+def browser(built: Path) -> Browser:
+    return Browser(Web(built), view=View(results=5, snippet=40))
+
+
+def test_search_click_open_find(browser: Browser) -> None:
+    text, good = browser.call(ToolCall("search", {"query": "alpha machine computing", "num": 2}))
+    place = browser.returned.index("term/alpha-machine")
+    assert good and f"[{place}] alpha machine <term/alpha-machine>" in text.splitlines() and len(browser.returned) == 2
+    page, _ = browser.call(ToolCall("click", {"link_id": place}))
+    assert page.startswith("alpha machine <term/alpha-machine>\nalpha machine is a computing term.")
+    assert browser.call(ToolCall("open", {"url": "<term/gamma>"}))[0].startswith("gamma <term/gamma>")
+    assert "Referred to by: beta code" in browser.call(ToolCall("find", {"pattern": "BETA"}))[0]
+    assert browser.call(ToolCall("find", {"pattern": "delta"})) == ("not found", True)
+    assert browser.opened == ["term/alpha-machine", "term/gamma"] and browser.searches == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("click", {"link_id": 0}, "0 results"),
+        ("click", {"link_id": -1}, "link_id: a number"),
+        ("click", {}, "bad arguments"),
+        ("open", {"url": "country/nowhere"}, "no page"),
+        ("open", {"url": "../web.sqlite"}, "no page"),
+        ("find", {"pattern": "x"}, "no page is open"),
+        ("search", {"query": " "}, "query: a text"),
+        ("search", {"query": "x" * 5000}, "too long"),
+        ("search", {"query": "x", "num": True}, "num: a number"),
+        ("search", {"query": "x", "more": 1}, "bad arguments"),
+        ("shell", {"code": "x"}, "no such tool"),
+        ("search", {"query": "\ud800"}, "query: a text"),
+        ("python", {"code": "print(1)"}, "no such tool"),
+    ],
+)
+def test_wrong_calls(browser: Browser, name: str, arguments: dict[str, object], told: str) -> None:
+    text, good = browser.call(ToolCall(name, arguments))
+    assert text.startswith("error: ") and told in text and not good
+
+
+def test_pages_are_cut(built: Path) -> None:
+    browser = Browser(Web(built), view=View(page=100))
+    url = next(url for url in browser.web.index.urls if url.startswith("country/") and url.count("/") == 1)
+    text, _ = browser.open(url)
+    assert "characters more; use find]" in text and len(text) < 200
+
+
+def test_forbidden_texts_do_not_exist(built: Path) -> None:
+    web = Web(built)
+    page = web.page("term/alpha-machine")
+    assert page is not None
+    browser = Browser(web, forbidden=[page.text])
+    assert browser.open("term/alpha-machine") == ("error: there is no page term/alpha-machine", False)
+    browser.search("alpha machine", 5)
+    assert browser.returned and "term/alpha-machine" not in browser.returned
+    assert Browser(web, forbidden=["alpha machine is"]).open("term/alpha-machine")[1]  # too short to tell
+
+
+def test_runs_of_words() -> None:
+    text = " ".join(f"w{i}" for i in range(20))
+    forbidden = [ngrams(text)]
+    assert quotes("x " + " ".join(f"W{i}," for i in range(4, 17)) + " y", forbidden)  # 13 of them
+    assert not quotes(" ".join(f"w{i}" for i in range(4, 16)), forbidden)  # 12
+    assert ngrams("one two three four five six seven") == frozenset()
+    assert quotes("and one two three four five six seven eight", [ngrams("one two three four five six seven eight")])
+
+
+def test_order_of_equal_scores_and_saving(tmp_path: Path) -> None:
+    urls = [f"u{i}" for i in range(50)]
+    index = Index.build(urls, [""] * 50, ["same words here"] * 49 + ["other"])
+    assert [hit.url for hit in index.search("words", 7)] == urls[:7]
+    assert index.search("absent", 5) == [] and index.search("", 5) == [] and index.search("words", 0) == []
+    index.save(tmp_path / "index")
+    index.save(tmp_path / "index")
+    loaded = Index.load(tmp_path / "index")
+    assert loaded.search("other same", 60) == index.search("other same", 60)
+    (tmp_path / "index" / "urls.json").write_text("[]")
+    with pytest.raises(DataError, match="cannot be read"):
+        Index.load(tmp_path / "index")
+    with pytest.raises(DataError, match="nothing to index"):
+        Index.build(["a"], [""], ["..."])
+
+
+def test_scores_are_bm25() -> None:
+    """Lucene's BM25, computed from its formula: idf = ln(1 + (N - n + 0.5) / (n + 0.5)), k1 = 1.2, b = 0.75."""
+    import math
+
+    index = Index.build(["a", "b", "c"], [""] * 3, ["cat dog", "cat cat bird fish", "dog"])
+    idf, length = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5)), 7 / 3
+    wanted = {"a": idf / (1 + 1.2 * (0.25 + 0.75 * 2 / length)), "b": idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 4 / length))}
+    assert {hit.url: hit.score for hit in index.search("cat", 3)} == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_best_window() -> None:
+    text = "one " * 50 + "needle in hay " + "two " * 50 + "needle hay stack"
+    assert "needle in hay" in snippet(text, "hay needle", 40) and len(snippet(text, "hay needle", 40)) <= 40
+    assert snippet("far " * 99 + "needle " + "away " * 99, "needle", 40) == "far far far needle away away away away a"
+    assert "stack" in snippet(text, "hay needle stack", 40)
+    assert snippet("short text", "x", 40) == "short text"
+    assert len(snippet("x" * 500, "x", 40)) == 40
+
+
+def test_a_broken_web_is_the_machines_fault(built: Path, tmp_path: Path) -> None:
+    for name in ("web.sqlite", "index"):
+        (shutil.copytree if (built / name).is_dir() else shutil.copy)(built / name, tmp_path / name)
+    browser = Browser(Web(tmp_path))
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "web.sqlite") as db:
+        db.execute("DROP TABLE texts")
+    db.close()
+    with pytest.raises(GradingError, match="cannot be read"):
+        browser.call(ToolCall("search", {"query": "alpha"}))
+    with pytest.raises(DataError, match="has no search web"):
+        Web(tmp_path / "index")
+
+
+def test_views_have_bounds() -> None:
+    for wrong in ({"results": 0}, {"page": 10}, {"snippet": 9999}):
+        with pytest.raises(ConfigError):
+            View(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Paro", "Paro"),
+        ("Explanation: x\nExact Answer: Paro\nConfidence: 80%", "Paro"),
+        ("**Exact Answer:** Paro [city/paro]", "Paro"),
+        ("Exact Answer: Paro\nExact Answer: Oslo", ""),
+        ("", ""),
+    ],
+)
+def test_replies_are_read(text: str, answer: str) -> None:
+    assert read_reply(text).answer == answer
+
+
+def test_parts_of_a_reply() -> None:
+    reply = read_reply("Explanation: see [city/paro] and <country/bhutan>.\nExact Answer: Paro\nConfidence: 85%")
+    assert (reply.confidence, reply.cited) == (0.85, ("city/paro", "country/bhutan"))
+    assert read_reply("Confidence: 999%").confidence == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "names", "good"),
+    [
+        ("paro.", ["Paro"], True),
+        ("Santa Fe", ["Santa Fé"], True),
+        ("Paro or Oslo", ["Paro"], False),
+        ("", ["Paro"], False),
+        ("C", ["C++"], False),
+        ("C++", ["C++"], True),
+        ("C#", ["C++"], False),
+        ("+", ["+"], True),
+        ("the Hague", ["Hague"], False),
+        ("Kingdom of Bhutan", ["Bhutan", "Kingdom of Bhutan"], True),
+        ("!", ["?"], False),
+        ("...", ["Paro"], False),
+    ],
+)
+def test_only_the_name_is_right(answer: str, names: list[str], good: bool) -> None:
+    assert right(answer, names) is good

