@@ -125,7 +125,7 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
             if (pairs)
                 pair_tile(from, std::min<i64>(TILE, last - s), d, tile.get());
             else
-                transpose_tile(from, std::min<i64>(TILE, last - s), d, tile.get());
+                transpose_tile([&](i64 r) { return from + r * d; }, std::min<i64>(TILE, last - s), d, tile.get());
             for (i64 m = block.first; m < block.last; m++) {
                 if (end[m] - start[m] <= K || end[m] <= s || start[m] >= s + TILE) continue;
                 float* to = &scores[m * width + s];
