@@ -3,15 +3,6 @@
 
 #include "vectors.h"
 
-// What one register holds. Comparisons of more lanes than that go through memory.
-#ifdef __AVX512F__
-typedef v16 Floats;
-typedef i16v Ints;
-#else
-typedef v8 Floats;
-typedef int32_t Ints __attribute__((vector_size(32), aligned(4), may_alias));
-#endif
-const i64 LANES = sizeof(Ints) / 4;
 const unsigned EVERY = (1u << LANES) - 1;
 
 static inline Ints ints(const void* p) { return *(const Ints*)p; }

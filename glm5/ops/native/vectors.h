@@ -28,6 +28,16 @@ typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16v __attribute__((vector_size(64), aligned(4), may_alias));
 
+// What one register holds. Comparisons of more lanes than that go through memory.
+#ifdef __AVX512F__
+typedef v16 Floats;
+typedef i16v Ints;
+#else
+typedef v8 Floats;
+typedef int32_t Ints __attribute__((vector_size(32), aligned(4), may_alias));
+#endif
+const i64 LANES = sizeof(Ints) / 4;
+
 struct bf16 {
     uint16_t bits;
 };
@@ -132,25 +142,33 @@ static inline Memory<T> memory(i64 n) {
 }
 static inline Memory<float> floats(i64 n) { return memory<float>(n); }
 
-// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88.
-static inline v16 exp16(v16 x) {
-    v16 low = splat(-87.0f), high = splat(88.0f);
-    i16v tiny = x < low, huge = x > high;
+// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88. V are lanes of
+// floats, I as many of integers.
+template <class V, class I>
+static ALWAYS_INLINE V exp_lanes(V x) {
+    V low = V{} - 87.0f, high = V{} + 88.0f;
+    I tiny = x < low, huge = x > high;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    v16 t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
-    v16 n = t - 12582912.0f;
-    v16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16 p = splat(1.9875691500e-4f);
+    V t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
+    V n = t - 12582912.0f;
+    V r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    V p = V{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    i16v exponent = (i16v)t << 23;  // the integer sits in the low mantissa bits of t
-    v16 out = (v16)((i16v)p + exponent);
-    return tiny ? v16{} : huge ? splat(INFINITY) : out;
+    I exponent = (I)t << 23;  // the integer sits in the low mantissa bits of t
+    V out = (V)((I)p + exponent);
+    return tiny ? V{} : huge ? V{} + INFINITY : out;
+}
+static inline v16 exp16(v16 x) {
+    Floats parts[16 / LANES];
+    memcpy(parts, &x, 64);
+    for (Floats& part : parts) part = exp_lanes<Floats, Ints>(part);
+    return *(const v16*)parts;
 }
 
 template <class T>
