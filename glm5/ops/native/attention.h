@@ -140,14 +140,14 @@ static inline void gather(const T* keys, const i64* index, i64 n, i64 width, i64
 // The same from a sequence's pages. Rows of a long sequence are in no cache, so they are asked for some rows ahead.
 template <class T>
 static inline void gather(const Lines<T>& keys, i64 sequence, const i64* index, i64 n, i64 line, float* out) {
-    const i64 ahead = 16, bytes = keys.width * i64(sizeof(T));
+    const i64 ahead = 16, bytes = keys.bytes();
     for (i64 j = 0; j < (n + 3) / 4 * 4; j++) {
         if (j + ahead < n) {
-            const char* next = (const char*)keys.at(sequence, index[j + ahead]);
+            const char* next = keys.place(sequence, index[j + ahead]);
             for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
             __builtin_prefetch(next + bytes - 1);  // a row need not begin where a line of cache does
         }
-        widen(keys.at(sequence, index[j < n ? j : 0]), out + j * line, keys.width, line);
+        keys.read(sequence, index[j < n ? j : 0], out + j * line, line);
     }
 }
 

@@ -121,6 +121,19 @@ static inline void tile_scores(const float* q, const float* w, const float* tile
 }
 #endif
 
+// `count` keys of a sequence from `s` on, in one page, as a transposed tile. `spare` [64, d rounded up to 16].
+template <class T>
+static inline void key_tile(const Lines<T>& keys, i64 sequence, i64 s, i64 count, float* spare, float* tile) {
+    i64 d = keys.width, dp = up16(d);
+    if (keys.packed) {
+        for (i64 r = 0; r < count; r++) keys.read(sequence, s + r, spare + r * dp, dp);
+        transpose_tile([&](i64 r) { return spare + r * dp; }, count, d, tile);
+    } else {
+        const T* from = keys.at(sequence, s);
+        transpose_tile([&](i64 r) { return from + r * d; }, count, d, tile);
+    }
+}
+
 // Neighbouring queries of one sequence that share the tiles of its keys.
 struct Block {
     i64 first, last, sequence;
@@ -148,7 +161,7 @@ class Selection {
     const i64 *start_, *end_;
     i64 J_, d_, K_;
     float scale_;
-    Memory<float> tile_, qf_, wf_;
+    Memory<float> tile_, spare_, qf_, wf_;
 #ifdef ROUGH
     std::vector<Undecided> undecided_;
     std::vector<RoughQuery> rounded_;
@@ -158,7 +171,7 @@ class Selection {
     Selection(const T* q, const Lines<T>& keys, const float* w, const i64* start, const i64* end, i64 J, i64 d, i64 K,
               float scale, i64 lines)
         : q_(q), keys_(keys), w_(w), start_(start), end_(end), J_(J), d_(d), K_(K), scale_(scale), tile_(floats(d * TILE)),
-          qf_(floats(lines * J * d)), wf_(floats(lines * J)) {}
+          spare_(floats(up16(d) * TILE)), qf_(floats(lines * J * d)), wf_(floats(lines * J)) {}
 
     // The queries of a block, which the calls after this are about.
     void read(const Block& block) {
@@ -182,8 +195,7 @@ class Selection {
         i64 first = low / TILE, tiles = (high + TILE - 1) / TILE - first;
         for (i64 tl = first + tiles * part / parts; tl < first + tiles * (part + 1) / parts; tl++) {
             i64 s0 = tl * TILE;
-            const T* keys = keys_.at(block.sequence, s0);
-            transpose_tile([&](i64 r) { return keys + r * d_; }, std::min<i64>(TILE, high - s0), d_, tile_.get());
+            key_tile(keys_, block.sequence, s0, std::min<i64>(TILE, high - s0), spare_.get(), tile_.get());
             for (size_t i = 0; i < own.size(); i++) {
                 i64 r = own[i], line = r - block.first;
                 if (end_[r] <= s0 || start_[r] >= s0 + TILE) continue;
@@ -240,9 +252,8 @@ class Selection {
             std::vector<i64> places(wanted);
             for (i64 s0 = 0; s0 < n; s0 += TILE) {
                 i64 count = std::min<i64>(TILE, n - s0);
-                const T* rows[TILE];
-                for (i64 s = 0; s < count; s++) rows[s] = keys_.at(block.sequence, open[s0 + s]);
-                transpose_tile([&](i64 s) { return rows[s]; }, count, d_, tile_.get());
+                for (i64 s = 0; s < count; s++) keys_.read(block.sequence, open[s0 + s], &spare_[s * up16(d_)], up16(d_));
+                transpose_tile([&](i64 s) { return &spare_[s * up16(d_)]; }, count, d_, tile_.get());
                 float scores[TILE];
                 tile_scores(&qf_[line * J_ * d_], &wf_[line * J_], tile_.get(), J_, d_, scores);
                 for (i64 s = 0; s < count; s += LANES) found.add(some(scores + s), lanes(count - s), s0 + s);
@@ -299,7 +310,7 @@ static void select(const T* q, const Lines<T>& keys, const float* w, const i64* 
         for (RoughKeys& own : rough) {
 #pragma omp for schedule(static)
             for (i64 tile = own.first; tile < own.last; tile++)
-                own.set(tile, keys.at(own.sequence, tile * TILE), std::min<i64>(TILE, own.end - tile * TILE));
+                own.set(tile, keys, std::min<i64>(TILE, own.end - tile * TILE));
         }
 #endif
         Selection<T> selection(q, keys, w, start, end, J, d, K, scale, lines);

@@ -67,9 +67,9 @@ class RoughKeys {
     const uint8_t* values(i64 tile) const { return &values_[(tile - first) * up4(d_) * TILE]; }
     const float* numbers(i64 tile) const { return &numbers_[(tile - first) * 3 * TILE]; }
 
-    // Keys [count, d] of a tile.
+    // The first `count` keys of a tile.
     template <class T>
-    void set(i64 tile, const T* keys, i64 count) {
+    void set(i64 tile, const Lines<T>& keys, i64 count) {
         uint8_t* to = &values_[(tile - first) * up4(d_) * TILE];
         float* number = &numbers_[(tile - first) * 3 * TILE];
         memset(to, KEY_SHIFT, up4(d_) * TILE);
@@ -77,7 +77,7 @@ class RoughKeys {
         float row[ROUGH_DIM];
         int32_t q[ROUGH_DIM];
         for (i64 r = 0; r < count; r++) {
-            widen(keys + r * d_, row, d_, up16(d_));
+            keys.read(sequence, tile * TILE + r, row, up16(d_));
             Rounded found = round_to(row, up16(d_), KEY_MOST, q);
             number[r] = found.scale, number[TILE + r] = found.size, number[2 * TILE + r] = found.error;
             for (i64 i = 0; i < d_; i += 4) {

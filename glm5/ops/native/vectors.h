@@ -218,6 +218,52 @@ static ALWAYS_INLINE v16 hsum16(const v16* x) {
 }
 #endif
 
+// A row of a cache in int8: `values` integers, `rest` elements as they are, and the scale of the integers (fp32).
+// glm5/ops/cache_rows.py has the same layout.
+template <class T>
+static inline i64 packed_bytes(i64 values, i64 rest) {
+    return values + rest * i64(sizeof(T)) + 4;
+}
+
+// Such a row as numbers, `padded` of them with zeros.
+template <class T>
+static inline void unpack_row(const char* row, i64 values, i64 rest, float* out, i64 padded) {
+    float scale;
+    memcpy(&scale, row + values + rest * i64(sizeof(T)), 4);
+    i64 i = 0;
+    for (; i + 16 <= values; i += 16) {
+#ifdef __AVX2__
+        for (int half = 0; half < 2; half++) {
+            __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + i + 8 * half)));
+            _mm256_storeu_ps(out + i + 8 * half, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(scale)));
+        }
+#else
+        for (i64 k = i; k < i + 16; k++) out[k] = float(int8_t(row[k])) * scale;
+#endif
+    }
+    for (; i < values; i++) out[i] = float(int8_t(row[i])) * scale;
+    for (i64 k = 0; k < rest; k++) {
+        T one;
+        memcpy(&one, row + values + k * i64(sizeof(T)), sizeof(T));
+        out[values + k] = load(&one);
+    }
+    for (i = values + rest; i < padded; i++) out[i] = 0.0f;
+}
+
+// x [values + rest] as such a row. A row with NaN or infinity among its values becomes NaN.
+template <class T>
+static inline void pack_row(const T* x, i64 values, i64 rest, char* row) {
+    float top = 0.0f;
+    for (i64 i = 0; i < values; i++) {
+        float size = std::fabs(load(x + i));
+        top = size > top || size != size ? size : top;
+    }
+    float scale = top < INFINITY ? std::max(top / 127.0f, 1e-30f) : NAN;
+    for (i64 i = 0; i < values; i++) row[i] = top < INFINITY ? int8_t(std::nearbyint(load(x + i) / scale)) : 0;
+    memcpy(row + values, x + values, rest * sizeof(T));
+    memcpy(row + values + rest * i64(sizeof(T)), &scale, 4);
+}
+
 // Rows of keys, `width` elements each. Query r of Q per batch entry reads its own sequence: without a table batch entry
 // r / Q of data [B, size, width], with one the pages of sequence rows[r] (see glm5/ops/pages.py).
 template <class T>
@@ -225,11 +271,23 @@ struct Lines {
     const T* data;
     const i64 *rows, *table;
     i64 per_row, shift, size, Q, width;
+    i64 packed = 0;  // integers of a row in int8 (see `unpack_row`); 0: rows are plain
 
     i64 sequence(i64 r) const { return table ? rows[r] : r / Q; }
-    // Token s of a sequence. What follows it up to the end of its page (or of its batch entry) lies behind it.
-    const T* at(i64 sequence, i64 s) const {
+    i64 slot(i64 sequence, i64 s) const {
         i64 page = table ? table[sequence * per_row + (s >> shift)] : sequence;
-        return data + (page * size + (shift == 63 ? s : s & (size - 1))) * width;
+        return page * size + (shift == 63 ? s : s & (size - 1));
+    }
+    i64 bytes() const { return packed ? packed_bytes<T>(packed, width - packed) : width * i64(sizeof(T)); }
+    const char* place(i64 sequence, i64 s) const { return (const char*)data + slot(sequence, s) * bytes(); }
+    // Token s of a sequence, if rows are plain. What follows it up to the end of its page (or of its batch entry) lies
+    // behind it.
+    const T* at(i64 sequence, i64 s) const { return data + slot(sequence, s) * width; }
+    // Token s as numbers, `padded` of them with zeros.
+    void read(i64 sequence, i64 s, float* out, i64 padded) const {
+        if (packed)
+            unpack_row<T>(place(sequence, s), packed, width - packed, out, padded);
+        else
+            widen(at(sequence, s), out, width, padded);
     }
 };
