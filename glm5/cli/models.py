@@ -159,6 +159,7 @@ def serve(
     graphs: Annotated[bool, typer.Option(help="Engine: CUDA graphs of decoding, on CUDA devices.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Engine: type of weights and cache.")] = Dtype.float32,
     quantize: Annotated[str | None, typer.Option(help="Engine: int8, int4 or fp8, rounds weights.")] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Engine: int8: a smaller cache (--fast, CPU, DSA).")] = None,
     chat_template: ChatTemplate = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Limit: requests at once (429 beyond).")] = 512,
     max_samples: Annotated[int, typer.Option(min=1, help="Limit: samples of an engine at once (429).")] = 256,
@@ -188,6 +189,7 @@ def serve(
         tp,
         graphs,
         quantize,
+        cache_dtype,
     )
     limits = Limits(
         body_bytes=max_body_mb << 20,

@@ -54,7 +54,9 @@ class Engine:
     largest (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no
     greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
     drafts it has no effect, because the next plan depends on how many are accepted; on an accelerator it is always on.
-    `graphs` captures decoding on a CUDA device as CUDA graphs.
+    `graphs` captures decoding on a CUDA device as CUDA graphs. `cache_dtype` "int8" keeps latents and index keys of a
+    model with DSA in int8, with a scale per token and layer, on a CPU and with `exact=False`; None keeps the dtype of
+    the model.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Engine:
         chunk: int = CHUNK,
         overlap: bool = False,
         graphs: bool = True,
+        cache_dtype: str | None = None,
     ) -> None:
         config = model.config
+        self._packed = _packs(model, cache_dtype, exact)
         self.model = model.eval()
         self.exact = exact
         self.tokenizer = tokenizer
@@ -83,7 +87,9 @@ class Engine:
         self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
         ahead = 1 + self.drafts  # positions after the last token that a step may write to
         if cache_tokens is None:
-            cache_tokens = min(CACHE_BYTES // token_bytes(config, model.dtype), max_batch * (self.max_length + PAGE))
+            cache_tokens = min(
+                CACHE_BYTES // token_bytes(config, model.dtype, self._packed), max_batch * (self.max_length + PAGE)
+            )
             cache_tokens = max(cache_tokens, self.max_length + ahead)
         elif cache_tokens <= PAGE + ahead or chunk < 1 or max_batch < 1:
             raise EngineError(f"cache_tokens must be above {PAGE + ahead}, chunk and max_batch at least 1.")
@@ -117,7 +123,14 @@ class Engine:
 
     def _new_pool(self) -> KVPool:
         model, states = self.model, self.max_batch + 1  # one for the runner's spare row
-        return KVPool(model.config, self.cache_tokens, states=states, dtype=model.dtype, device=model.device)
+        return KVPool(
+            model.config,
+            self.cache_tokens,
+            states=states,
+            dtype=model.dtype,
+            device=model.device,
+            packed=self._packed,
+        )
 
     def _new_runner(self) -> Runner:
         return Runner(
@@ -153,6 +166,8 @@ class Engine:
         directory = Path(path)
         tokenizer = Tokenizer.load(directory, chat_template) if (directory / "tokenizer.json").exists() else None
         if tp > 1:
+            if options.get("cache_dtype") is not None:
+                raise EngineError("An int8 cache (--cache-dtype) needs an engine of one process; leave out --tp.")
             from glm5.engine.tensor_parallel import TpEngine
 
             return TpEngine.start(directory, tokenizer, tp, dtype, device, quantize, **options)
@@ -393,6 +408,21 @@ class Engine:
 
     def _copy_weights(self, new: NewWeights) -> None:
         take_weights(self.model, new)
+
+
+def _packs(model: GLM5ForCausalLM, cache_dtype: str | None, exact: bool) -> bool:
+    """Whether the cache is in int8. Raises EngineError for another dtype, and if this model or mode cannot have it."""
+    if cache_dtype is None:
+        return False
+    if cache_dtype != "int8":
+        raise EngineError(f"The cache cannot be in {cache_dtype!r}: --cache-dtype takes int8.")
+    if exact:
+        raise EngineError("Exact mode needs a cache in the model's dtype; leave out --cache-dtype or use --fast.")
+    if model.device.type != "cpu":
+        raise EngineError(f"An int8 cache works on a CPU only, not on {model.device}; leave out --cache-dtype.")
+    if not model.config.selects_keys or model.config.has_recurrent_layers:
+        raise EngineError("An int8 cache needs a model with sparse attention (DSA); leave out --cache-dtype.")
+    return True
 
 
 def _drafts(model: GLM5ForCausalLM, count: int) -> int:

@@ -13,6 +13,7 @@ from glm5.device import host_memory
 from glm5.errors import EngineError
 from glm5.model.context import LatentCache
 from glm5.ops import KEY_TILE
+from glm5.ops.cache_rows import packed_width
 
 PAGE = KEY_TILE
 """Tokens per page. The indexer reads keys in tiles of this size, so a tile never spans two pages."""
@@ -29,11 +30,19 @@ class KVPool:
     """
 
     def __init__(
-        self, config: GLM5Config, tokens: int, *, states: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: GLM5Config,
+        tokens: int,
+        *,
+        states: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        packed: bool = False,
     ) -> None:
+        """`packed`: see `LatentCache`."""
         self.total = -(-tokens // PAGE)
         first = min(self.total, FIRST_PAGES)
-        self.cache = LatentCache(config, 1 + first, PAGE, dtype, states=states, device=device)
+        self.cache = LatentCache(config, 1 + first, PAGE, dtype, states=states, device=device, packed=packed)
         self.reclaim: Callable[[int], None] = lambda count: None
         self._refcounts = [0] * (self.total + 1)
         self._pinned = [False] * (self.total + 1)
@@ -136,9 +145,12 @@ class KVPool:
         return tuple(part for part in (self.cache.latents, self.cache.index_keys) if part.shape[3])
 
 
-def token_bytes(config: GLM5Config, dtype: torch.dtype) -> int:
-    """Cache bytes per token over all layers, the MTP layer included."""
+def token_bytes(config: GLM5Config, dtype: torch.dtype, packed: bool = False) -> int:
+    """Cache bytes per token over all layers, the MTP layer included; `packed`: see `LatentCache`."""
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     keeping = sum(not config.is_recurrent(layer) for layer in range(layers))
-    width = config.cache_values_per_token + (config.index_head_dim if config.use_dsa else 0)
-    return max(1, keeping * width * torch.empty(0, dtype=dtype).element_size())
+    latent, key = config.cache_values_per_token, config.index_head_dim if config.use_dsa else 0
+    if packed:
+        rank = config.kv_lora_rank
+        return keeping * (packed_width(rank, latent - rank, dtype) + packed_width(key, 0, dtype))
+    return max(1, keeping * (latent + key) * dtype.itemsize)

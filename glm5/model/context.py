@@ -11,6 +11,7 @@ from torch import Tensor
 from glm5.config.model import GLM5Config
 from glm5.model.offload import Offload
 from glm5.ops import KEY_TILE, ROW_TILE, round_up
+from glm5.ops.cache_rows import pack_rows, packed_width
 from glm5.ops.indexer_kl import Look, dense_kl
 from glm5.ops.pages import Pages
 from glm5.ops.rope import rope_table
@@ -41,6 +42,8 @@ class LatentCache:
     Recurrent layers have their state in `recurrent` instead, one per sequence, `states` in all.
     A query at position p reads positions 0..p of its sequence. Later slots (padding, rejected drafts) are overwritten
     before they are read.
+    With `packed`, rows are int8 with a scale each (see `glm5.ops.cache_rows`): the latents of MLA without their rotary
+    part, and the index keys.
     """
 
     def __init__(
@@ -52,15 +55,22 @@ class LatentCache:
         *,
         states: int | None = None,
         device: torch.device | str | None = None,
+        packed: bool = False,
     ) -> None:
         layers = range(config.num_hidden_layers + config.num_nextn_predict_layers)
         keeping = [layer for layer in layers if not config.is_recurrent(layer)]
         self.slots = {layer: slot for slot, layer in enumerate(keeping)}
         self.rows, self.capacity = rows, round_up(capacity, KEY_TILE)
         width = config.cache_values_per_token
-        self.latents = torch.zeros(len(keeping), rows, self.capacity, width, dtype=dtype, device=device)
         index_width = config.index_head_dim if config.use_dsa else 0
-        self.index_keys = torch.zeros(len(keeping), rows, self.capacity, index_width, dtype=dtype, device=device)
+        self.dtype, self.packed = dtype, packed
+        self.values = config.kv_lora_rank if packed else 0
+        if packed:
+            width = packed_width(self.values, width - self.values, dtype)
+            index_width = packed_width(index_width, 0, dtype)
+        stored = torch.int8 if packed else dtype
+        self.latents = torch.zeros(len(keeping), rows, self.capacity, width, dtype=stored, device=device)
+        self.index_keys = torch.zeros(len(keeping), rows, self.capacity, index_width, dtype=stored, device=device)
         self.recurrent = RecurrentState(config, rows if states is None else states, dtype, device)
 
     def grow(self, rows: int) -> None:
@@ -201,6 +211,9 @@ class ForwardContext:
         if pools is None or self.places is None:
             return latents, index_keys
         pool, keys = pools
+        if self.cache is not None and self.cache.packed:
+            latents = pack_rows(latents, self.cache.values)
+            index_keys = None if index_keys is None else pack_rows(index_keys, index_keys.shape[-1])
         pool.view(-1, pool.shape[-1]).index_copy_(0, self.places, latents.flatten(0, 1))
         if index_keys is None:
             return pool, None

@@ -17,7 +17,7 @@ from glm5.model.layers import Linear
 from glm5.ops.decode_step import LIKELIEST, Draws, StepInputs
 from glm5.ops.fused_blocks import Weights
 from glm5.ops.integers import IntegerWeight
-from glm5.ops.native import kernels
+from glm5.ops.native import kernels_of
 from glm5.ops.rope import rope_table
 
 MOST_ROWS = 256
@@ -113,18 +113,18 @@ class _Program:
         before: Tensor | None = None,
         drafts: int = 0,
     ) -> tuple[Tensor, Tokens | None] | None:
-        count, latents = len(columns) // 4, self._cache.latents
-        native = kernels(latents) if count <= MOST_ROWS and not self._rotated else None
-        plan = None if native is None else self._blocks.plan(latents.dtype)
+        count, dtype = len(columns) // 4, self._cache.dtype
+        native = kernels_of(self._cache.latents, dtype) if count <= MOST_ROWS and not self._rotated else None
+        plan = None if native is None else self._blocks.plan(dtype)
         if native is None or plan is None:
             return None
         inputs = self._prepare(plan, table, longest + drafts)
         if inputs is None:
             return None
         self._sizes[0], self._sizes[10] = count, min(plan.attention[0].topk, longest + max(0, drafts - 1))
-        if before is not None and not (before.dtype == latents.dtype and before.is_contiguous()):
-            before = before.to(latents.dtype).contiguous()
-        hidden = torch.empty(count, self._width, dtype=latents.dtype)
+        if before is not None and not (before.dtype == dtype and before.is_contiguous()):
+            before = before.to(dtype).contiguous()
+        hidden = torch.empty(count, self._width, dtype=dtype)
         all_rows = count * max(1, drafts)
         numbers = array.array("q", columns)
         best, chances = array.array("q", bytes(8 * all_rows)), array.array("f", bytes(4 * all_rows))

@@ -168,6 +168,7 @@ class Plan:
             pages=pages,
             shift=shift,
             page_size=cache.capacity,
+            packed=int(cache.packed),
             pool=cache.rows * cache.capacity,
             experts=c.n_routed_experts,
             experts_per_token=c.num_experts_per_tok,

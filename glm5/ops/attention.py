@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
+from glm5.ops.cache_rows import unpack_rows
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
 from glm5.ops.pages import Pages, plain_view
@@ -205,7 +206,8 @@ def _attend_rows(native: Kernels, q: Tensor, latents: Tensor, *args: Any) -> tup
     *view, indices, value_dim, scale, want_probs = args
     out, target, lse = _attended(q, latents, *args)
     sizes = (*q.shape, value_dim, indices.shape[2])
-    native.attend(q, latents, *view, indices, out, target if want_probs else None, *sizes, scale)
+    packed = latents.dtype == torch.int8
+    native.attend(q, latents, *view, indices, out, target if want_probs else None, *sizes, packed, scale)
     return out, target, lse
 
 
@@ -240,10 +242,13 @@ def sparse_attention(
     summed over heads [B, T, K] (fp32 or wider, no gradient). With `pages`, latents are a pool [pages, size, C + R] and
     indices count the tokens of each query's own sequence (a cache, no gradient). The bits of a query's output depend
     only on its own selected rows; the output is 0 if it selected none. Scores, softmax and sums are fp32 or wider for
-    any input dtype.
+    any input dtype. Latents of an int8 cache are rows of `glm5.ops.cache_rows`, without gradient.
     """
     slots = indices.shape[-1]
-    if by_operator(q) and latents.dtype == q.dtype:
+    packed = latents.dtype == torch.int8
+    if packed and not (q.is_cpu and by_operator(q)):
+        latents, packed = unpack_rows(latents, value_dim, q.dtype), False
+    if by_operator(q) and (packed or latents.dtype == q.dtype):
         if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
             if pages is not None:
                 raise RuntimeError("attention over pages has no gradient")

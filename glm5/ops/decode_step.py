@@ -17,7 +17,7 @@ from glm5.ops.fused_blocks import PER_WEIGHT, REFUSALS, VERSION, Weights, stored
 from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import Kernels
 
-_CALL = struct.Struct("=47q4d40q3q")
+_CALL = struct.Struct("=48q4d40q3q")
 """`DecodeStep` of native/step.h: `FusedBlocks` (see `glm5.ops.fused_blocks`), 14 arrays and two weights,
 vocabulary, first key, drafts."""
 _LEFT_TO_THE_CALL = [0, 0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from glm5.ops.integers import IntegerWeight
 from glm5.ops.native import Kernels, register
 
-VERSION = 3
+VERSION = 4
 _PER_LAYER, PER_WEIGHT = 5, 6
 REFUSALS = (
     "",
@@ -26,7 +26,7 @@ REFUSALS = (
     "there is not enough memory",
 )
 
-_CALL = struct.Struct("=47q4d")
+_CALL = struct.Struct("=48q4d")
 """`FusedBlocks` of native/fused.h, field by field: version, bytes, layers, arrays, addresses of the layers and of the
 arrays; address and number of elements of x, out, latents, index keys and the view; the fields of `Sizes`; threads;
 numbers."""
@@ -34,8 +34,8 @@ numbers."""
 
 class Sizes(NamedTuple):
     """Tokens, hidden, query rank, heads, nope, rope, latent, value, indexer heads and width, selected keys; pages per
-    sequence, shift, page size (see `Pages`); tokens that a layer's pool holds; experts, experts per token, and whether
-    their weights are normalised."""
+    sequence, shift, page size (see `Pages`), whether rows of the cache are in int8 (see `cache_rows`); tokens that a
+    layer's pool holds; experts, experts per token, and whether their weights are normalised."""
 
     tokens: int
     hidden: int
@@ -51,6 +51,7 @@ class Sizes(NamedTuple):
     pages: int
     shift: int
     page_size: int
+    packed: int
     pool: int
     experts: int
     experts_per_token: int

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops import KEY_TILE, round_up
+from glm5.ops.cache_rows import unpack_rows
 from glm5.ops.indexer_8bit import Scores, select_keys_8bit
 from glm5.ops.native import Kernels, by_operator, register
 from glm5.ops.operators import queries_per_block, torch_form
@@ -221,11 +222,14 @@ def select_keys(
     w [B, T, J] (scaled by J^-1/2), start and end int64 [B, T] -> int64 [B, T, topk]. Queries with at most `topk` keys
     are not scored. With a `rule`, torch selects by it; otherwise `scores` rounds queries and keys to "fp8" or "int8"
     before (see `glm5.ops.indexer_8bit`). Scores exist for one block of queries at a time: memory is linear in the
-    length.
+    length. Keys of an int8 cache are rows of `glm5.ops.cache_rows`.
     """
+    packed = k.dtype == torch.int8
+    if packed and not (rule is None and scores is None and q.is_cpu and by_operator(q)):
+        k, packed = unpack_rows(k, q.shape[-1], q.dtype), False
     if rule is None and scores is not None:
         return select_keys_8bit(q, k, w, start, end, topk, pages, scores)
-    if rule is None and by_operator(q) and k.dtype == q.dtype:
+    if rule is None and by_operator(q) and (packed or k.dtype == q.dtype):
         q, k, w, start, end = (x.contiguous() for x in (q, k, w.to(wide(q.dtype)), start, end))
         view = plain_view(k.shape[1]) if pages is None else pages.kernel_view()
         return _select(q, k, *view, w, start, end, topk)
@@ -242,7 +246,7 @@ def select_keys(
 def _select(native: Kernels, q: Tensor, *args: Any) -> Tensor:
     *tensors, topk = args
     out = torch.empty(*q.shape[:2], topk, dtype=torch.long)
-    native.select(q, *tensors, out, *q.shape, topk, q.shape[3] ** -0.5)
+    native.select(q, *tensors, out, *q.shape, topk, tensors[0].dtype == torch.int8, q.shape[3] ** -0.5)
     return out
 
 

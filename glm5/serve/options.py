@@ -54,6 +54,7 @@ class EngineOptions:
         tp: processes over which every layer is divided.
         graphs: capture decoding on a CUDA device as CUDA graphs; not with `tp`.
         quantize: "int8", "int4" or "fp8" rounds weights while loading, and later ones (see `glm5.quant.in_place`).
+        cache_dtype: "int8" keeps latents and index keys in int8; None in `dtype`.
     """
 
     exact: bool = False
@@ -67,3 +68,4 @@ class EngineOptions:
     tp: int = 1
     graphs: bool = True
     quantize: str | None = None
+    cache_dtype: str | None = None

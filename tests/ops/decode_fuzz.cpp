@@ -31,6 +31,17 @@ struct Case {
         return numbers<U>(count, +[] { return U{}; });
     }
 
+    // Rows of a cache, plain or packed.
+    Array cache(i64 rows, i64 values, i64 rest, bool packed) {
+        Array plain = weights(rows * (values + rest));
+        if (!packed) return plain;
+        i64 line = packed_bytes<T>(values, rest);
+        Array found = zeros<char>(rows * line);
+        for (i64 r = 0; r < rows; r++)
+            pack_row((const T*)plain.data + r * (values + rest), values, rest, (char*)found.data + r * line);
+        return found;
+    }
+
     static Stored plain(const Array& a) { return {a.data, a.count, nullptr, nullptr, 0, 0}; }
 
     // E matrices [N, K]: plain, or integers of random bytes with `bits` 8 or 4 (if K allows).
@@ -61,7 +72,7 @@ struct Case {
         i64 E = pick(1, 9), top = pick(1, E), pages = pick(1, 4), longest = pick(2, pages * page - 8), mtp = pick(0, 1);
         i64 sequences = pick(1, 5) + M, total = sequences * pages + 1, drafts = mtp ? pick(0, 4) : 0;
         b.version = VERSION, b.bytes = sizeof(DecodeStep), b.layers = pick(1, 3);
-        b.shape = {M, D, L, N, H, R, C, V, J, d, pick(1, longest), pages, 6, page};
+        b.shape = {M, D, L, N, H, R, C, V, J, d, pick(1, longest), pages, 6, page, pick(0, 2) == 0};
         b.slots = total * page, b.experts = E, b.per_token = top, b.normalise = pick(0, 1), b.threads = pick(1, 4);
         b.eps = b.latent_eps = 1e-5, b.scale = 0.2, b.scaling = 1.5;
         std::vector<Layer> layers;
@@ -93,7 +104,7 @@ struct Case {
         }
         arrays.insert(arrays.end(), biases.begin(), biases.end());
         b.layer = layers.data(), b.array = arrays.data(), b.arrays = arrays.size();
-        b.latents = weights(b.layers * b.slots * (C + R)), b.index_keys = weights(b.layers * b.slots * d);
+        b.latents = cache(b.layers * b.slots, C, R, b.shape.packed), b.index_keys = cache(b.layers * b.slots, d, 0, b.shape.packed);
         Array table = zeros<i64>(sequences * pages), columns = zeros<i64>(4 * M);
         for (i64 i = 0; i < sequences * pages; i++) ((i64*)table.data)[i] = i + 1;
         for (i64 m = 0; m < M; m++) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,30 @@ def test_selection_equals_scoring_and_sorting(
     expected = select_topk(indexer_scores(q.double(), k.double(), w.double()), valid, topk)
     for dtype in TOLERANCE:
         assert torch.equal(select_keys(q.to(dtype), k.to(dtype), w, start, end, topk), expected)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["plain", "tiny", "huge", "ties", "parallel", "not finite"])
+def test_int8_scores_before_exact_ones_change_no_selection(kind: str, dtype: torch.dtype) -> None:
+    """A call with many queries scores their keys in int8 first, one with a single query does not."""
+    queries, heads, dim, keys, topk = 70, 3, 20, 640, 12
+    q, k, w = randn(1, queries, heads, dim, seed=31), randn(1, keys, dim, seed=32), randn(1, queries, heads, seed=33)
+    if kind in ("tiny", "huge"):
+        q, k = (x * (1e-22 if kind == "tiny" else 1e17) for x in (q, k))
+    elif kind == "ties":
+        q, k = q.round(), k.round()
+    elif kind == "parallel":  # every key is undecided
+        q, k = q[:, :, :1] + 1e-3 * q, k[:, :1] + 1e-3 * k
+    elif kind == "not finite":
+        q[0, 3, 1, 2], k[0, 5, 7], k[0, 9, 1], k[0, 600] = math.nan, math.nan, math.inf, -math.inf
+    q, k = q.to(dtype), k.to(dtype)
+    start = torch.zeros(1, queries, dtype=torch.long)
+    end = start + keys - torch.arange(queries)
+    found = select_keys(q, k, w, start, end, topk)
+    for i in range(0, queries, 3):
+        one = slice(i, i + 1)
+        alone = select_keys(q[:, one], k, w[:, one], start[:, one], end[:, one], topk)
+        assert torch.equal(found[:, one], alone)
 
 
 @dtypes

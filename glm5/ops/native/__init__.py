@@ -35,7 +35,7 @@ from glm5.ops.native.prebuilt import SOURCE
 from glm5.ops.operators import LIBRARY, define
 
 FLAGS = [*prebuilt.FLAGS, "-march=native"]
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 300
 
 
 class _Address(ctypes.c_void_p):
@@ -48,10 +48,10 @@ class _Address(ctypes.c_void_p):
 
 _P, _I, _F = _Address, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "select": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, *[_I] * 5, _F),
+    "select": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, *[_I] * 6, _F),
     "selected": (_P, _P, _P, _P, _P, *[_I] * 6, _F),
     "selected_backward": (_P, _P, _P, _P, _P, _P, _P, _P, *[_I] * 6, _F),
-    "attend": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, *[_I] * 6, _F),
+    "attend": (_P, _P, _P, _P, _I, _I, _I, _P, _P, _P, *[_I] * 7, _F),
     "attend_backward": (_P, _P, _P, _P, _P, _P, *[_I] * 7, _F),
     "range_softmax": (_P, _P, _P, _P, *[_I] * 7, _F),
     "range_softmax_backward": (_P, _P, _P, _P, _P, *[_I] * 7, _F),
@@ -93,9 +93,14 @@ class Kernels:
 def kernels(x: Tensor) -> Kernels | None:
     """Compiled kernels to call directly on `x`; None for another dtype or device, and for tensors without memory (fake
     tensors, `torch.compile`)."""
+    return kernels_of(x, x.dtype)
+
+
+def kernels_of(x: Tensor, dtype: torch.dtype) -> Kernels | None:
+    """`kernels` for numbers of `dtype` where `x` is, which may have another dtype (a packed cache)."""
     if not x.is_cpu or type(x) not in _PLAIN or torch.compiler.is_compiling():
         return None
-    return _by_dtype().get(x.dtype)
+    return _by_dtype().get(dtype)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -40,9 +40,9 @@ struct Places {
 };
 
 // Sizes of MLA with DSA: tokens, hidden, query rank, heads, nope, rope, latent, value, indexer heads and width, selected
-// slots; then the page table's.
+// slots; then the page table's, and whether the cache is in int8 (see `pack_row`: latents with their rotary part as it is).
 struct Shape {
-    i64 M, D, L, N, H, R, C, V, J, d, K, per_row, shift, size;
+    i64 M, D, L, N, H, R, C, V, J, d, K, per_row, shift, size, packed;
 };
 
 #ifdef PAIRED_BF16
@@ -111,7 +111,7 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
     i64 parts = (S + TILE * together - 1) / (TILE * together), width = parts * together * TILE, line = 2 * width + 32;
     std::vector<Block> blocks = blocks_of(keys, M, 8);
     auto scores = floats(M * width);
-    bool pairs = paired(q, d);
+    bool pairs = paired(q, d) && !keys.packed;
     team.each(blocks.size() * parts, J * d * TILE * together, [&](i64 item) {
         Block block = blocks[item / parts];
         i64 first = item % parts * together * TILE, last = 0;
@@ -119,13 +119,12 @@ static void select_few(const Team& team, const T* q, const Lines<T>& keys, const
             if (end[m] - start[m] > K) last = std::max(last, end[m]);
         last = std::min(last, first + together * TILE);
         if (first >= last) return;
-        auto tile = floats((d + 16) * TILE), wide = floats(J * d);
+        auto tile = floats((d + 16) * TILE), wide = floats(J * d), spare = floats(keys.packed ? up16(d) * TILE : 0);
         for (i64 s = first; s < last; s += TILE) {
-            const T* from = keys.at(block.sequence, s);
             if (pairs)
-                pair_tile(from, std::min<i64>(TILE, last - s), d, tile.get());
+                pair_tile(keys.at(block.sequence, s), std::min<i64>(TILE, last - s), d, tile.get());
             else
-                transpose_tile(from, std::min<i64>(TILE, last - s), d, tile.get());
+                key_tile(keys, block.sequence, s, std::min<i64>(TILE, last - s), spare.get(), tile.get());
             for (i64 m = block.first; m < block.last; m++) {
                 if (end[m] - start[m] <= K || end[m] <= s || start[m] >= s + TILE) continue;
                 float* to = &scores[m * width + s];
@@ -241,7 +240,7 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
     i64 M = s.M, D = s.D, L = s.L, N = s.N, H = s.H, R = s.R, C = s.C, V = s.V, J = s.J, d = s.d, W = C + R;
     auto low = memory<T>(M * L), latent_q = memory<T>(M * L), kv = memory<T>(M * W), key = memory<T>(M * d),
          normed = memory<T>(M * d), q = memory<T>(M * N * (H + R)), plain = memory<T>(M * J * d),
-         turned = memory<T>(M * J * d), values = memory<T>(M * N * V);
+         turned = memory<T>(M * J * d), values = memory<T>(M * N * V), ready = memory<T>(s.packed ? M * W : 0);
     auto w = floats(M * J);
     i64 JN = a.wk ? J : 0, dN = a.wk ? d : 0;
     const float share = 1.0f / std::sqrt(float(J)) / std::sqrt(float(d));
@@ -256,12 +255,15 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
     team.each(M, 4 * (L + W + dN), [&](i64 m) {
         const float *cos = p.cos + m * (R / 2), *sin = p.sin + m * (R / 2);
         norm_row(&low[m * L], a.q_norm, &latent_q[m * L], L, eps);
-        T* to = a.latents + p.slots[m] * W;
+        T* to = s.packed ? &ready[m * W] : a.latents + p.slots[m] * W;
         norm_row(&kv[m * W], a.kv_norm, to, C, eps);
         turn_row(&kv[m * W + C], to + C, cos, sin, R, R);
+        if (s.packed) pack_row(to, C, R, (char*)a.latents + p.slots[m] * packed_bytes<T>(C, R));
         if (!a.wk) return;
         layer_norm(&key[m * d], a.k_weight, a.k_bias, &normed[m * d], d, 1e-6f);
-        turn_row(&normed[m * d], a.index_keys + p.slots[m] * d, cos, sin, d, R);
+        to = s.packed ? &key[m * d] : a.index_keys + p.slots[m] * d;
+        turn_row(&normed[m * d], to, cos, sin, d, R);
+        if (s.packed) pack_row(to, d, 0, (char*)a.index_keys + p.slots[m] * packed_bytes<T>(d, 0));
     });
     Input<T> again(latent_q.get(), M, L);
     products<T>(team, again, L, {{a.q_b, N * (H + R)}, {a.wq, JN * d}}, [&](int which, i64 m, i64 n, v16 y, i64 count) {
@@ -272,7 +274,7 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
             for (i64 j = 0; j < J; j++)
                 turn_row(&plain[(m * J + j) * d], &turned[(m * J + j) * d], p.cos + m * (R / 2), p.sin + m * (R / 2), d, R);
         });
-        Lines<T> keys{a.index_keys, p.rows, p.table, s.per_row, s.shift, s.size, 1, d};
+        Lines<T> keys{a.index_keys, p.rows, p.table, s.per_row, s.shift, s.size, 1, d, s.packed ? d : 0};
         select_few(team, turned.get(), keys, w.get(), p.start, p.end, indices, M, J, d, s.K);
     }
     i64 Wp = up16(W), Np = (N + 3) / 4 * 4, parts = (s.K + PART - 1) / PART, line = up16(C) + 16;
@@ -283,7 +285,7 @@ static void few_attend(const Team& team, const T* x, const Attention<T>& a, cons
         absorb(&q[item * (H + R)], a.kv_b + n * (H + V) * C, p.cos + m * (R / 2), p.sin + m * (R / 2), H, R, C,
                &queries[(m * Np + n) * Wp]);
     });
-    Lines<T> lines{a.latents, p.rows, p.table, s.per_row, s.shift, s.size, 1, W};
+    Lines<T> lines{a.latents, p.rows, p.table, s.per_row, s.shift, s.size, 1, W, s.packed ? C : 0};
     attend_parts(team, queries.get(), lines, indices, found.get(), M, N, C, s.K, scale);
     team.each(N, M * C * (V + parts), [&](i64 n) {
         typedef typename Operand<T>::E E;

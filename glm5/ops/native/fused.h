@@ -38,7 +38,7 @@ struct FusedBlocks {
 // Reasons to refuse a call: their texts are in glm5/ops/fused_blocks.py.
 enum Refusal { OK, LAYOUT, SIZES, COUNTS, MISSING, RANGES, MEMORY };
 
-const i64 VERSION = 3;
+const i64 VERSION = 4;
 
 struct LayerWeights {
     Stored w[20];
@@ -106,7 +106,7 @@ static inline bool sane(const FusedBlocks& c) {
         if (n < 1 || n > most) return false;
     for (i64 n : {s.per_row, s.size, c.slots})
         if (n < 1 || n > (i64(1) << 40)) return false;
-    if (c.threads < 1) return false;
+    if (c.threads < 1 || s.packed < 0 || s.packed > 1) return false;
     for (i64 i = 0; i < c.layers; i++) {
         const Layer& layer = c.layer[i];
         if (layer.inner < 1 || layer.inner > most || layer.shared < 0 || layer.shared > most) return false;
@@ -136,7 +136,9 @@ template <class T>
 static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
     if (!c.layer || !c.array || !sane(c)) return SIZES;
     const Shape& s = c.shape;
-    i64 M = s.M, latents = c.slots * (s.C + s.R), keys = c.slots * s.d;
+    // A layer's part of the pools, in elements; packed: in bytes.
+    i64 M = s.M, latents = c.slots * (s.packed ? packed_bytes<T>(s.C, s.R) : s.C + s.R);
+    i64 keys = c.slots * (s.packed ? packed_bytes<T>(s.d, 0) : s.d), unit = s.packed ? 1 : sizeof(T);
     if (!holds(c.x, M * s.D) || !holds(c.out, M * s.D) || !holds(c.cos, M * (s.R / 2)) || !holds(c.sin, M * (s.R / 2)))
         return COUNTS;
     for (const Array* array : {&c.places, &c.rows, &c.start, &c.end})
@@ -148,8 +150,8 @@ static Refusal check(const FusedBlocks& c, std::vector<LayerWeights>& blocks) {
         read_layer(from, c, layer, blocks[i]);
         if (layer.slot < 0 || (layer.slot + 1) * latents > c.latents.count || (layer.slot + 1) * keys > c.index_keys.count)
             return COUNTS;
-        blocks[i].pools[0] = (T*)c.latents.data + layer.slot * latents;
-        blocks[i].pools[1] = (T*)c.index_keys.data + layer.slot * keys;
+        blocks[i].pools[0] = (char*)c.latents.data + layer.slot * latents * unit;
+        blocks[i].pools[1] = (char*)c.index_keys.data + layer.slot * keys * unit;
     }
     for (i64 i = 0; i < c.layers; i++) blocks[i].w[15] = c.layer[i].has_experts ? from.take(c.experts) : Stored{};
     if (!from.good || from.next != from.end) return COUNTS;

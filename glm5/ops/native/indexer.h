@@ -2,9 +2,44 @@
 #pragma once
 
 #include "attention.h"
+#include "rough.h"
 
-const int TILE = 64;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// 8 x 8 transposition in registers: lanes of neighbouring rows, then pairs of them, then halves.
+static ALWAYS_INLINE void transpose8(__m256* x) {
+    __m256 y[8], z[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        z[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44), z[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+        z[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44), z[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        x[i] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x20), x[i + 4] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x31);
+}
 
+// `count` keys -> tile [d][64], missing keys as zeros; key(r) is the address of the r-th.
+template <class F>
+static inline void transpose_tile(const F& key, i64 count, i64 d, float* tile) {
+    for (i64 s = 0; s < TILE; s += 8)
+        for (i64 i = 0; i < d; i += 8) {
+            __m256 x[8];
+            i64 width = std::min<i64>(8, d - i);
+#pragma GCC unroll 8
+            for (int r = 0; r < 8; r++) {
+                float few[8] = {};
+                if (width < 8 && s + r < count)
+                    for (i64 c = 0; c < width; c++) few[c] = load(key(s + r) + i + c);
+                x[r] = s + r >= count ? __m256{} : width < 8 ? _mm256_loadu_ps(few) : (__m256)half(key(s + r) + i);
+            }
+            transpose8(x);
+            for (i64 c = 0; c < width; c++) _mm256_storeu_ps(tile + (i + c) * TILE + s, x[c]);
+        }
+}
+#else
 // 16 x 16 transposition in registers: four rounds of exchanging halves, quarters, pairs, single lanes.
 static inline void transpose16(v16* x) {
     const i16v l8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
@@ -21,18 +56,20 @@ static inline void transpose16(v16* x) {
 #undef EXCHANGE
 }
 
-// `count` keys [count, d] -> tile [d][64], missing keys as zeros.
-template <class T>
-static inline void transpose_tile(const T* keys, i64 count, i64 d, float* tile) {
+// `count` keys -> tile [d][64], missing keys as zeros; key(r) is the address of the r-th.
+template <class F>
+static inline void transpose_tile(const F& key, i64 count, i64 d, float* tile) {
     for (i64 s = 0; s < TILE; s += 16)
         for (i64 i = 0; i < d; i += 16) {
             v16 x[16];
             i64 width = std::min<i64>(16, d - i);
-            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? load16(keys + (s + r) * d + i, width) : v16{};
+            for (i64 r = 0; r < 16; r++) x[r] = s + r < count ? load16(key(s + r) + i, width) : v16{};
             transpose16(x);
             for (i64 c = 0; c < width; c++) at(tile + (i + c) * TILE + s) = x[c];
         }
 }
+
+#endif
 
 // Scores of one query against one transposed tile of 64 keys [d][64]: sum_j w[j] * relu(q[j] . key).
 #ifdef __AVX512F__
@@ -67,99 +104,33 @@ static inline void tile_scores(const float* q, const float* w, const float* tile
     for (int c = 0; c < 4; c++) at(out + 16 * c) = total[c];
 }
 #else
-// `HEADS` heads against 32 keys.
-template <int HEADS>
-static inline void half_scores(const float* q, const float* w, const float* tile, i64 d, v8* total) {
-    v8 acc[HEADS][4] = {};
-    for (i64 i = 0; i < d; i++) {
-        const float* t = tile + i * TILE;
-        v8 t0 = half(t), t1 = half(t + 8), t2 = half(t + 16), t3 = half(t + 24);
-#pragma GCC unroll 2
-        for (int h = 0; h < HEADS; h++) {
-            v8 x = v8{} + q[h * d + i];
-            acc[h][0] += x * t0;
-            acc[h][1] += x * t1;
-            acc[h][2] += x * t2;
-            acc[h][3] += x * t3;
-        }
-    }
-#pragma GCC unroll 2
-    for (int h = 0; h < HEADS; h++)
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) total[c] += w[h] * (acc[h][c] < 0.0f ? v8{} : acc[h][c]);
-}
-
+// One head at a time against all keys: of what fits into 16 registers, this waits least for memory.
 static inline void tile_scores(const float* q, const float* w, const float* tile, i64 J, i64 d, float* out) {
-    for (i64 s = 0; s < TILE; s += 32) {
-        v8 total[4] = {};
-        i64 j = 0;
-        for (; j + 2 <= J; j += 2) half_scores<2>(q + j * d, w + j, tile + s, d, total);
-        if (j < J) half_scores<1>(q + j * d, w + j, tile + s, d, total);
-        for (int c = 0; c < 4; c++) half(out + s + 8 * c) = total[c];
+    v8 total[8] = {};
+    for (i64 j = 0; j < J; j++) {
+        v8 acc[8] = {};
+        for (i64 i = 0; i < d; i++) {
+            v8 x = v8{} + q[j * d + i];
+#pragma GCC unroll 8
+            for (int c = 0; c < 8; c++) acc[c] += x * half(tile + i * TILE + 8 * c);
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; c++) total[c] += w[j] * (acc[c] < 0.0f ? v8{} : acc[c]);
     }
+    for (int c = 0; c < 8; c++) half(out + 8 * c) = total[c];
 }
 #endif
 
-// The k-th largest of n > k integers, bit by bit from the highest. Each bit halves those that may be it, so all passes
-// together read about twice n. Writes behind the first n of `order`, which has room for twice n and 32 more.
-static int32_t kth_largest(int32_t* order, i64 n, i64 k) {
-    int32_t threshold = INT32_MIN;
-    int32_t *rest = order + up16(n), *from = order;  // `rest` has those between threshold and threshold + 2^(bit + 1)
-    for (int bit = 31; bit >= 0; bit--) {
-        int32_t candidate = int32_t(uint32_t(threshold) + (1u << bit));
-        i64 total = 0, i = 0;
-#ifdef __AVX512F__
-        const __m512i c = _mm512_set1_epi32(candidate);
-        for (; i + 16 <= n; i += 16)
-            total += __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(from + i), c));
-#endif
-        for (; i < n; i++) total += from[i] >= candidate;
-        bool raise = total >= k;
-        if (raise)
-            threshold = candidate;
-        else
-            k -= total;
-        i64 kept = 0;
-        i = 0;
-#ifdef __AVX512F__
-        for (; i + 16 <= n; i += 16) {
-            __m512i x = _mm512_loadu_si512(from + i);
-            __mmask16 keep = _mm512_cmpge_epi32_mask(x, c) ^ (raise ? 0 : 0xffff);
-            _mm512_storeu_si512(rest + kept, _mm512_maskz_compress_epi32(keep, x));
-            kept += __builtin_popcount(keep);
-        }
-#endif
-        for (; i < n; i++) {
-            int32_t x = from[i];
-            rest[kept] = x;
-            kept += (x >= candidate) == raise;
-        }
-        from = rest, n = kept;
-    }
-    return threshold;
-}
-
-// Positions of the k largest of n > k scores, ascending; ties go to the lower position; NaN is a tie with -infinity.
-// `order` has room for twice n and 32 more.
-static void topk_row(const float* scores, i64 n, i64 k, i64 first, i64* out, int32_t* order) {
-    for (i64 i = 0; i < n; i++) {
-        float x = scores[i];
-        int32_t u;
-        x = x + 0.0f;  // -0 becomes +0
-        memcpy(&u, &x, 4);
-        u = u ^ ((u >> 31) & 0x7fffffff);
-        order[i] = x == x ? u : int32_t(0x807fffff);  // that of -infinity
-    }
-    int32_t threshold = kth_largest(order, n, k);
-    i64 above = 0;
-    for (i64 i = 0; i < n; i++) above += order[i] > threshold;
-    i64 ties = k - above, filled = 0;
-    for (i64 i = 0; i < n && filled < k; i++) {
-        bool tie = order[i] == threshold;
-        bool take = order[i] > threshold || (tie && ties > 0);
-        out[filled] = first + i;
-        filled += take;
-        ties -= tie && take;
+// `count` keys of a sequence from `s` on, in one page, as a transposed tile. `spare` [64, d rounded up to 16].
+template <class T>
+static inline void key_tile(const Lines<T>& keys, i64 sequence, i64 s, i64 count, float* spare, float* tile) {
+    i64 d = keys.width, dp = up16(d);
+    if (keys.packed) {
+        for (i64 r = 0; r < count; r++) keys.read(sequence, s + r, spare + r * dp, dp);
+        transpose_tile([&](i64 r) { return spare + r * dp; }, count, d, tile);
+    } else {
+        const T* from = keys.at(sequence, s);
+        transpose_tile([&](i64 r) { return from + r * d; }, count, d, tile);
     }
 }
 
@@ -181,66 +152,213 @@ static std::vector<Block> blocks_of(const Lines<T>& keys, i64 queries, i64 most)
     return blocks;
 }
 
+// The scores of a sequence's keys for a block of its queries, and the best of each.
+template <class T>
+class Selection {
+    const T* q_;
+    const Lines<T>& keys_;
+    const float* w_;
+    const i64 *start_, *end_;
+    i64 J_, d_, K_;
+    float scale_;
+    Memory<float> tile_, spare_, qf_, wf_;
+#ifdef ROUGH
+    std::vector<Undecided> undecided_;
+    std::vector<RoughQuery> rounded_;
+#endif
+
+  public:
+    Selection(const T* q, const Lines<T>& keys, const float* w, const i64* start, const i64* end, i64 J, i64 d, i64 K,
+              float scale, i64 lines)
+        : q_(q), keys_(keys), w_(w), start_(start), end_(end), J_(J), d_(d), K_(K), scale_(scale), tile_(floats(d * TILE)),
+          spare_(floats(up16(d) * TILE)), qf_(floats(lines * J * d)), wf_(floats(lines * J)) {}
+
+    // The queries of a block, which the calls after this are about.
+    void read(const Block& block) {
+        for (i64 i = 0; i < (block.last - block.first) * J_ * d_; i++) qf_[i] = load(q_ + block.first * J_ * d_ + i);
+        for (i64 i = 0; i < (block.last - block.first) * J_; i++) wf_[i] = w_[block.first * J_ + i] * scale_;
+    }
+
+    // Which of LANES keys from `s` on query r may see.
+    unsigned seen(i64 r, i64 s) const {
+        unsigned seen = end_[r] > s ? lanes(end_[r] - s) : 0;
+        if (start_[r] > s) seen &= start_[r] - s < LANES ? EVERY << (start_[r] - s) : 0;
+        return seen;
+    }
+
+    // Exact scores of part `part` of `parts` of the keys for queries `own`: those of own[i] go to best(i).
+    template <class F>
+    void exact(const Block& block, const std::vector<i64>& own, i64 part, i64 parts, const F& best) {
+        i64 low = INT64_MAX, high = 0;
+        for (i64 r : own) low = std::min(low, start_[r]), high = std::max(high, end_[r]);
+        if (low >= high) return;
+        i64 first = low / TILE, tiles = (high + TILE - 1) / TILE - first;
+        for (i64 tl = first + tiles * part / parts; tl < first + tiles * (part + 1) / parts; tl++) {
+            i64 s0 = tl * TILE;
+            key_tile(keys_, block.sequence, s0, std::min<i64>(TILE, high - s0), spare_.get(), tile_.get());
+            for (size_t i = 0; i < own.size(); i++) {
+                i64 r = own[i], line = r - block.first;
+                if (end_[r] <= s0 || start_[r] >= s0 + TILE) continue;
+                float scores[TILE];
+                tile_scores(&qf_[line * J_ * d_], &wf_[line * J_], tile_.get(), J_, d_, scores);
+                for (i64 s = 0; s < TILE; s += LANES) best(i).add(some(scores + s), seen(r, s0 + s), s0 + s);
+            }
+        }
+    }
+
+#ifdef ROUGH
+    // The keys of queries `own` by rough scores of all keys and exact ones of those that are left, into `out` [queries, K].
+    // A query of which too many are left is moved to `hard`.
+    void rough(const Block& block, const RoughKeys& keys, const std::vector<i64>& own, std::vector<i64>& hard, i64* out) {
+        i64 low = keys.last, high = keys.first;
+        while (rounded_.size() < own.size()) rounded_.emplace_back(), undecided_.emplace_back(K_);
+        std::vector<char> going(own.size());
+        for (size_t i = 0; i < own.size(); i++) {
+            i64 line = own[i] - block.first;
+            undecided_[i].clear();
+            going[i] = rounded_[i].set(&qf_[line * J_ * d_], &wf_[line * J_], J_, d_);
+            low = std::min(low, start_[own[i]] / TILE), high = std::max(high, (end_[own[i]] + TILE - 1) / TILE);
+        }
+        for (i64 tl = low; tl < high; tl++)
+            for (size_t i = 0; i < own.size(); i++) {
+                i64 r = own[i], s0 = tl * TILE;
+                if (!going[i] || end_[r] <= s0 || start_[r] >= s0 + TILE) continue;
+                float sums[TILE];
+                rounded_[i].scores(keys.values(tl), J_, d_, sums);
+                for (i64 s = 0; s < TILE && going[i]; s += LANES) {
+                    Floats least, most;
+                    rounded_[i].bounds(sums + s, keys.numbers(tl) + s, least, most);
+                    going[i] = undecided_[i].add(least, most, seen(r, s0 + s), s0 + s);
+                }
+            }
+        std::vector<int32_t> sure, open;
+        for (size_t i = 0; i < own.size(); i++) {
+            if (!going[i]) {
+                hard.push_back(own[i]);
+                continue;
+            }
+            undecided_[i].take(sure, open);
+            settle(block, own[i], sure, open, out + own[i] * K_);
+        }
+    }
+
+  private:
+    // The keys of query r: those that are `sure`, and the best of those that are `open` by exact scores.
+    void settle(const Block& block, i64 r, const std::vector<int32_t>& sure, const std::vector<int32_t>& open, i64* out) {
+        i64 line = r - block.first, wanted = K_ - i64(sure.size()), n = open.size();
+        std::vector<i64> chosen;
+        if (n > wanted && wanted > 0) {
+            Best found(wanted, n);
+            std::vector<i64> places(wanted);
+            for (i64 s0 = 0; s0 < n; s0 += TILE) {
+                i64 count = std::min<i64>(TILE, n - s0);
+                for (i64 s = 0; s < count; s++) keys_.read(block.sequence, open[s0 + s], &spare_[s * up16(d_)], up16(d_));
+                transpose_tile([&](i64 s) { return &spare_[s * up16(d_)]; }, count, d_, tile_.get());
+                float scores[TILE];
+                tile_scores(&qf_[line * J_ * d_], &wf_[line * J_], tile_.get(), J_, d_, scores);
+                for (i64 s = 0; s < count; s += LANES) found.add(some(scores + s), lanes(count - s), s0 + s);
+            }
+            found.take(places.data());
+            for (i64 place : places) chosen.push_back(open[place]);
+        } else if (wanted > 0) {
+            chosen.assign(open.begin(), open.end());
+        }
+        std::merge(sure.begin(), sure.end(), chosen.begin(), chosen.end(), out);
+    }
+#endif
+};
+
+#ifdef ROUGH
+// Whether rough scores of a query's keys first take less time.
+static inline bool rough_pays(i64 keys, i64 K) { return K > 0 && keys >= 8 * K; }
+
+// The keys of sequences that enough queries can use rough scores of, not filled in.
+static std::vector<RoughKeys> rough_keys(const std::vector<Block>& blocks, const i64* start, const i64* end, i64 J, i64 d, i64 K) {
+    std::vector<RoughKeys> found;
+    if (d > ROUGH_DIM || J > ROUGH_HEADS) return found;
+    for (size_t b = 0, next; b < blocks.size(); b = next) {
+        i64 low = INT64_MAX, high = 0, queries = 0;
+        for (next = b; next < blocks.size() && blocks[next].sequence == blocks[b].sequence; next++)
+            for (i64 r = blocks[next].first; r < blocks[next].last; r++)
+                if (rough_pays(end[r] - start[r], K)) low = std::min(low, start[r]), high = std::max(high, end[r]), queries++;
+        if (queries >= 16) found.emplace_back(blocks[b].sequence, low, high, d);
+    }
+    return found;
+}
+#endif
+
 template <class T>
 static void select(const T* q, const Lines<T>& keys, const float* w, const i64* start, const i64* end, i64* out,
                    i64 queries, i64 J, i64 d, i64 K, float scale) {
-    const i64 QB = 32;
     i64 S = 1, lines = 1;
     for (i64 i = 0; i < queries; i++) S = std::max(S, end[i]);
-    i64 tiles = (S + TILE - 1) / TILE, width = tiles * TILE;
-    std::vector<Block> blocks = blocks_of(keys, queries, QB);
-    i64 tasks = blocks.size();
+    // Queries that share a tile must fit into the cache beside it.
+    i64 most = std::min<i64>(std::max<i64>(queries / 8, 8), J * d > 2048 ? 16 : 32);
+    std::vector<Block> blocks = blocks_of(keys, queries, most);
     for (const Block& block : blocks) lines = std::max(lines, block.last - block.first);
-    i64 group = std::max<i64>(1, std::min<i64>(tasks, (i64(1) << 22) / (lines * width)));
     // Few queries against many keys (decode): the key tiles are what threads share.
-    i64 parts = tasks < 8 ? std::min<i64>(tiles, 8) : 1;
-    auto scores = floats(group * lines * width);
-    for (i64 g = 0; g < tasks; g += group) {
-        i64 here = std::min(group, tasks - g);
+    i64 tasks = blocks.size(), parts = tasks < 8 ? std::min<i64>((S + TILE - 1) / TILE, 8) : 1;
+    std::vector<Best> shared;
+    for (i64 i = 0; parts > 1 && i < tasks * lines * parts; i++) shared.emplace_back(K, S);
+#ifdef ROUGH
+    std::vector<RoughKeys> rough;
+    if (parts == 1) rough = rough_keys(blocks, start, end, J, d, K);
+#endif
 #pragma omp parallel if (queries * S * J * d > SHARED)
-        {
-            auto tile = floats(d * TILE), qf = floats(lines * J * d), wf = floats(lines * J);
-            std::unique_ptr<int32_t[]> order(new int32_t[2 * width + 32]);
+    {
+#ifdef ROUGH
+        for (RoughKeys& own : rough) {
+#pragma omp for schedule(static)
+            for (i64 tile = own.first; tile < own.last; tile++)
+                own.set(tile, keys, std::min<i64>(TILE, own.end - tile * TILE));
+        }
+#endif
+        Selection<T> selection(q, keys, w, start, end, J, d, K, scale, lines);
+        std::vector<i64> own, many;
+        std::vector<Best> best;
 #pragma omp for schedule(dynamic, 1)
-            for (i64 item = 0; item < here * parts; item++) {
-                i64 task = g + item / parts, part = item % parts;
-                Block block = blocks[task];
-                i64 low = width, high = 0;
-                for (i64 r = block.first; r < block.last; r++) {
-                    i64 line = r - block.first;
-                    if (end[r] - start[r] <= K) continue;
-                    low = std::min(low, start[r]);
-                    high = std::max(high, end[r]);
-                    for (i64 i = 0; i < J * d; i++) qf[line * J * d + i] = load(q + r * J * d + i);
-                    for (i64 j = 0; j < J; j++) wf[line * J + j] = w[r * J + j] * scale;
-                }
-                if (low >= high) continue;
-                i64 first = low / TILE, last = (high + TILE - 1) / TILE;
-                i64 from = first + (last - first) * part / parts, to = first + (last - first) * (part + 1) / parts;
-                for (i64 tl = from; tl < to; tl++) {
-                    i64 s0 = tl * TILE, count = std::min<i64>(TILE, high - s0);
-                    transpose_tile(keys.at(block.sequence, s0), count, d, tile.get());
-                    for (i64 r = block.first; r < block.last; r++) {
-                        i64 line = r - block.first;
-                        if (end[r] - start[r] <= K || end[r] <= s0 || start[r] >= s0 + TILE) continue;
-                        tile_scores(&qf[line * J * d], &wf[line * J], tile.get(), J, d,
-                                    &scores[((task - g) * lines + line) * width + s0]);
-                    }
-                }
-            }
-#pragma omp for schedule(dynamic, 16)
-            for (i64 item = 0; item < here * lines; item++) {
-                Block block = blocks[g + item / lines];
-                i64 r = block.first + item % lines;
-                if (r >= block.last) continue;
+        for (i64 item = 0; item < tasks * parts; item++) {
+            i64 task = item / parts, part = item % parts;
+            Block block = blocks[task];
+            own.clear(), many.clear();
+#ifdef ROUGH
+            const RoughKeys* first = nullptr;
+            for (const RoughKeys& one : rough)
+                if (one.sequence == block.sequence) first = &one;
+            auto pays = [&](i64 n) { return first && rough_pays(n, K); };
+#else
+            auto pays = [](i64) { return false; };
+#endif
+            for (i64 r = block.first; r < block.last; r++) {
                 i64 n = end[r] - start[r];
-                i64* to = out + r * K;
-                if (n <= K)
-                    for (i64 i = 0; i < n; i++) to[i] = start[r] + i;
-                else
-                    topk_row(&scores[item * width + start[r]], n, K, start[r], to, order.get());
-                for (i64 i = std::min(n, K); i < K; i++) to[i] = -1;
+                if (n > K)
+                    (pays(n) ? many : own).push_back(r);
+                else if (part == 0)
+                    for (i64 i = 0; i < K; i++) out[r * K + i] = i < n ? start[r] + i : -1;
             }
+            if (own.empty() && many.empty()) continue;
+            selection.read(block);
+#ifdef ROUGH
+            if (!many.empty()) selection.rough(block, *first, many, own, out);
+#endif
+            if (parts > 1) {
+                selection.exact(block, own, part, parts, [&](size_t i) -> Best& {
+                    return shared[(task * lines + own[i] - block.first) * parts + part];
+                });
+                continue;
+            }
+            while (best.size() < own.size()) best.emplace_back(K, S);
+            for (Best& one : best) one.clear();
+            selection.exact(block, own, 0, 1, [&](size_t i) -> Best& { return best[i]; });
+            for (size_t i = 0; i < own.size(); i++) best[i].take(out + own[i] * K);
+        }
+#pragma omp for schedule(static)
+        for (i64 item = 0; item < (parts > 1 ? tasks * lines : 0); item++) {
+            Block block = blocks[item / lines];
+            i64 r = block.first + item % lines;
+            if (r >= block.last || end[r] - start[r] <= K) continue;
+            for (i64 part = 1; part < parts; part++) shared[item * parts + part].give(shared[item * parts]);
+            shared[item * parts].take(out + r * K);
         }
     }
 }

@@ -16,8 +16,8 @@
 
 BOTH(select,
      (const void* q, const void* keys, const i64* rows, const i64* table, i64 per_row, i64 shift, i64 size,
-      const float* w, const i64* start, const i64* end, i64* out, i64 B, i64 Q, i64 J, i64 d, i64 K, float scale),
-     (select(CP(q), Lines<T>{CP(keys), rows, table, per_row, shift, size, Q, d}, w, start, end, out, B * Q, J, d, K,
+      const float* w, const i64* start, const i64* end, i64* out, i64 B, i64 Q, i64 J, i64 d, i64 K, i64 packed, float scale),
+     (select(CP(q), Lines<T>{CP(keys), rows, table, per_row, shift, size, Q, d, packed ? d : 0}, w, start, end, out, B * Q, J, d, K,
              scale)))
 BOTH(selected,
      (const void* q, const void* keys, const float* w, const i64* indices, float* out, i64 B, i64 Q, i64 S, i64 J,
@@ -29,8 +29,8 @@ BOTH(selected_backward,
      selected_backward(CP(q), CP(keys), w, indices, grad, P(grad_q), grad_keys, grad_w, B, Q, S, J, d, K, scale))
 BOTH(attend,
      (const void* q, const void* latents, const i64* rows, const i64* table, i64 per_row, i64 shift, i64 size,
-      const i64* indices, void* out, float* target, i64 B, i64 Q, i64 N, i64 W, i64 C, i64 K, float scale),
-     (attend(CP(q), Lines<T>{CP(latents), rows, table, per_row, shift, size, Q, W}, indices, P(out), target, B, Q, N, W,
+      const i64* indices, void* out, float* target, i64 B, i64 Q, i64 N, i64 W, i64 C, i64 K, i64 packed, float scale),
+     (attend(CP(q), Lines<T>{CP(latents), rows, table, per_row, shift, size, Q, W, packed ? C : 0}, indices, P(out), target, B, Q, N, W,
              C, K, scale)))
 BOTH(attend_backward,
      (const void* q, const void* latents, const i64* indices, const void* grad, void* grad_q, float* grad_latents,

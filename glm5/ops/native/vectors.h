@@ -28,6 +28,16 @@ typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i16v __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16v __attribute__((vector_size(64), aligned(4), may_alias));
 
+// What one register holds. Comparisons of more lanes than that go through memory.
+#ifdef __AVX512F__
+typedef v16 Floats;
+typedef i16v Ints;
+#else
+typedef v8 Floats;
+typedef int32_t Ints __attribute__((vector_size(32), aligned(4), may_alias));
+#endif
+const i64 LANES = sizeof(Ints) / 4;
+
 struct bf16 {
     uint16_t bits;
 };
@@ -51,13 +61,40 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
 static inline v16 splat(float x) { return v16{} + x; }
 static inline v16 load16(const float* p) { return *(const v16*)p; }
-static inline v16 load16(const bf16* p) { return (v16)(__builtin_convertvector(*(const h16*)p, u16v) << 16); }
 static inline void store16(float* p, v16 x) { *(v16*)p = x; }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Written out: the compiler makes many more instructions of a conversion of sixteen numbers in two registers.
+static ALWAYS_INLINE v8 half(const bf16* p) {
+    return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+static ALWAYS_INLINE v16 load16(const bf16* p) {
+    v8 both[2] = {half(p), half(p + 8)};
+    return *(const v16*)both;
+}
+static ALWAYS_INLINE void store16(bf16* p, v16 x) {
+    typedef uint32_t u8v __attribute__((vector_size(32)));
+    v8 both[2];
+    memcpy(both, &x, 64);
+    __m256i found[2];
+    for (int i = 0; i < 2; i++) {
+        u8v u = (u8v)both[i], near = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
+        found[i] = (__m256i)(both[i] == both[i] ? near : nan);
+    }
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(found[0], found[1]), 0xd8));
+}
+#else
+static inline v16 load16(const bf16* p) { return (v16)(__builtin_convertvector(*(const h16*)p, u16v) << 16); }
 static inline void store16(bf16* p, v16 x) {
     u16v u = (u16v)x;
     u16v near = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
     *(h16*)p = __builtin_convertvector(x == x ? near : nan, h16);
 }
+static inline v8 half(const bf16* p) {
+    typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
+    typedef uint32_t u8v __attribute__((vector_size(32)));
+    return (v8)(__builtin_convertvector(*(const h8*)p, u8v) << 16);
+}
+#endif
 // The first n of 16 elements; the others read as `fill` and are not written.
 template <class T>
 static inline v16 load16(const T* p, i64 n, float fill = 0.0f) {
@@ -88,11 +125,6 @@ static inline v16& at(float* p) { return *(v16*)p; }
 static inline const v16& at(const float* p) { return *(const v16*)p; }
 static inline v8& half(float* p) { return *(v8*)p; }
 static inline const v8& half(const float* p) { return *(const v8*)p; }
-static inline v8 half(const bf16* p) {
-    typedef uint16_t h8 __attribute__((vector_size(16), aligned(2), may_alias));
-    typedef uint32_t u8v __attribute__((vector_size(32)));
-    return (v8)(__builtin_convertvector(*(const h8*)p, u8v) << 16);
-}
 static inline i64 up16(i64 n) { return (n + 15) / 16 * 16; }
 
 // Working memory that is written before it is read: zeroing it would take as long as a small product. It begins at a line
@@ -110,25 +142,33 @@ static inline Memory<T> memory(i64 n) {
 }
 static inline Memory<float> floats(i64 n) { return memory<float>(n); }
 
-// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88.
-static inline v16 exp16(v16 x) {
-    v16 low = splat(-87.0f), high = splat(88.0f);
-    i16v tiny = x < low, huge = x > high;
+// e^x as 2^n * polynomial on [-ln2/2, ln2/2], relative error below 2e-7; 0 below -87, infinity above 88. V are lanes of
+// floats, I as many of integers.
+template <class V, class I>
+static ALWAYS_INLINE V exp_lanes(V x) {
+    V low = V{} - 87.0f, high = V{} + 88.0f;
+    I tiny = x < low, huge = x > high;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    v16 t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
-    v16 n = t - 12582912.0f;
-    v16 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16 p = splat(1.9875691500e-4f);
+    V t = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to the nearest integer
+    V n = t - 12582912.0f;
+    V r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    V p = V{} + 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    i16v exponent = (i16v)t << 23;  // the integer sits in the low mantissa bits of t
-    v16 out = (v16)((i16v)p + exponent);
-    return tiny ? v16{} : huge ? splat(INFINITY) : out;
+    I exponent = (I)t << 23;  // the integer sits in the low mantissa bits of t
+    V out = (V)((I)p + exponent);
+    return tiny ? V{} : huge ? V{} + INFINITY : out;
+}
+static inline v16 exp16(v16 x) {
+    Floats parts[16 / LANES];
+    memcpy(parts, &x, 64);
+    for (Floats& part : parts) part = exp_lanes<Floats, Ints>(part);
+    return *(const v16*)parts;
 }
 
 template <class T>
@@ -178,6 +218,52 @@ static ALWAYS_INLINE v16 hsum16(const v16* x) {
 }
 #endif
 
+// A row of a cache in int8: `values` integers, `rest` elements as they are, and the scale of the integers (fp32).
+// glm5/ops/cache_rows.py has the same layout.
+template <class T>
+static inline i64 packed_bytes(i64 values, i64 rest) {
+    return values + rest * i64(sizeof(T)) + 4;
+}
+
+// Such a row as numbers, `padded` of them with zeros.
+template <class T>
+static inline void unpack_row(const char* row, i64 values, i64 rest, float* out, i64 padded) {
+    float scale;
+    memcpy(&scale, row + values + rest * i64(sizeof(T)), 4);
+    i64 i = 0;
+    for (; i + 16 <= values; i += 16) {
+#ifdef __AVX2__
+        for (int half = 0; half < 2; half++) {
+            __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(row + i + 8 * half)));
+            _mm256_storeu_ps(out + i + 8 * half, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(scale)));
+        }
+#else
+        for (i64 k = i; k < i + 16; k++) out[k] = float(int8_t(row[k])) * scale;
+#endif
+    }
+    for (; i < values; i++) out[i] = float(int8_t(row[i])) * scale;
+    for (i64 k = 0; k < rest; k++) {
+        T one;
+        memcpy(&one, row + values + k * i64(sizeof(T)), sizeof(T));
+        out[values + k] = load(&one);
+    }
+    for (i = values + rest; i < padded; i++) out[i] = 0.0f;
+}
+
+// x [values + rest] as such a row. A row with NaN or infinity among its values becomes NaN.
+template <class T>
+static inline void pack_row(const T* x, i64 values, i64 rest, char* row) {
+    float top = 0.0f;
+    for (i64 i = 0; i < values; i++) {
+        float size = std::fabs(load(x + i));
+        top = size > top || size != size ? size : top;
+    }
+    float scale = top < INFINITY ? std::max(top / 127.0f, 1e-30f) : NAN;
+    for (i64 i = 0; i < values; i++) row[i] = top < INFINITY ? int8_t(std::nearbyint(load(x + i) / scale)) : 0;
+    memcpy(row + values, x + values, rest * sizeof(T));
+    memcpy(row + values + rest * i64(sizeof(T)), &scale, 4);
+}
+
 // Rows of keys, `width` elements each. Query r of Q per batch entry reads its own sequence: without a table batch entry
 // r / Q of data [B, size, width], with one the pages of sequence rows[r] (see glm5/ops/pages.py).
 template <class T>
@@ -185,11 +271,23 @@ struct Lines {
     const T* data;
     const i64 *rows, *table;
     i64 per_row, shift, size, Q, width;
+    i64 packed = 0;  // integers of a row in int8 (see `unpack_row`); 0: rows are plain
 
     i64 sequence(i64 r) const { return table ? rows[r] : r / Q; }
-    // Token s of a sequence. What follows it up to the end of its page (or of its batch entry) lies behind it.
-    const T* at(i64 sequence, i64 s) const {
+    i64 slot(i64 sequence, i64 s) const {
         i64 page = table ? table[sequence * per_row + (s >> shift)] : sequence;
-        return data + (page * size + (shift == 63 ? s : s & (size - 1))) * width;
+        return page * size + (shift == 63 ? s : s & (size - 1));
+    }
+    i64 bytes() const { return packed ? packed_bytes<T>(packed, width - packed) : width * i64(sizeof(T)); }
+    const char* place(i64 sequence, i64 s) const { return (const char*)data + slot(sequence, s) * bytes(); }
+    // Token s of a sequence, if rows are plain. What follows it up to the end of its page (or of its batch entry) lies
+    // behind it.
+    const T* at(i64 sequence, i64 s) const { return data + slot(sequence, s) * width; }
+    // Token s as numbers, `padded` of them with zeros.
+    void read(i64 sequence, i64 s, float* out, i64 padded) const {
+        if (packed)
+            unpack_row<T>(place(sequence, s), packed, width - packed, out, padded);
+        else
+            widen(at(sequence, s), out, width, padded);
     }
 };
