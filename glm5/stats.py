@@ -42,18 +42,19 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
 def bounded_mean(values: Sequence[float], most: float = math.inf, confidence: float = 0.95) -> Interval:
     """Interval for the mean of independent rewards in [0, 1], one per problem; never empty, and within [0, 1].
 
-    It is Wilson's interval for an effective number of right or wrong answers, chosen to match the variance: for values
-    of 0 and 1 it is `wilson`. The number is at least that of the values and at most `most`; equal values inside (0, 1)
-    say nothing about it and get `most` if that is finite. Raises ValueError without values, or for others than these.
+    For values of 0 and 1 it is `wilson`. For others it is Wilson's interval for the number of right or wrong answers
+    that has their variance, at least that of the values and at most `most`, made wider as Student's t is for so few of
+    them. Raises ValueError without values, or for others than these.
     """
     if not values or not all(0.0 <= value <= 1.0 for value in values):
         raise ValueError("these values are not rewards between 0 and 1")
     mean, variance, n = fmean(values), pvariance(values), len(values)
     number = float(n)
-    if variance > 0.0:
-        number = min(most, max(number, n * mean * (1.0 - mean) / variance))
-    elif mean not in (0.0, 1.0) and most < math.inf:
-        number = most
+    if any(0.0 < value < 1.0 for value in values):
+        if variance > 0.0:
+            number = min(most, max(number, n * mean * (1.0 - mean) / variance))
+        if n > 1:
+            number *= (_normal_quantile(confidence) / t_quantile(confidence, n - 1)) ** 2
     interval = wilson(mean * number, number, confidence)
     return Interval(mean, interval.low, interval.high, n)
 
@@ -106,19 +107,24 @@ def paired_difference(
 def paired_shares(before: Sequence[bool], now: Sequence[bool]) -> Interval:
     """95 % interval of Bonett and Price (2012) for the change of a share, `now` minus `before`, problem by problem.
 
-    Only changed problems carry information. One is added to those won and to those lost, two to all, which keeps the
-    coverage if they are few. It excludes 0 about when McNemar's exact test does. Raises ValueError unless both are
-    equally long and not empty.
+    Only changed problems carry information. It excludes 0 about when McNemar's exact test does. Raises ValueError
+    unless both are equally long and not empty.
     """
     if len(before) != len(now) or not now:
         raise ValueError(f"{len(before)} and {len(now)} outcomes are not pairs")
-    n = len(now)
-    won = sum(b and not a for a, b in zip(before, now, strict=True))
-    lost = sum(a and not b for a, b in zip(before, now, strict=True))
-    up, down = (won + 1) / (n + 2), (lost + 1) / (n + 2)
-    half = _normal_quantile(0.95) * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
-    centre = up - down
-    return Interval((won - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
+    return paired_rewards([float(b) - float(a) for a, b in zip(before, now, strict=True)])
+
+
+def paired_rewards(changes: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Interval for the mean change of rewards in [0, 1], problem by problem. One problem won and one lost are added,
+    which keeps the coverage if few changed (Bonett and Price, 2012, for shares). Raises ValueError without changes."""
+    if not changes:
+        raise ValueError("the mean of no changes has no interval")
+    n = len(changes)
+    centre = sum(changes) / (n + 2)
+    spread = (sum(change * change for change in changes) + 2.0) / (n + 2) - centre * centre
+    half = _normal_quantile(confidence) * math.sqrt(spread / (n + 2))
+    return Interval(sum(changes) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
 
 
 def ratio_of_means(above: Sequence[float], below: Sequence[float]) -> Interval | None:

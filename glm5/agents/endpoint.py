@@ -28,15 +28,22 @@ Dialect = Literal["openai", "anthropic"]
 MOST_BYTES = 16 << 20
 """Maximum bytes of one answer."""
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LENGTH = re.compile(r"too (long|many tokens)|context|maximum|exceed|limit", re.IGNORECASE)
+_LENGTH = re.compile(
+    r"(prompt|input|messages|context|sequence).{0,80}(too (long|large|many)|length|window|size|limit|exceed|maximum)"
+    r"|(too (long|large)|too many|exceed|maximum|longer).{0,80}(prompt|input|context|sequence)",
+    re.IGNORECASE | re.DOTALL,
+)
+_OTHER_LIMIT = re.compile(r"^[^.]{0,40}max_(completion_|new_|output_)?tokens|quota|rate limit|credit", re.IGNORECASE)
 PAUSES_S = (0.5, 2.0, 8.0, 20.0)
 """Seconds before each repetition of a request that failed for a reason that may pass."""
 
 
 class EndpointError(EngineError):
     """The model's server refused a request, could not be reached, or answered something that is not a reply.
-    `too_long` is True if it seems to have refused a prompt for its length."""
+    `refused`: it answered that it will not answer this request. `too_long`: it seems to have refused it for the length
+    of its prompt."""
 
+    refused = False
     too_long = False
 
 
@@ -193,7 +200,9 @@ class Endpoint:
             said = body.decode("utf-8", "replace")
         text = f"{url} refused the request with status {status}: {' '.join(said.split())[:400]}"
         refusal = _MayPass(text) if status in RETRIED else EndpointError(text)
-        refusal.too_long = status in (400, 413, 422) and _LENGTH.search(said) is not None
+        refusal.refused = status in (400, 403, 413, 422)
+        length = _LENGTH.search(said) is not None and _OTHER_LIMIT.search(said) is None
+        refusal.too_long = status in (400, 413, 422) and length
         return refusal
 
 

@@ -23,6 +23,7 @@ def evaluate(
     options: Annotated[
         list[str], typer.Option("--set", help="Option of the tasks, e.g. --set 'length=[4096,8192]'; repeatable.")
     ] = [],  # noqa: B006
+    parts: Annotated[list[str], typer.Option("--part", help="Only this part of the suite; repeatable.")] = [],  # noqa: B006
     render_tools: Annotated[
         bool | None, typer.Option("--render-tools/--no-render-tools", help="Show tool specifications in the prompt.")
     ] = None,
@@ -39,6 +40,9 @@ def evaluate(
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="URL: problems at a time.")] = 8,
     api_key_file: Annotated[Path | None, typer.Option(help="URL: file with the API key; or GLM5_API_KEY.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="URL: tokenizer directory that measures long prompts.")] = None,
+    template: Annotated[
+        bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
+    ] = True,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Checkpoint: bitwise reproducible, or fast.")] = True,
     dense: Annotated[bool, typer.Option("--dense", help="Checkpoint: attend to all keys.")] = False,
     needles: Annotated[bool, typer.Option("--needle-recall", help="Checkpoint: are needles selected?")] = False,
@@ -64,12 +68,14 @@ def evaluate(
     if not limited.keys() <= set(LIMITS) or min(map(_natural, limited.values()), default=1) < 1:
         raise UsageError("--limit takes max_tokens, max_turns or max_context and a number above 0.")
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
-    chosen = find_suite(suite, assignments(options), **changes, **limited, render_tools=render_tools)
+    chosen = find_suite(suite, assignments(options), parts, **changes, **limited, render_tools=render_tools)
     with QuietConsole().status("starting") as status:
         if Path(model).is_dir():
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
+        elif dense or needles or "max_context" in limited:
+            raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
         else:
-            chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer)
+            chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
 
         def advance(what: str, done: int, total: int) -> None:
             status.update(f"{what} ({done} of {total})")
@@ -110,7 +116,7 @@ def _local(
     from glm5.config.model import GLM5Config
     from glm5.device import choose_device
     from glm5.eval.players import LocalPlayer
-    from glm5.eval.suite import with_tokenizer
+    from glm5.eval.suite import fingerprint, with_tokenizer
     from glm5.model.glm5 import GLM5ForCausalLM
 
     config = GLM5Config.load(model)
@@ -122,12 +128,12 @@ def _local(
         model, dtype=getattr(torch, dtype), device=choose_device(device), **changed
     )
     player = LocalPlayer(loaded, Tokenizer.load(model), exact, needles)
-    told = {"checkpoint": str(model), "dtype": dtype, "exact": exact, "dense": dense}
+    told = {"checkpoint": str(model), "files": fingerprint(model), "dtype": dtype, "exact": exact, "dense": dense}
     return with_tokenizer(suite, model), player, told
 
 
 def _remote(
-    url: str, suite: Any, name: str, concurrency: int, key_file: Path | None, tokenizer: Path | None
+    url: str, suite: Any, name: str, concurrency: int, key_file: Path | None, tokenizer: Path | None, template: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     from glm5.agents.endpoint import Endpoint
     from glm5.eval.players import RemotePlayer
@@ -135,8 +141,9 @@ def _remote(
     from glm5.serve.keys import find_key
 
     endpoint = Endpoint(url, name, key=find_key("api", None, key_file))
-    told = {"url": endpoint.base, "name": endpoint.name}
-    return with_tokenizer(suite, tokenizer) if tokenizer else suite, RemotePlayer(endpoint, concurrency), told
+    told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
+    player = RemotePlayer(endpoint, concurrency, template)
+    return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
 
 
 def _natural(value: object) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.schema import Frozen
 
@@ -30,10 +30,10 @@ class Suite(Frozen):
     measure: Literal["solved", "reward"] = "solved"
     """Score of a problem: whether it was solved, or its reward, from 0 to 1."""
     problems: int = Field(100, ge=1)
-    """Distinct held-out problems per part."""
+    """Distinct held-out problems per part; of files with fewer, all."""
     repeats: int = Field(1, ge=1)
     """Answers per problem; a problem's score is their mean."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(1024, ge=1)
     """Of one reply, thoughts included."""
@@ -44,3 +44,13 @@ class Suite(Frozen):
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     """Options whose values are all tried: every part is scored with each, and the results are told apart by them."""
     parts: list[SuitePart] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _results_are_told_apart(self) -> Self:
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ValueError("two parts have the same name")
+        for option, values in self.grid.items():
+            if len({str(value) for value in values}) < len(values):
+                raise ValueError(f"{option} has a value twice")
+        return self

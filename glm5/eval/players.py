@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from glm5.agents.endpoint import Endpoint, EndpointError, Model
+from glm5.agents.endpoint import Endpoint, EndpointError
 from glm5.agents.wire import OnDelta
 from glm5.chat import Tokenizer
 from glm5.config.suite import Suite, SuitePart
@@ -18,7 +17,6 @@ from glm5.errors import GradingError, text_of
 from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.records import Message, Outcome, SamplingParams, StepResult, Trajectory
-from glm5.seeds import derive_seed
 from glm5.tasks import open_episodes, play
 from glm5.tasks.contract import Problem
 from glm5.tasks.episode import checked, takes_cut
@@ -26,6 +24,7 @@ from glm5.tasks.long_context.families import LongProblem
 
 CHUNK = 64
 """Problems that a checkpoint in this process answers together."""
+MOST_REFUSED = 8
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,14 @@ class Played:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Player(Protocol):
-    """Plays problems and yields (place in `problems`, result), in any order."""
+Numbered = Sequence[tuple[int, Problem]]
+"""Problems with their places in the evaluation."""
 
-    def play(
-        self, problems: Sequence[Problem], suite: Suite, part: SuitePart, seed: int
-    ) -> Iterator[tuple[int, Played]]: ...
+
+class Player(Protocol):
+    """Plays problems and yields (place, result), in any order. Draws depend on `seed` and the place alone."""
+
+    def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]: ...
 
 
 @dataclass
@@ -56,9 +57,7 @@ class LocalPlayer:
     needles: bool = False
     engine: Engine | None = None
 
-    def play(
-        self, problems: Sequence[Problem], suite: Suite, part: SuitePart, seed: int
-    ) -> Iterator[tuple[int, Played]]:
+    def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
         positions = self.model.config.max_position_embeddings
         context = min(suite.max_context or positions, positions) - 1
         if self.engine is None:
@@ -69,17 +68,16 @@ class LocalPlayer:
             top_p=suite.top_p,
             seed=seed if suite.temperature else None,
         )
+        options = {"max_turns": suite.max_turns, "max_context": context, "render_tools": suite.render_tools}
         for begin in range(0, len(problems), CHUNK):
             chunk = problems[begin : begin + CHUNK]
-            options = {"max_turns": suite.max_turns, "max_context": context, "render_tools": suite.render_tools}
-            episodes = open_episodes(list(enumerate(chunk)), self.tokenizer, **options)
-            if params.seed is not None:  # the same draws, however many were played before
-                params = dataclasses.replace(params, seed=derive_seed(seed, "chunk", begin))
-            for place, trajectory in enumerate(play(episodes, self.engine, params)):
+            episodes = open_episodes(chunk, self.tokenizer, **options)
+            played = play(episodes, self.engine, params, places=[place for place, _ in chunk])
+            for (place, problem), trajectory in zip(chunk, played, strict=True):
                 detail = trajectory.detail
-                if self.needles and (share := self._needle_recall(chunk[place], trajectory)) is not None:
+                if self.needles and (share := self._needle_recall(problem, trajectory)) is not None:
                     detail = {**detail, "needle_recall": share}
-                yield begin + place, Played(trajectory.reward, trajectory.outcome, detail)
+                yield place, Played(trajectory.reward, trajectory.outcome, detail)
 
     def _needle_recall(self, problem: Problem, trajectory: Trajectory) -> float | None:
         if not isinstance(problem, LongProblem) or not trajectory.turns:
@@ -90,41 +88,66 @@ class LocalPlayer:
 
 @dataclass
 class RemotePlayer:
-    """A chat endpoint, which gets `concurrency` problems at a time. Its draws are its own: it gets no seed."""
+    """A chat endpoint, which gets `concurrency` problems at a time. Its draws are its own: it gets no seed.
+
+    Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. A request that
+    the server refuses is an error of that problem alone, but `MOST_REFUSED` without an answer in between end the run.
+    """
 
     endpoint: Endpoint
     concurrency: int = 8
+    template: bool = True
 
-    def play(
-        self, problems: Sequence[Problem], suite: Suite, part: SuitePart, seed: int
-    ) -> Iterator[tuple[int, Played]]:
-        """Raises EndpointError if the server cannot be reached or refuses a request for another reason than length."""
+    def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        """Raises EndpointError if the server cannot be reached, or refuses many requests. Then the endpoint is closed,
+        so that no request goes on."""
         tokens = part.max_tokens or suite.max_tokens
         model = self.endpoint.asking(max_tokens=tokens, temperature=suite.temperature, top_p=suite.top_p)
-        left, stopped = iter(enumerate(problems)), threading.Event()
+        left, stopped = iter(problems), threading.Event()
         running: dict[Future[Played], int] = {}
+        refused, answered = list[tuple[int, Played]](), False
 
         def told(kind: str, text: str) -> None:
             if stopped.is_set():
                 raise EndpointError("The evaluation was stopped.")
 
+        def begin(problem: Problem) -> Played:
+            return play_messages(problem, model, suite, self.template, told)
+
         with ThreadPoolExecutor(self.concurrency, "eval") as threads:
             try:
                 while True:
                     while len(running) < self.concurrency and (following := next(left, None)) is not None:
-                        place, problem = following
-                        running[threads.submit(play_messages, problem, model, suite.max_turns, told)] = place
-                    if not running:
+                        running[threads.submit(begin, following[1])] = following[0]
+                    if not running and (answered or not refused):
+                        yield from refused
                         return
+                    failed: BaseException | None = None
+                    if not running:
+                        raise EndpointError(f"Every request was refused; the last: {refused[-1][1].detail['error']}")
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        yield running.pop(future), future.result()
+                        place, failure = running.pop(future), future.exception()
+                        if failure is None:
+                            yield from (*refused, (place, future.result()))
+                            refused.clear()
+                            answered = True
+                        elif isinstance(failure, EndpointError) and failure.refused:
+                            error = {"error": text_of(failure)[:500], "cause": "refused"}
+                            refused.append((place, Played(0.0, Outcome.ENV_ERROR, error)))
+                            failed = failure if len(refused) >= MOST_REFUSED else failed
+                        else:
+                            failed = failure
+                    if failed is not None:
+                        raise failed
             finally:
                 stopped.set()
-                for future in running:
-                    future.cancel()
+                if running:
+                    self.endpoint.close()
 
 
-def play_messages(problem: Problem, model: Model, max_turns: int, told: OnDelta | None = None) -> Played:
+def play_messages(
+    problem: Problem, model: Endpoint, suite: Suite, template: bool = False, told: OnDelta | None = None
+) -> Played:
     """Play one problem as text; `told` hears the replies as they come.
 
     A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a failure of the environment is
@@ -132,13 +155,15 @@ def play_messages(problem: Problem, model: Model, max_turns: int, told: OnDelta 
     """
     try:
         env = problem.env()
-        messages, tools, _ = env.start()
+        messages, tools, thinking = env.start()
     except Exception as error:
         return _env_error(error)
+    if template:
+        model = model.asking(chat_template_kwargs={"enable_thinking": thinking})
     history: list[Message] = list(messages)
-    for _ in range(max_turns):
+    for _ in range(suite.max_turns):
         try:
-            reply = model.complete(history, tools, told)
+            reply = model.complete(history, tools if suite.render_tools else (), told)
         except EndpointError as error:
             if error.too_long:
                 return Played(0.0, Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
@@ -164,7 +189,9 @@ def _played(result: StepResult, history: Sequence[Message], cut: bool) -> Played
 
 def _text(history: Sequence[Message]) -> str:
     """For readers."""
-    return "\n".join(f"<|{message.role}|>{message.content}" for message in history)
+    return "\n".join(
+        f"<|{m.role}|>{f'<think>{m.reasoning}</think>' if m.reasoning else ''}{m.content}" for m in history
+    )
 
 
 def _env_error(error: Exception) -> Played:

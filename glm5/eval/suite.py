@@ -6,9 +6,12 @@ on where it stopped; the settings are enough to repeat it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import json
+import math
+import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import ValidationError
+
+from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
@@ -24,9 +30,10 @@ from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
 from glm5.records import Outcome
 from glm5.seeds import derive_seed
-from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups
+from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards
 from glm5.tasks import DistinctProblems, make_family
 from glm5.tasks.contract import Problem
+from glm5.tasks.episode import MOST_REWARD
 from glm5.tasks.families import FAMILIES
 from glm5.tasks.trajectory_json import jsonable
 
@@ -60,11 +67,12 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in SUITES.glob("*.toml"))
 
 
-def find_suite(name: str, options: Mapping[str, Any], **changes: Any) -> Suite:
+def find_suite(name: str, options: Mapping[str, Any], only: Sequence[str] = (), **changes: Any) -> Suite:
     """The suite `name`: one that comes with glm5, a TOML file, or a task family.
 
     `options` are the family's. In a suite they go to every part; an option of its `grid` may be a list of values.
-    `changes` replace fields of the suite, where not None. Raises ConfigError for an unknown suite.
+    `only` chooses parts by name. `changes` replace fields of the suite, where not None; `max_tokens` also those of the
+    parts. Raises ConfigError for an unknown suite or part, an option that parts set themselves, and what does not fit.
     """
     changes = {key: value for key, value in changes.items() if value is not None}
     path = SUITES / f"{name}.toml"
@@ -74,18 +82,31 @@ def find_suite(name: str, options: Mapping[str, Any], **changes: Any) -> Suite:
         found = load_recipe(path, Suite)
         grid = {key: _listed(options.get(key, values)) for key, values in found.grid.items()}
         more = {key: value for key, value in options.items() if key not in grid}
+        for part in found.parts:
+            if own := sorted(more.keys() & part.options.keys()):
+                raise ConfigError(f'{name}: the part "{part.name}" sets {own[0]} itself; choose parts with --part.')
         parts = [part.model_copy(update={"options": {**part.options, **more}}) for part in found.parts]
-        changes = {"grid": grid, "parts": parts, **changes}
+        changes = {"grid": grid, **changes}
     elif name in FAMILIES:
-        part = SuitePart(name=name, family=name, options=dict(options))
-        found = Suite(title=name, max_tokens=48, max_turns=4, max_context=1024, parts=[part])
+        parts = [SuitePart(name=name, family=name, options=dict(options))]
+        found = Suite(title=name, max_tokens=48, max_turns=4, max_context=1024, parts=parts)
     else:
-        known = [*suite_names(), *sorted(FAMILIES)]
+        known = [*dict.fromkeys((*suite_names(), *sorted(FAMILIES)))]
         raise ConfigError(
             f'There is no suite "{name}"{nearest(name, known)}: it is one of {", ".join(known)}, or the path of a '
             ".toml file."
         )
-    return found.model_copy(update=changes)
+    if unknown := sorted(set(only) - {part.name for part in parts}):
+        raise ConfigError(f'{name}: no part "{unknown[0]}"; there are {", ".join(part.name for part in parts)}.')
+    parts = [part for part in parts if not only or part.name in only]
+    if "max_tokens" in changes:
+        parts = [part.model_copy(update={"max_tokens": None}) for part in parts]
+    try:
+        return Suite.model_validate(found.model_dump() | {"parts": [part.model_dump() for part in parts]} | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = [".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")]
+        raise ConfigError(f"{name}: {': '.join(filter(None, said))}.") from None
 
 
 def _listed(value: Any) -> list[Any]:
@@ -102,6 +123,13 @@ def with_tokenizer(suite: Suite, tokenizer: Path) -> Suite:
         return part.model_copy(update={"options": {**part.options, "tokenizer": str(tokenizer)}})
 
     return suite.model_copy(update={"parts": [told(part) for part in suite.parts]})
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """A hash of a checkpoint's configuration and of the names, sizes and times of its weights."""
+    files = sorted((*checkpoint.glob("*.safetensors"), checkpoint / "config.json", checkpoint / "tokenizer.json"))
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return hashlib.sha256(repr(states).encode()).hexdigest()[:16]
 
 
 def cells_of(suite: Suite) -> list[Cell]:
@@ -121,12 +149,15 @@ class Record:
         """Raises DataError for a folder with other settings, or with answers that cannot be read."""
         wanted, file = json.dumps(settings, indent=2, sort_keys=True) + "\n", folder / SETTINGS
         if not file.exists():
-            if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+            if folder.exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} is no record of an evaluation; choose another folder for --out.")
             folder.mkdir(parents=True, exist_ok=True)
             atomic_write(file, wanted)
-        elif file.read_text(encoding="utf-8") != wanted:
-            raise DataError(f"{folder} has the answers of an evaluation with other settings; choose another folder.")
+        elif file.read_bytes() != wanted.encode():
+            raise DataError(
+                f"{folder} has the answers of an evaluation with other settings, or of another model; choose another "
+                "folder."
+            )
         rows, whole = read_answers(folder)
         if (episodes := folder / EPISODES).exists():
             with episodes.open("r+b") as handle:
@@ -141,20 +172,22 @@ class Record:
 
 
 def read_answers(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The answers of a record, and the bytes of the file that hold them: a last line that was cut off is none. Raises
+    """The answers of a record, and the bytes of the file that hold them: a line without an end is none. Raises
     DataError for a line that is no answer."""
     rows: list[dict[str, Any]] = []
     whole, episodes = 0, folder / EPISODES
     for line in episodes.read_bytes().splitlines(keepends=True) if episodes.exists() else ():
+        if not line.endswith(b"\n"):
+            break
         try:
             row = json.loads(line)
-            kept = {"cell": str(row["cell"]), "problem": str(row["problem"]), "reward": float(row["reward"])}
-            numbers = {"place": int(row["place"]), "repeat": int(row["repeat"])}
-            rows.append({**row, **kept, **numbers, "outcome": Outcome(row["outcome"]).value})
-        except (ValueError, KeyError, TypeError) as error:
-            if line.endswith(b"\n"):
-                raise DataError(f"{episodes}, line {len(rows) + 1}: not an answer ({error}).") from error
-            break
+            kept: dict[str, Any] = {key: str(row[key]) for key in ("cell", "problem", "key")}
+            kept |= {"place": int(row["place"]), "repeat": int(row["repeat"]), "reward": float(row["reward"])}
+            if not abs(kept["reward"]) <= MOST_REWARD:
+                raise ValueError("its reward is no number")
+            rows.append({**row, **kept, "outcome": Outcome(row["outcome"]).value})
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise DataError(f"{episodes}, line {len(rows) + 1}: not an answer ({error}).") from None
         whole += len(line)
     return rows, whole
 
@@ -178,8 +211,26 @@ def run_suite(
     before = None if against is None else _earlier(against, suite)
     if folder is None:
         return _run(suite, player, seed, Record(), advance, before)
-    settings = {"suite": suite.model_dump(mode="json"), "seed": seed, "model": dict(told or {})}
-    with exclusive(folder.with_name(f".{folder.name}.lock"), f"Another process writes {folder}; wait for it."):
+    made = {"glm5": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+    settings = {"suite": suite.model_dump(mode="json"), "seed": seed, "model": dict(told or {}), "made with": made}
+    folder = folder.absolute()
+    try:
+        return _recorded(suite, player, seed, folder, settings, advance, before)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}.") from error
+
+
+def _recorded(
+    suite: Suite,
+    player: Player,
+    seed: int,
+    folder: Path,
+    settings: Mapping[str, Any],
+    advance: Advance,
+    before: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.parent / f".{folder.name}.lock", f"Another process writes {folder}; wait for it."):
         found = _run(suite, player, seed, Record.open(folder, settings), advance, before)
         atomic_write(folder / RESULT, json.dumps(found, indent=2) + "\n")
     return found
@@ -205,27 +256,38 @@ def _run(
     before: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
     cells = cells_of(suite)
-    done = {(row["cell"], row["place"], row["repeat"]) for row in record.rows}
     chosen = {cell.label: _problems(suite, cell) for cell in cells}
-    total = sum(map(len, chosen.values())) * suite.repeats
+    wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
+    done: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for row in record.rows:
+        spot = row["cell"], row["place"]
+        if spot in wanted and 0 <= row["repeat"] < suite.repeats:
+            if row["key"] != wanted[spot]:
+                raise DataError(f"{record.folder}: {row['problem']} is another problem now; choose another folder.")
+            done.setdefault((*spot, row["repeat"]), row)
+    total = len(wanted) * suite.repeats
     for cell in cells:
-        problems = chosen[cell.label]
-        advance(cell.label, len(record.rows), total)
+        problems = list(enumerate(chosen[cell.label]))
+        advance(cell.label, len(done), total)
         for repeat in range(suite.repeats):
-            left = [place for place in range(len(problems)) if (cell.label, place, repeat) not in done]
+            left = [(place, problem) for place, problem in problems if (cell.label, place, repeat) not in done]
             drawn = derive_seed(seed, "suite", cell.label, repeat)
-            for number, played in player.play([problems[place] for place in left], suite, cell.part, drawn):
-                record.add(_row(cell, left[number], repeat, problems[left[number]].id, played))
-                advance(cell.label, len(record.rows), total)
-    found = summary(suite, record.rows)
-    return found if before is None else {**found, "difference": difference(suite, record.rows, before)}
+            for place, played in player.play(left, suite, cell.part, drawn):
+                row = _row(cell, place, repeat, problems[place][1], played)
+                record.add(row)
+                done[cell.label, place, repeat] = row
+                advance(cell.label, len(done), total)
+    rows = list(done.values())
+    found = summary(suite, rows)
+    return found if before is None else {**found, "difference": difference(suite, rows, before)}
 
 
 def _problems(suite: Suite, cell: Cell) -> list[Problem]:
     source = make_family(cell.part.family, **{**cell.part.options, **cell.point})
-    found = DistinctProblems(source, "heldout").indices(suite.problems)
-    if len(found) < suite.problems:
-        _log.warning("%s has only %d distinct held-out problems, not %d.", cell.label, len(found), suite.problems)
+    wanted = min(suite.problems, getattr(source, "size", suite.problems))
+    found = DistinctProblems(source, "heldout").indices(wanted)
+    if len(found) < wanted:
+        _log.warning("%s has only %d distinct held-out problems, not %d.", cell.label, len(found), wanted)
     if not found:
         raise DataError(f"{cell.label} has no held-out problem; give it other options.")
     problems = [source.problem("heldout", index) for index in found]
@@ -233,9 +295,9 @@ def _problems(suite: Suite, cell: Cell) -> list[Problem]:
     return problems
 
 
-def _row(cell: Cell, place: int, repeat: int, problem: str, played: Played) -> dict[str, Any]:
-    row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem}
-    row |= {"reward": played.reward, "outcome": played.outcome.value}
+def _row(cell: Cell, place: int, repeat: int, problem: Problem, played: Played) -> dict[str, Any]:
+    row: dict[str, Any] = {"cell": cell.label, "place": place, "repeat": repeat, "problem": problem.id}
+    row |= {"key": problem.key, "reward": played.reward, "outcome": played.outcome.value}
     detail = {key: value for key, value in played.detail.items() if key not in row}
     if isinstance(text := detail.get("text"), str):
         detail["text"] = text[-SHOWN:]  # a long prompt can be made again
@@ -255,9 +317,9 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows:
         value = _score(suite, row)
         scores[row["cell"]][row["place"]].append(value)
-        if isinstance(depth := row.get("depth"), float):
+        if isinstance(depth := row.get("depth"), float) and 0.0 <= depth <= 1.0:
             by_depth[min(DEPTHS - 1, int(depth * DEPTHS))][row["cell"], row["place"]].append(value)
-        if isinstance(share := row.get("needle_recall"), float):
+        if isinstance(share := row.get("needle_recall"), float) and 0.0 <= share <= 1.0:
             selected[row["cell"]].append(share)
     cells = cells_of(suite)
     means = {cell.label: _mean(scores[cell.label].values(), suite.repeats) for cell in cells}
@@ -297,14 +359,14 @@ def difference(suite: Suite, now: Sequence[Mapping[str, Any]], before: Sequence[
         cells[key[0]].append(ours[key] - theirs[key])
     if not cells:
         raise DataError("The two evaluations have no problem in common.")
-    return _plain_interval(mean_of_groups([mean_interval(values, bounds=(-1.0, 1.0)) for values in cells.values()]))
+    return _plain_interval(mean_of_groups([paired_rewards(values) for values in cells.values()]))
 
 
 def _by_problem(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
-    """Scores of the answers by cell and problem."""
+    """Scores of the answers by cell and content of the problem."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in rows:
-        found[row["cell"], row["problem"]].append(_score(suite, row))
+        found[row["cell"], row["key"]].append(_score(suite, row))
     return found
 
 
@@ -314,7 +376,7 @@ def _score(suite: Suite, row: Mapping[str, Any]) -> float:
 
 def _mean(problems: Any, repeats: int) -> Interval:
     values = [fmean(answers) for answers in problems]
-    return bounded_mean(values, most=len(values) * repeats) if repeats > 1 else bounded_mean(values)
+    return bounded_mean(values, most=len(values) * repeats if repeats > 1 else math.inf)
 
 
 def _plain_interval(interval: Interval) -> dict[str, float]:

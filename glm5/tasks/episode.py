@@ -324,13 +324,15 @@ def play(
     completer: Completer,
     params: SamplingParams | None = None,
     env_seconds: float = LIMIT_S,
+    places: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """Play all episodes to their end, one batch per turn. Returns trajectories in the order of `episodes`.
 
     The tokenizer's stop ids are added to `params`, and `max_tokens` is limited to the context left. With `params.seed`,
-    every (episode, turn) gets its own seed. Environments run in threads: they mostly wait for the sandbox, which
-    answers several of them in one run. An episode ends with ENV_ERROR if a reaction takes longer than `env_seconds` or
-    the completer cannot compute its request. Raises RequestFailed if every first request fails.
+    every (episode, turn) gets its own seed, by the number of the episode in `places`, or else in `episodes`.
+    Environments run in threads: they mostly wait for the sandbox, which answers several of them in one run. An episode
+    ends with ENV_ERROR if a reaction takes longer than `env_seconds` or the completer cannot compute its request.
+    Raises RequestFailed if every first request fails.
     """
     params = params or SamplingParams()
     if params.n != 1:
@@ -338,7 +340,7 @@ def play(
     with EnvThreadPool(limit_s=env_seconds) as threads:
         while live := [(i, episode) for i, episode in enumerate(episodes) if episode.pending() is not None]:
             prompts = [episode.pending() or [] for _, episode in live]
-            asked = [_params_of(params, i, episode) for i, episode in live]
+            asked = [_params_of(params, i if places is None else places[i], episode) for i, episode in live]
             try:
                 completions = completer.generate(prompts, asked)
             except RequestFailed:

@@ -30,9 +30,13 @@ PROMPTS = {
     "exact": '{context}{question}\n\nEnd with "Answer: " and the answer alone.',
     "contains": "{context}{question}",
 }
-_MATH_FORMS = ("number", "radical", "expanded", "factored", "value")  # the strictest first
-_CHOSEN = re.compile(r"(?i:answer(?: is|:)*)[\s*_$(]*(?:\\(?:text|boxed)\{)*[\s*_$(]*([A-Z])\b")
-_LONE = re.compile(r"(?:\\text\{)?[\s*_$(]*([A-Za-z])[\s*_$).:}]*")
+_AROUND = r"[\s*_$(\[`]*(?:\\[a-z]+\{|\\\()?[\s*_$(\[`]*"  # what may surround a letter: emphasis, LaTeX, brackets
+_CHOSEN = re.compile(
+    rf"(?:(?i:answer|choice|option)(?: is|:)*|\\boxed\{{){_AROUND}(?:(?i:option|choice) )?"
+    r"(?:([A-Z])(?![A-Za-z])|([a-z])(?=[\s*_$).:}\]`]*(?:\n|$)))"
+)
+_LONE = re.compile(rf"{_AROUND}([A-Za-z])[\s*_$).:}}\]`]*(?:\\\))?[\s.]*")
+_SIGNS = str.maketrans({"−": "-", "–": "-", "“": '"', "”": '"', "‘": "'", "’": "'"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class QuestionsFamily(Family):
             "Answer:", compared without case, articles and punctuation. "contains": whether the reply has it.
         question, answer, choices, context: fields of a row; a path of keys has dots. An answer may be a list of
             accepted ones. For "choice" it is a letter, a number from 0, or the text of a choice; `choices` is a list,
-            or the names of fields with one choice each, in a list.
+            or a table with lists `text` and `label`, or the names of fields with one choice each, in a list.
         shuffle: put choices in an order that depends on the seed and the question.
         prompt: text with {question}, {context} and {choices}; "" takes `PROMPTS`.
     """
@@ -97,6 +101,11 @@ class QuestionsFamily(Family):
         self.path = Path(file)
         self.rows = _rows(self.path, _stamp(self.path))
 
+    @property
+    def size(self) -> int:
+        """How many problems there are."""
+        return len(self.rows)
+
     def problem(self, split: str, index: int) -> QuestionProblem:
         """Raises DataError for a row that does not fit, and for a split to train on."""
         if split != "heldout":
@@ -112,13 +121,13 @@ class QuestionsFamily(Family):
         context = f"{_text(row, str(self.fields['context']))}\n\n" if self.fields["context"] else ""
         found = _value(row, str(self.fields["answer"]))
         answers = tuple(_plain(one) for one in (found if isinstance(found, list) else [found]))
-        choices = self._choices(row) if self.grader == "choice" else []
+        choices, labels = self._choices(row) if self.grader == "choice" else ([], [])
         if choices:
-            right = choices[_place(found, choices)]
+            right = choices[_place(found, choices, labels)]
             if self.shuffle:
                 random.Random(f"questions {self.seed} {question}").shuffle(choices)
             answers = (LETTERS[choices.index(right)],)
-        if not answers or not all(answers):
+        if not answers or not all(map(_written if self.grader == "math" else plain_text, answers)):
             raise ValueError("there is no answer")
         listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         asked = {"{question}": question, "{context}": context, "{choices}": listed}
@@ -126,15 +135,19 @@ class QuestionsFamily(Family):
         key = f"questions {hashlib.sha256(prompt.encode('utf-8', 'replace')).hexdigest()}"
         return QuestionProblem(f"questions/{self.path.name}/{line}", key, prompt, answers, self.grader, self.thinking)
 
-    def _choices(self, row: Any) -> list[str]:
-        where = self.fields["choices"]
+    def _choices(self, row: Any) -> tuple[list[str], list[str]]:
+        """Choices, and the labels that the row gives them, or none."""
+        where, labels = self.fields["choices"], list[str]()
         found = _value(row, where) if isinstance(where, str) else [_value(row, field) for field in where]
         if isinstance(found, Mapping):  # as {"text": [...], "label": [...]}
+            labels = [_plain(label) for label in found.get("label", ())]
             found = found["text"]
         choices = [_plain(choice) for choice in found]
         if not 2 <= len(choices) <= len(LETTERS) or len(set(choices)) < len(choices):
             raise ValueError(f"there are {len(set(choices))} different choices of {len(choices)}")
-        return choices
+        if labels and len(set(labels)) != len(choices):
+            raise ValueError(f"there are {len(set(labels))} different labels of {len(choices)} choices")
+        return choices, labels
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -185,16 +198,23 @@ def _plain(value: Any) -> str:
     return str(value).strip()
 
 
-def _place(answer: Any, choices: Sequence[str]) -> int:
-    """Which choice the answer names: by its text, its letter, or its number from 0."""
-    said = _plain(answer)
-    if isinstance(answer, str) and said in choices:
-        return choices.index(said)
-    if isinstance(answer, str) and len(said) == 1 and said.upper() in LETTERS[: len(choices)]:
-        return LETTERS.index(said.upper())
-    if said.isdigit() and int(said) < len(choices):
-        return int(said)
-    raise ValueError(f"the answer {said!r:.60} is none of the choices")
+def _place(answer: Any, choices: Sequence[str], labels: Sequence[str]) -> int:
+    """Which choice the answer names: by its label, or by its letter, its number from 0, or its text. Raises ValueError
+    for none, or if letter or number and text name different ones."""
+    said, found = _plain(answer), set[int]()
+    if labels:
+        if said not in labels:
+            raise ValueError(f"the answer {said!r:.60} is none of the labels")
+        return labels.index(said)
+    if said in choices:
+        found.add(choices.index(said))
+    if len(said) == 1 and said.upper() in LETTERS[: len(choices)]:
+        found.add(LETTERS.index(said.upper()))
+    if said.isdecimal() and len(said) < 3 and int(said) < len(choices):
+        found.add(int(said))
+    if len(found) != 1:
+        raise ValueError(f"the answer {said!r:.60} is {'more than one' if found else 'none'} of the choices")
+    return found.pop()
 
 
 def _reason(error: Exception) -> str:
@@ -202,11 +222,14 @@ def _reason(error: Exception) -> str:
 
 
 def is_mathematically(reply: str, answers: Sequence[str]) -> bool:
-    """Whether the final answer equals an accepted one as a number, an expression, a tuple or a set, in as simple a form
-    as that is written in. What is no mathematics is compared as text."""
-    said = final_answer(reply)
-    return any(
-        check_answer(reply, form) if (form := _mathematical(answer)) else plain_text(said) == plain_text(answer)
+    """Whether the final answer has the value of an accepted one: a number, an expression, a tuple or a set. Where that
+    is a number the reply has to be one, not a sum that makes it. What is no mathematics is compared as it is written.
+    """
+    said = _bare(final_answer(reply))
+    return bool(said) and any(
+        check_answer(f"\\boxed{{{said}}}", wanted)
+        if (wanted := _mathematical(answer))
+        else _written(said) == _written(answer)
         for answer in answers
     )
 
@@ -214,23 +237,36 @@ def is_mathematically(reply: str, answers: Sequence[str]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _mathematical(answer: str) -> Answer | None:
     """The form of an answer that is mathematics. Words would be products of letters."""
-    if re.search(r"(?<![\\A-Za-z])(?!sqrt)[A-Za-z]{3,}", answer):
+    bare = _bare(answer)
+    if re.search(r"(?<![\\A-Za-z])(?!sqrt)[A-Za-z]{3,}", bare):
         return None
-    for kind, opening, closing in (("tuple", "(", ")"), ("set", "{", "}")):
-        inner = answer.strip().strip("$").replace("\\{", "{").replace("\\}", "}").strip()
+    inner = bare.replace("\\{", "{").replace("\\}", "}")
+    single = [Answer((bare,), form=form) for form in ("number", "value")]
+    several = []
+    for kind, opening, closing in (("tuple", "(", ")"), ("set", "{", "}"), ("set", "", "")):
         if inner.startswith(opening) and inner.endswith(closing) and "," in inner:
-            wanted = Answer(tuple(part.strip() for part in inner[1:-1].split(",")), kind, "value")
-            return wanted if check_answer(f"\\boxed{{{answer}}}", wanted) else None
-    bare = answer.strip().strip("$").strip()
-    forms = (Answer((bare,), form=form) for form in _MATH_FORMS)
-    return next((form for form in forms if check_answer(f"\\boxed{{{bare}}}", form)), None)
+            members = inner[len(opening) : len(inner) - len(closing)].split(",")
+            several.append(Answer(tuple(member.strip() for member in members), kind, "value"))
+    return next((form for form in (*single, *several) if check_answer(f"\\boxed{{{bare}}}", form)), None)
+
+
+def _bare(text: str) -> str:
+    """An answer without dollar signs, the wrapping of words, degrees, a full stop, and a name before it: `x = 3`."""
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text.translate(_SIGNS))
+    text = re.sub(r"\^?\{?\\circ\}?|°", "", text).replace("$", "").strip().removesuffix(".").strip()
+    return re.sub(r"^[A-Za-z] *= *(?=[^=]*$)", "", text)
+
+
+def _written(text: str) -> str:
+    """An answer that is no mathematics, without spaces and case."""
+    return re.sub(r"\s+|\\left|\\right|\\,|\\ ", "", _bare(text)).lower()
 
 
 def is_choice(reply: str, answers: Sequence[str]) -> bool:
-    """Whether the last letter that the reply calls its answer, puts in a box, or consists of, is the right one."""
+    """Whether the right letter is what the reply consists of, or the last that it calls its answer or puts in a box."""
     tail = reply[-4000:]
-    said = [match[1] for match in _CHOSEN.finditer(tail)]
-    lone = _LONE.fullmatch(final_answer(reply)) if "\\boxed" in tail else _LONE.fullmatch(tail)
+    said = [match[1] or match[2] for match in _CHOSEN.finditer(tail)]
+    lone = _LONE.fullmatch(tail)
     letter = lone[1] if lone else said[-1] if said else ""
     return letter.upper() in answers
 
@@ -248,9 +284,11 @@ def contains(reply: str, answers: Sequence[str]) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces."""
-    words = re.sub(r"[^\w\s]", " ", text.lower()).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+    """Words in lower case with single spaces, without the punctuation and quotes around them, and without an article in
+    front of other words."""
+    stripped = (word.strip(".,;:!?\"'()[]{}*_`$") for word in text.translate(_SIGNS).lower().split())
+    words = [word for word in stripped if word]
+    return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
 GRADERS: Mapping[str, Callable[[str, Sequence[str]], bool]] = {

@@ -70,8 +70,12 @@ def test_right_or_wrong_values_have_wilsons_interval(right: int, n: int, samples
 
 
 def test_samples_that_tell_something_narrow_the_interval() -> None:
-    """2 of 4 right everywhere: as good as 40 answers of 80, and no better."""
-    found, expected = pass_score([2] * 20, 4, 1), wilson(40, 80)
+    """1, 2 or 3 of 4 right: narrower than for as many problems of one sample. 2 everywhere say nothing on the spread,
+    and count as 20 answers, made wider as Student's t is."""
+    found, single = pass_score([1, 2, 3, 2] * 5, 4, 1), wilson(10, 20)
+    assert single.low < found["low"] < found["high"] < single.high
+    number = 20 * (1.959964 / 2.093024) ** 2
+    found, expected = pass_score([2] * 20, 4, 1), wilson(number / 2, number)
     assert (found["low"], found["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
 
 

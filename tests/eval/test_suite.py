@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from glm5.eval.needle_recall import needle_recall, token_places
 from glm5.eval.players import LocalPlayer, Played, RemotePlayer
 from glm5.eval.suite import EPISODES, cells_of, find_suite, run_suite, suite_names, summary, with_tokenizer
 from glm5.records import Outcome
-from glm5.stats import Interval, bounded_mean, mean_interval, mean_of_groups, wilson
+from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards, wilson
 from glm5.tasks import make_family
 from tests.agents.scripted_model import Say, ScriptedModel
 from tests.tasks.long_readers import blind, perfect
@@ -34,13 +34,13 @@ class Coin:
         self.played: Counter[str] = Counter()
         self.left = fail_after
 
-    def play(self, problems: Sequence[Any], suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
-        for place in reversed(range(len(problems))):
+    def play(self, problems: Any, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        for place, problem in reversed(problems):
             if not self.left:
                 raise KeyboardInterrupt
             self.left -= 1
-            self.played[problems[place].id] += 1
-            which = int(problems[place].id.rpartition("/")[2])
+            self.played[problem.id] += 1
+            which = int(problem.id.rpartition("/")[2])
             reward = {0: 1.0, 1: 0.5}.get(which, 0.0)
             outcome = {0: Outcome.SOLVED, 2: Outcome.ENV_ERROR}.get(which, Outcome.FAILED)
             detail = {"depth": which / 4, "cell": "none", "text": "é" * 99_999 + "end", "much": ["x" * 9999] * 999}
@@ -50,8 +50,8 @@ class Coin:
 class Wrong(Coin):
     """Always wrong."""
 
-    def play(self, problems: Sequence[Any], suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
-        for place in range(len(problems)):
+    def play(self, problems: Any, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        for place, _ in problems:
             yield place, Played(0.0, Outcome.FAILED)
 
 
@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on_and_others_are_refused(tmp_path: Path) -> No
         with pytest.raises(KeyboardInterrupt):
             run_suite(SUITE, Coin(stop), folder=folder, told={"name": "m"})
     with (folder / EPISODES).open("ab") as handle:
-        handle.write(b'{"cell": "qa_1 leng')  # cut off in the middle
+        handle.write(b'{"cell": "qa_1 length=600", "place": 0}')  # cut off before the end of the line
     last = Coin()
     assert run_suite(SUITE, last, folder=folder, told={"name": "m"}) == whole
     assert sum(last.played.values()) == 32 - 14
@@ -148,6 +148,19 @@ def test_options_of_a_suite(tmp_path: Path) -> None:
     assert find_suite(str(tmp_path / "own.toml"), {}).title == "own"
     with pytest.raises(ConfigError, match="did you mean"):
         find_suite("rular", {})
+    assert [part.name for part in find_suite("ruler", {}, ["vt", "cwe"]).parts] == ["vt", "cwe"]
+    assert {part.max_tokens for part in find_suite("ruler", {}, max_tokens=2000).parts} == {None}
+    for options, only, changes, said in (
+        ({"tasks": ["vt"]}, [], {}, "sets tasks itself"), ({}, ["vd"], {}, 'no part "vd"'),
+        ({"length": []}, [], {}, "length"), ({"length": [9, 9]}, [], {}, "a value twice"),
+        ({}, [], {"top_p": 0.0}, "top_p"), ({}, [], {"temperature": float("inf")}, "temperature"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            find_suite("ruler", options, only, **changes)
+    twice = ", ".join(['{ name = "a", family = "math" }'] * 2)
+    (tmp_path / "twice.toml").write_text(f'title = "x"\nparts = [{twice}]\n')
+    with pytest.raises(ConfigError, match="the same name"):
+        find_suite(str(tmp_path / "twice.toml"), {})
     (tmp_path / "bad.toml").write_text('title = "own"\nparts = []\n')
     with pytest.raises(ConfigError, match="parts"):
         find_suite(str(tmp_path / "bad.toml"), {})
@@ -166,7 +179,7 @@ def test_a_server_is_played(reader: Callable[[str], str], score: float) -> None:
     assert Counter(body["max_tokens"] for body in server.bodies) == {128: 16, 30: 2, 120: 2, 50: 2, 32: 4}
 
 
-def test_several_turns_with_tools_and_what_may_fail_on_a_server() -> None:
+def test_several_turns_with_tools_and_what_may_fail_on_a_server(tmp_path: Path) -> None:
     family = make_family("toolcall")
 
     def solve(body: dict[str, Any], turn: int) -> Say:
@@ -181,6 +194,7 @@ def test_several_turns_with_tools_and_what_may_fail_on_a_server() -> None:
     with ScriptedModel(solve) as server:
         player = RemotePlayer(Endpoint(server.url, pauses=()))
         assert run_suite(suite, player)["score"] == 1.0
+        assert {body["chat_template_kwargs"]["enable_thinking"] for body in server.bodies} == {False}
         server.refuse = [(400, '{"error": {"message": "the prompt is too long: maximum context length"}}')]
         found = run_suite(suite, player)
         assert found["score"] == pytest.approx(2 / 3) and found["too_long"] == 1
@@ -188,6 +202,18 @@ def test_several_turns_with_tools_and_what_may_fail_on_a_server() -> None:
         server.refuse = [(500, "{}")] * 20
         with pytest.raises(EndpointError, match="status 500"):
             run_suite(suite, player)
+    with ScriptedModel(solve) as server:
+        player = RemotePlayer(Endpoint(server.url, pauses=()), concurrency=1, template=False)
+        server.refuse = [(400, '{"error": {"message": "a content filter said no"}}')]
+        found = run_suite(suite.model_copy(update={"render_tools": False}), player)
+        assert found["score"] == pytest.approx(2 / 3) and found["errors"] == 1 and "too_long" not in found
+        assert not any("chat_template_kwargs" in body or "tools" in body for body in server.bodies)
+        for said in ("max_tokens is too large: 131072. This model supports at most 32768", "'top_p' exceeds its limit",
+                     "You exceeded your current quota"):  # fmt: skip
+            server.refuse = [(400, json.dumps({"error": {"message": said}}))] * 3
+            with pytest.raises(EndpointError, match="Every request was refused"):
+                run_suite(suite, player, folder=tmp_path / "refused")
+            assert not (tmp_path / "refused" / EPISODES).exists()
     broken = [Say("", [("get_price", "{not json")])] * 9
     with ScriptedModel(broken) as server:
         assert run_suite(suite, RemotePlayer(Endpoint(server.url, pauses=())))["score"] == 0.0
@@ -202,6 +228,10 @@ def test_a_checkpoint_is_played(small: Callable[..., Any], tokenizer: Tokenizer)
     )  # fmt: skip
     one, two = (run_suite(suite, LocalPlayer(model, tokenizer)) for _ in range(2))
     assert one == two and one["n"] == 4 and one["cells"].keys() == {"long", "short"}
+    problems = [(i, make_family("arithmetic").problem("heldout", i)) for i in range(6)]
+    player = LocalPlayer(model, tokenizer)
+    whole = dict(player.play(problems, suite, suite.parts[1], 3))
+    assert dict(player.play(problems[4:], suite, suite.parts[1], 3)) == {place: whole[place] for place in (4, 5)}
 
 
 def test_the_needles_that_indexers_select(small: Callable[..., Any], tokenizer: Tokenizer) -> None:
@@ -215,8 +245,7 @@ def test_the_needles_that_indexers_select(small: Callable[..., Any], tokenizer: 
     assert needle_recall(model, ids, []) is None and needle_recall(model, ids[:8], [0]) is None
     assert needle_recall(small(use_dsa=False), ids, every) is None
     assert token_places(tokenizer, ids, ["pear", "nothing"]) == [24, 25, 26, 27]  # of bytes
-    suite = find_suite("ruler", {"length": [600], "tasks": ["niah_single_1"]}, problems=1)
-    suite = suite.model_copy(update={"parts": suite.parts[:1]})
+    suite = find_suite("ruler", {"length": [600]}, ["niah_single_1"], problems=1)
     wide = small(max_position_embeddings=3000, index_topk=8)
     found = run_suite(suite, LocalPlayer(wide, tokenizer, needles=True))
     assert 0.0 <= found["needle_recall"]["niah_single_1 length=600"] <= 1.0
@@ -225,15 +254,47 @@ def test_the_needles_that_indexers_select(small: Callable[..., Any], tokenizer: 
 def test_a_change_is_paired_by_problem(tmp_path: Path) -> None:
     first = run_suite(SUITE, Coin(), folder=tmp_path / "before")
     same = run_suite(SUITE, Coin(), against=tmp_path / "before")
-    assert same["difference"] == {"score": 0.0, "low": 0.0, "high": 0.0, "n": 16} and first["n"] == 16
+    none = mean_of_groups([paired_rewards([0.0] * 4)] * 4)
+    assert same["difference"] == {"score": 0.0, "low": none.low, "high": none.high, "n": 16} and first["n"] == 16
     more = run_suite(SUITE.model_copy(update={"problems": 6}), Wrong(), against=tmp_path / "before")["difference"]
-    one = mean_interval([-1.0, -0.5, 0.0, 0.0], bounds=(-1.0, 1.0))
+    one = paired_rewards([-1.0, -0.5, 0.0, 0.0])
     four = mean_of_groups([one] * 4)
     assert more == pytest.approx({"score": -0.375, "low": four.low, "high": four.high, "n": 16})
     with pytest.raises(DataError, match="another suite"):
         run_suite(find_suite("mrcr", {}), Coin(), against=tmp_path / "before")
     with pytest.raises(DataError, match="no record"):
         run_suite(SUITE, Coin(), against=tmp_path / "nothing")
+    other = SUITE.model_copy(update={"grid": {"length": [601]}})
+    with pytest.raises(DataError, match="no problem in common"):  # the same names, other lengths
+        run_suite(other, Coin(), against=tmp_path / "before")
+
+
+def test_answers_to_what_is_another_problem_now(tmp_path: Path) -> None:
+    """A file that changed, or rows that are none of the run's."""
+    data, folder = tmp_path / "q.jsonl", tmp_path / "run"
+    data.write_text(
+        json.dumps({"question": "one", "answer": "1"}) + "\n" + json.dumps({"question": "two", "answer": "2"})
+    )
+    suite = find_suite("questions", {"file": str(data)}, problems=9)
+    one = run_suite(suite, Wrong(), folder=folder)
+    rows = (folder / EPISODES).read_text().splitlines(keepends=True)
+    strange = rows[0].replace('"place": 0', '"place": 99'), rows[1].replace('"repeat": 0', '"repeat": 7'), rows[1]
+    (folder / EPISODES).write_text("".join([*rows, *strange]))
+    assert run_suite(suite, Coin(0), folder=folder) == one and one["n"] == 2
+    data.write_text(data.read_text().replace("two", "three"))
+    with pytest.raises(DataError, match="another problem now"):
+        run_suite(suite, Wrong(), folder=folder)
+    for damage in ('"reward": 1e400', '"reward": NaN', '"reward": "x"', '"place": Infinity'):
+        name = damage.split(":")[0]
+        (folder / EPISODES).write_text(rows[0].replace(f"{name}: 0.0", damage).replace(f"{name}: 0,", f"{damage},"))
+        with pytest.raises(DataError, match="line 1: not an answer"):
+            run_suite(suite, Wrong(), folder=folder)
+    (folder / "settings.json").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="other settings"):
+        run_suite(suite, Wrong(), folder=folder)
+    for place in (data, data / "below", Path("/proc/none")):
+        with pytest.raises(DataError, match=r"cannot be written|no record|another process"):
+            run_suite(suite, Wrong(), folder=place)
 
 
 def test_families_are_scored_as_before() -> None:
@@ -251,7 +312,9 @@ def test_means_of_groups() -> None:
     four = mean_of_groups([one] * 4)
     assert (four.low, four.high, four.n) == pytest.approx((0.4, 0.65, 40))
     assert bounded_mean([1.0, 0.0, 1.0, 1.0]) == wilson(3, 4)
-    assert bounded_mean([0.5] * 4, most=8).low == wilson(4, 8).low and bounded_mean([0.5] * 4).low == wilson(2, 4).low
+    for few in ([0.5], [0.5, 0.5], [0.5, 0.5, 0.501], [0.2, 0.4, 0.3]):
+        found = bounded_mean(few, most=64 * len(few))
+        assert 0.0 <= found.low < found.value < found.high <= 1.0 and found.high - found.low > 0.25
     for values in ([], [1.5], [-0.1]):
         with pytest.raises(ValueError, match="rewards"):
             bounded_mean(values)

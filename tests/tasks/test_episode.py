@@ -38,7 +38,7 @@ FAMILY_NAMES = [
 ]
 LENGTHS = {"ruler": {"length": 1500}, "mrcr": {"length": 1500}}
 CONTEXT = 1 << 13
-THINKERS = ("arithmetic", "bugfix", "code", "math", "python_tool")
+THINKERS = ("arithmetic", "bugfix", "code", "math", "python_tool", "science")
 
 
 def sampled(ids: Sequence[int], reason: str = "stop", version: int = 3) -> Completion:

@@ -32,21 +32,35 @@ def file(tmp_path: Path) -> Write:
 @pytest.mark.parametrize(
     "grader, answers, right, wrong",
     [
-        ("math", ["204"], ["\\boxed{204}", "so the answer is 204.", "\\boxed{204.0}", "x \\boxed{1} \\boxed{$204$}"],
-         ["\\boxed{205}", "\\boxed{200+4}", "204 or 205", "", "\\boxed{}", "not \\boxed{204}, but \\boxed{3}"]),
+        ("math", ["204"], ["\\boxed{204}", "so the answer is 204.", "\\boxed{204.0}", "x \\boxed{1} \\boxed{$204$}",
+          "\\boxed{x = 204}", "\\boxed{204^\\circ}", "\\boxed{\\text{204}}"],
+         ["\\boxed{205}", "\\boxed{200+4}", "204 or 205", "", "\\boxed{}", "not \\boxed{204}, but \\boxed{3}",
+          "\\boxed{-204}"]),
         ("math", ["\\frac{3}{4}"], ["\\boxed{3/4}", "\\boxed{0.75}", "Answer: \\dfrac34"], ["\\boxed{0.74}"]),
-        ("math", ["2\\sqrt{3}"], ["\\boxed{2\\sqrt3}"], ["\\boxed{\\sqrt{12}}", "\\boxed{3.46}"]),
+        ("math", ["2\\sqrt{3}"], ["\\boxed{2\\sqrt3}", "\\boxed{\\sqrt{12}}", "\\boxed{6/\\sqrt3}"], ["\\boxed{3.46}"]),
         ("math", ["(1, 2)"], ["\\boxed{(1,2)}", "Answer: (2/2, 2)"], ["\\boxed{(2,1)}", "\\boxed{1,2}"]),
-        ("math", ["\\{1, 2\\}"], ["\\boxed{\\{2, 1\\}}"], ["\\boxed{\\{1\\}}"]),
-        ("math", ["x^2+2x+1"], ["\\boxed{1+2x+x^2}"], ["\\boxed{(x+1)^2}", "\\boxed{x^2+2x}"]),
+        ("math", ["\\{1, 2\\}"], ["\\boxed{\\{2, 1\\}}", "\\boxed{1, 2}"], ["\\boxed{\\{1\\}}", "\\boxed{-1,2}"]),
+        ("math", ["-1, 2"], ["\\boxed{2, -1}", "\\boxed{-1 and 2}"], ["\\boxed{1,2}", "\\boxed{-1}"]),
+        ("math", ["x^2+2x+1"], ["\\boxed{1+2x+x^2}", "\\boxed{(x+1)^2}"], ["\\boxed{x^2+2x}"]),
         ("math", ["all primes p"], ["\\boxed{All primes $p$}", "Answer: all primes p."], ["\\boxed{primes}"]),
+        ("math", ["n \\ge -1"], ["\\boxed{n\\ge -1}"], ["\\boxed{n \\ge 1}", "\\boxed{}", ""]),
+        ("math", ["f(n)=n"], ["\\boxed{f(n) = n}"], ["\\boxed{f(n)=-n}", "\\boxed{n}"]),
+        ("math", ["x<5"], ["$\\boxed{x < 5}$"], ["\\boxed{x>5}"]),
+        ("math", ["(-1,1]"], ["\\boxed{(-1, 1]}"], ["\\boxed{[-1,1)}"]),
+        ("math", ["Yes"], ["\\boxed{\\text{Yes}}", "Answer: yes"], ["\\boxed{no}"]),
         ("choice", ["B"],
-         ["B", "**B**", "(b)", "Answer: B", "The answer is (B).", "A? no. answer: $\\boxed{\\text{B}}$",
-          "\\boxed{B}", "Answer: A\nno: Answer: B", "answer is **B**) because C is not"],
-         ["A", "", "Because", "Answer: Bob", "B or C", "Answer: B\nAnswer: C", "The answer is a B", "\\boxed{C} B"]),
+         ["B", "**B**", "(b)", "Answer: B", "The answer is (B).", "A? no. answer: $\\boxed{\\text{B}}$", "[B]", "`B`",
+          "\\boxed{B}", "Answer: A\nno: Answer: B", "answer is **B**) because C is not", "\\(B\\)", "\\boxed{B) foo}",
+          "Answer: b", "Answer: \\textbf{B}", "The answer is option B.", "\\boxed{x} hence Answer: B"],
+         ["A", "", "Because", "Answer: Bob", "B or C", "Answer: B\nAnswer: C", "The answer is a B", "\\boxed{C} B",
+          "The answer is a combination of both"]),
         ("exact", ["Marie Curie", "Curie"], ["Answer: the Marie Curie.", "marie curie", "x\nAnswer: CURIE"],
          ["Pierre Curie", "Answer: Curie and Bohr", ""]),
-        ("contains", ["42"], ["It is 42, I think.", "42"], ["It is 420.", "4 2", ""]),
+        ("exact", ["-1"], ["Answer: −1", "-1."], ["Answer: 1", "Answer: +1", ""]),
+        ("exact", ["3.5"], ["Answer: 3.5."], ["Answer: 35", "Answer: 3 5"]),
+        ("exact", ["C++"], ["Answer: c++"], ["Answer: C", "C#"]),
+        ("exact", ["A"], ["Answer: a", "A."], ["", "Answer: the"]),
+        ("contains", ["42"], ["It is 42, I think.", "42", "(42)"], ["It is 420.", "4 2", "", "It is -42."]),
     ],
 )  # fmt: skip
 def test_replies(grader: str, answers: list[str], right: list[str], wrong: list[str], file: Write) -> None:
@@ -81,6 +95,13 @@ def test_choices_are_shuffled_by_the_question_and_the_letter_goes_with_them(file
     assert letters == set("ABCD")
 
 
+def test_labels_of_choices(file: Write) -> None:
+    table = {"text": ["w", "x", "y", "z"], "label": ["4", "3", "2", "1"]}
+    source = make_family("questions", file=file({"question": "Q", "answer": "1", "choices": table}), grader="choice")
+    problem = source.problem("heldout", 0)
+    assert f"{problem.answers[0]}) z" in problem.prompt and source.size == 1  # type: ignore[attr-defined]
+
+
 def test_fields_templates_and_contexts(file: Write) -> None:
     rows = file(
         {"q": {"text": "What {context}?"}, "gold": [3, 4.5], "doc": "Long {question} text"},
@@ -110,6 +131,18 @@ def test_fields_templates_and_contexts(file: Write) -> None:
         ({"question": "Q", "answer": " "}, {}, "there is no answer"),
         ({"question": "Q", "answer": "E", "choices": ["a", "b"]}, {"grader": "choice"}, "none of the choices"),
         ({"question": "Q", "answer": 7, "choices": ["a", "b"]}, {"grader": "choice"}, "none of the choices"),
+        ({"question": "Q", "answer": 3, "choices": ["2", "3", "4", "5"]}, {"grader": "choice"}, "more than one"),
+        (
+            {"question": "Q", "answer": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}},
+            {"grader": "choice"},
+            "none of the labels",
+        ),
+        (
+            {"question": "Q", "answer": "1", "choices": {"text": ["a", "b"], "label": ["1", "1"]}},
+            {"grader": "choice"},
+            "1 different labels",
+        ),
+        ({"question": "Q", "answer": "..."}, {}, "there is no answer"),
         ({"question": "Q", "answer": "A", "choices": ["a", "a"]}, {"grader": "choice"}, "1 different choices of 2"),
         ({"question": "Q", "answer": "A", "choices": 5}, {"grader": "choice"}, "line 1"),
         ("", {}, "has no rows"),

@@ -36,7 +36,7 @@ class Plan(Protocol):
 
     @property
     def needles(self) -> tuple[str, ...]:
-        """Texts of the prompt that the reply must repeat, where they occur once."""
+        """Texts of the prompt that the reply must repeat."""
         ...
 
     @property
@@ -68,8 +68,11 @@ class LongProblem:
     @functools.cached_property
     def messages(self) -> list[Message]:
         """Up to the question. Raises ConfigError for a length that is too short for the task."""
-        name, make = f'task "{self.task}"', self.plan.messages
-        return make(fitting_size(lambda size: self.measure(make(size)), self.length - self.room, name))
+        name, room, shorter = f'task "{self.task}"', self.length - self.room, getattr(self.plan, "shorter", None)
+        make = self.plan.messages
+        if shorter is not None and self.measure(make(0)) > room:
+            make = shorter.messages
+        return make(fitting_size(lambda size: self.measure(make(size)), room, name))
 
     @property
     def prompt(self) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from string import ascii_uppercase
 
@@ -29,6 +30,8 @@ class Plan:
     answers: tuple[str, ...]
     depths: tuple[float, ...] = ()
     one: bool = False
+    shorter: Plan | None = None
+    """For a length that this one does not fit into."""
 
     def messages(self, size: int) -> list[Message]:
         return [Message("user", self.render(size))]
@@ -139,7 +142,8 @@ def variables(rng: random.Random, chains: int = 1, hops: int = 4) -> Plan:
 
 
 def common_words(rng: random.Random, length: int) -> Plan:
-    """Common words extraction: ten words come 30 times each, all others 3 times; 6 times and once in short texts."""
+    """Common words extraction: ten words come 30 times each, all others 3 times; 6 times and once in texts for which
+    these are too many."""
     common = list(islice(words.invented(rng), 20))
     rest, order = rng.getrandbits(64), rng.getrandbits(64)
 
@@ -152,13 +156,14 @@ def common_words(rng: random.Random, length: int) -> Plan:
             f"\n{text}\nQuestion: which ten words come most often in the list? Answer: "
         )
 
-    def render(size: int) -> str:
+    def render(size: int, often: int, seldom: int) -> str:
         others = list(islice((w for w in words.invented(random.Random(rest)) if w not in common), 10 + size))
         shot = listed(common[10:], 10, others[:10], 3)
-        asked = listed(common[:10], *((30, others[10:], 3) if length >= LONG else (6, others[10:], 1)))
+        asked = listed(common[:10], often, others[10:], seldom)
         return f"{shot}{' '.join(common[10:])}\n\n{asked}"
 
-    return Plan(render, tuple(common[:10]))
+    short = Plan(partial(render, often=6, seldom=1), tuple(common[:10]))
+    return replace(short, render=partial(render, often=30, seldom=3), shorter=short) if length >= LONG else short
 
 
 def frequent_words(rng: random.Random, alpha: float = 2.0) -> Plan:
