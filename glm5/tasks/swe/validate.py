@@ -236,9 +236,7 @@ def _bug_runs(
         if run.stopped:
             raise Rejected("timeout" if run.stopped in ("wall", "cpu") else "crash")
         if number == 0 and affected - run.passed:
-            if files not in clean.alone:
-                clean.alone[files] = driver.run(repository, {}, files, budget, affected).passed
-            affected &= clean.alone[files]
+            affected &= _alone(repository, clean, driver, files, budget, affected)
         failing = affected - run.passed
         if number == 0 and not failing:
             raise Rejected("no failing test")
@@ -254,6 +252,28 @@ def _bug_runs(
     if not never:
         raise Rejected("no passing test")
     return always, never, runs[0]
+
+
+def _alone(
+    repository: Repository, clean: Baseline, driver: Driver, files: tuple[str, ...], budget: float, tests: set[str]
+) -> set[str]:
+    """The tests of `files` that pass without the others; see `Baseline.alone`."""
+    if files not in clean.alone:
+        clean.alone[files] = driver.run(repository, {}, files, budget, tests).passed
+    return clean.alone[files]
+
+
+def no_test_fails(candidate: Candidate, clean: Baseline, driver: Driver) -> bool:
+    """Whether all tests that the change can reach pass, in one run."""
+    budget, files = max(20.0, 3 * clean.wall_s), reached(candidate, clean.calls)
+    affected = _tests(clean, files) & clean.stable
+    if not affected:
+        return True
+    run = driver.run(candidate.repository, candidate.changes, files, budget, affected)
+    if run.stopped:
+        return False
+    failing = affected - run.passed
+    return not failing or not failing & _alone(candidate.repository, clean, driver, files, budget, affected)
 
 
 def _tests(clean: Baseline, files: Sequence[str]) -> set[str]:
