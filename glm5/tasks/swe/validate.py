@@ -156,15 +156,25 @@ def validate(
     digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
     if digest in others:
         raise Rejected("same failing tests")
-    choice = random.Random(candidate.id)
-    keep = _sample(passing, failing, repository, rules.most_p2p, choice)
-    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
-    keep &= driver.run(repository, {}, files, rules.suite_s, failing | keep).passed  # some need tests left out
-    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
     messages = {name: first.messages[name] for name in failing if name in first.messages}
     text = instruction(candidate, messages, APP)
     if text is None:
         raise Rejected("no text without a leak")
+    choice = random.Random(candidate.id)
+    keep = _sample(passing, failing, repository, rules.most_p2p, choice)
+    limit, state = _time_limit(clean.wall_s), choice.getstate()
+    chosen = _chosen(repository, clean, failing, keep)
+    made, kept, lost = _failing_twins(repository, driver, failing, rules.twins, limit, chosen, choice)
+    if lost or not rules.twins:  # some need tests left out; those that do not pass in the twins' runs either
+        alone = driver.run(repository, {}, chosen["files"], rules.suite_s, failing | keep).passed
+        if not keep <= alone:
+            keep &= alone
+            chosen = _chosen(repository, clean, failing, keep)
+            choice.setstate(state)
+            made, kept, _ = _failing_twins(repository, driver, failing, rules.twins, limit, chosen, choice)
+    if rules.twins and not made:
+        raise Rejected("no twin")
+    files = chosen["files"]
     spec = {
         **spec_of(repository),
         "version": 1,
@@ -173,28 +183,10 @@ def validate(
         "PASS_TO_PASS": sorted(keep),
         "protected": list(repository.protected),
         "canary_folder": files[0].rpartition("/")[0],
-        "timeout_s": _time_limit(clean.wall_s),
+        "timeout_s": limit,
     }
     if repository.language != "python":
         spec["canary"] = canary(repository, files[0])
-    pinned = sorted(name for file in files for name in clean.pinned[file])
-    chosen = {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
-    made, kept = [], {}
-    for _ in range(DRAWS):
-        for overlay, changed in _twins(repository, failing, rules.twins, choice).items():
-            run = driver.run(repository, changed, files, spec["timeout_s"], chosen["select"])
-            known = {
-                "must_fail": _with(run, chosen["select"], "failed", "error"),
-                "must_pass": _with(run, chosen["select"], "passed"),
-            }
-            whole = sorted(run.collected) == pinned  # a twin that ends its program early would not count
-            if not run.stopped and whole and failing & set(known["must_fail"]):
-                made.append({"name": overlay, "overlay": overlay, **chosen, **known})
-                kept[overlay] = changed
-        if made:
-            break
-    if rules.twins and not made:
-        raise Rejected("no twin")
     spec["runs"] = [{"name": "tests", "overlay": "", **chosen}, *made]
     hidden = _hidden(repository, failing)
     told = None if ask is None else written(candidate, messages, APP, ask)
@@ -208,6 +200,42 @@ def validate(
         "fail_to_pass": len(failing), "pass_to_pass": len(keep), "passing": len(passing), "twins": len(made),
         "failing": digest, "suite_s": round(first.wall_s, 2), "text": "model" if told else "template",
     }  # fmt: skip
+
+
+def _chosen(repository: Repository, clean: Baseline, failing: set[str], keep: set[str]) -> dict[str, list[str]]:
+    """The test files of a task, what is collected in them, and which of it is run."""
+    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
+    pinned = sorted(name for file in files for name in clean.pinned[file])
+    return {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
+
+
+def _failing_twins(
+    repository: Repository,
+    driver: Driver,
+    failing: set[str],
+    count: int,
+    limit: int,
+    chosen: Mapping[str, list[str]],
+    choice: random.Random,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]], set[str]]:
+    """(the runs of the twins that a right solution fails, their files, the tests besides `failing` that fail in a
+    twin, although no twin is made of them)."""
+    made, kept, lost = [], {}, set[str]()
+    for _ in range(DRAWS):
+        for overlay, changed in _twins(repository, failing, count, choice).items():
+            run = driver.run(repository, changed, chosen["files"], limit, chosen["select"])
+            known = {
+                "must_fail": _with(run, chosen["select"], "failed", "error"),
+                "must_pass": _with(run, chosen["select"], "passed"),
+            }
+            lost |= set(chosen["select"]) - failing - run.passed
+            whole = sorted(run.collected) == chosen["collected"]  # a twin that ends its program early would not count
+            if not run.stopped and whole and failing & set(known["must_fail"]):
+                made.append({"name": overlay, "overlay": overlay, **chosen, **known})
+                kept[overlay] = changed
+        if made:
+            break
+    return made, kept, lost
 
 
 def _time_limit(wall_s: float) -> int:
