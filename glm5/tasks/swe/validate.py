@@ -152,8 +152,8 @@ def validate(
     repository = candidate.repository
     if fix_is_elsewhere(candidate):
         raise Rejected("fix elsewhere")
-    failing, passing, first = _bug_runs(candidate, clean, driver, rules)
-    digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
+    failing, passing, first = _bug_runs(candidate, clean, driver, rules, others)
+    digest = _digest(failing)
     if digest in others:
         raise Rejected("same failing tests")
     messages = {name: first.messages[name] for name in failing if name in first.messages}
@@ -247,8 +247,12 @@ def _time_limit(wall_s: float) -> int:
     return limit
 
 
+def _digest(tests: set[str]) -> str:
+    return hashlib.sha256("\0".join(sorted(tests)).encode()).hexdigest()[:16]
+
+
 def _bug_runs(
-    candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules
+    candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules, others: Collection[str]
 ) -> tuple[set[str], set[str], TestRun]:
     """(tests that fail each time, tests that pass each time, the first run); tests that the bug cannot reach pass."""
     repository = candidate.repository
@@ -270,6 +274,8 @@ def _bug_runs(
             raise Rejected("no failing test")
         if number == 0 and len(failing) > max(3, rules.most_failing * len(clean.stable)):
             raise Rejected("too many failing tests")
+        if number == 0 and _digest(failing) in others:  # already known; or it fails another time, and is flaky
+            raise Rejected("same failing tests")
         runs.append(run)
         always, ever = always & failing, ever | failing
         if not always:
