@@ -185,8 +185,8 @@ class RoomDriver:
         run = {"files": list(files), "select": None if select is None else sorted(select)}
         kept = Path(repository.bytecode) if repository.bytecode else None
         known = kept is not None and kept.is_dir()
-        python = [*PYTHON, *(["-X", f"pycache_prefix={kept if known else WRITTEN}"] if kept is not None else [])]
         fills = kept is not None and not known and not changes
+        python = [*PYTHON, *(["-X", f"pycache_prefix={kept if known else WRITTEN}"] if known or fills else [])]
         if fills:
             python.remove("-B")
         with open_room(repository.root, [*repository.site, *([str(kept)] if known else [])]) as room:
