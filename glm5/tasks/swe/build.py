@@ -7,15 +7,17 @@ side by side; which tasks come out depends only on the packages, the seed and th
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from glm5.files import exclusive, read_rows
 from glm5.tasks.swe.candidate import Candidate, Repository, Source
 from glm5.tasks.swe.derived import pick_patch, write_test
 from glm5.tasks.swe.driver import DRIVERS, IN_ROOM, Driver
-from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, validate
+from glm5.tasks.swe.validate import Baseline, Rejected, Rules, baseline, no_test_fails, validate
 from glm5.tasks.swe.written import Ask
 
 MOST_TRIES = 6  # candidates per wanted task
 MOST_MISSES = 8
 """Candidates of a file that may fall one after another. The file's others are left out: its tests do not look there."""
+MOST_NAMED = 1000  # candidates of a source, if the tasks are named
 MOST_FAULTS = 5
 """Candidates in a row that the machine may fail to judge before the build ends. Another run of it tries them again."""
 
@@ -65,6 +68,7 @@ class Build:
             name: list(read_rows(self.out / f"{name}.jsonl")) for name in ("manifest", "rejects", "packages")
         }
         self._known = {row["id"]: name for name in ("manifest", "rejects") for row in self._rows[name]}
+        self._silent = {row["id"]: row["reason"] == "no failing test" for row in self._rows["rejects"]}
 
     def run(self, jobs: Sequence[Job], per_package: int, count: int | None, at_once: int) -> dict[str, Any]:
         """Build up to `per_package` tasks from each job and source, `count` in all, `at_once` jobs at a time.
@@ -95,30 +99,49 @@ class Build:
         if any(row["package"] == name and "reason" in row for row in list(self._rows["packages"])):
             self.told(f"{name}: unusable before; to try it again, delete its row in {self.out / 'packages.jsonl'}")
             return
+        (self.work / "bytecode").mkdir(parents=True, exist_ok=True)
         try:
             repository, sources = job.opened()
-            clean = self._baseline(repository)
+            with tempfile.TemporaryDirectory(dir=self.work / "bytecode") as scratch:
+                if repository.language == "python":
+                    repository = replace(repository, bytecode=f"{scratch}/kept")
+                clean = functools.cache(lambda: self._usable(name, repository))  # only for a candidate that is new
+                for source in sources:
+                    made = self._draw(name, source.candidates(repository, self.seed), clean, wanted, count)
+                    self.told(f"{name}: {made} tasks from {source.name}")
         except DataError as error:
             self._write("packages", {"package": name, "reason": str(error)[:500]})
             self.told(f"{name}: {error}")
-            return
+
+    def _usable(self, name: str, repository: Repository) -> Baseline:
+        """The baseline, with its row of `packages.jsonl`. Raises DataError if the tests are of no use."""
+        clean = self._baseline(repository)
         self._write("packages", {"package": name, "version": repository.version, "licence": repository.licence,
                                  "origin": repository.origin, "stable_tests": len(clean.stable), "flaky": clean.flaky,
                                  "suite_s": round(clean.wall_s, 2)})  # fmt: skip
-        for source in sources:
-            made, misses = 0, Counter[str]()
-            candidates = itertools.islice(source.candidates(repository, self.seed), wanted * MOST_TRIES)
-            while made < wanted and not self._full(count) and not self._stopping:
-                candidate = self._next(candidates, name)  # only if it is wanted, for a session may be played for it
-                if candidate is None:
-                    break
-                if self.named is not None:
-                    made += candidate.id in self.named and self._try(candidate, clean, count)
-                elif any(misses[path] < MOST_MISSES for path in candidate.changes):
-                    good = self._try(candidate, clean, count)
-                    made += good
-                    misses.update({path: -misses[path] if good else 1 for path in candidate.changes})
-            self.told(f"{name}: {made} tasks from {source.name}")
+        return clean
+
+    def _draw(
+        self, name: str, candidates: Iterator[Candidate], clean: Callable[[], Baseline], wanted: int, count: int | None
+    ) -> int:
+        """The number of tasks among the candidates of one source. Raises DataError if the tests are of no use."""
+        made, misses, named = 0, Counter[str](), self.named
+        candidates = itertools.islice(candidates, wanted * MOST_TRIES if named is None else MOST_NAMED)
+        while (made < wanted or named is not None) and not self._full(count) and not self._stopping:
+            candidate = self._next(candidates, name)  # only if it is wanted, for a session may be played for it
+            if candidate is None:
+                break
+            if named is not None:
+                if candidate.id not in named:
+                    continue
+            elif all(misses[path] >= MOST_MISSES for path in candidate.changes):
+                continue
+            good = self._known.get(candidate.id) == "manifest"
+            if candidate.id not in self._known:
+                good = self._try(candidate, clean(), count)
+            made += good
+            misses.update({path: -misses[path] if good else 1 for path in candidate.changes})
+        return made
 
     @property
     def stopping(self) -> bool:
@@ -147,15 +170,16 @@ class Build:
         key = json.dumps([repository.origin, repository.packages, repository.test_files, vars(self.rules), 4])
         path = self.work / "baselines" / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".json")
         if path.is_file():
-            return Baseline.from_json(json.loads(path.read_text(encoding="utf-8")))
+            clean = Baseline.from_json(json.loads(path.read_text(encoding="utf-8")))
+            if repository.bytecode:  # this run writes it
+                self.driver.run(repository, {}, repository.test_files, self.rules.suite_s, clean.stable)
+            return clean
         clean = baseline(repository, self.driver, self.rules)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(clean.to_json()), encoding="utf-8")
         return clean
 
     def _try(self, candidate: Candidate, clean: Baseline, count: int | None) -> bool:
-        if candidate.id in self._known:
-            return self._known[candidate.id] == "manifest"
         with self._lock:  # two sources may have the same candidate
             if candidate.id in self._claimed:
                 return False
@@ -168,9 +192,11 @@ class Build:
         rows = list(self._rows["manifest"]) if candidate.source != "mutate" else []
         same = [row.get("failing", "") for row in rows if all(row[key] == common[key] for key in keys)]
         try:
+            if self._nothing_fails(candidate.within, clean):
+                raise Rejected("no failing test")
             row = validate(candidate, clean, self.driver, self.rules, folder, same, self.ask)
         except Rejected as reason:
-            self._faults = 0
+            self._faults, self._silent[candidate.id] = 0, str(reason) == "no failing test"
             self._write("rejects", {**common, "reason": str(reason), "notes": candidate.notes})
             return False
         except GradingError as error:
@@ -190,6 +216,16 @@ class Build:
         for path in self.out.glob(f"tasks/{candidate.id}*"):
             shutil.rmtree(path)
         return False
+
+    def _nothing_fails(self, wider: Candidate | None, clean: Baseline) -> bool:
+        """Whether no test fails with a change, or with one that it is a part of itself. Tried once, in one run."""
+        if wider is None:
+            return False
+        if wider.id not in self._silent:
+            self._silent[wider.id] = self._nothing_fails(wider.within, clean) or no_test_fails(
+                wider, clean, self.driver
+            )
+        return self._silent[wider.id]
 
     def _derive(self, candidate: Candidate, clean: Baseline, folder: Path) -> dict[str, str]:
         """What became of the two further tasks: their digest, or why there is none."""

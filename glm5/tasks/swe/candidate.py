@@ -21,7 +21,8 @@ class Repository:
     names those as requirements; `reload` are modules of the interpreter that the repository replaces;
     `sources` are the modules that may be changed; `fixed_copy` says where else in the room the fixed state is;
     `args` are further arguments of the test program; `build` says how tests of compiled languages
-    are built. Entries of `protected` with a star are patterns of file names.
+    are built. Entries of `protected` with a star are patterns of file names. `bytecode` is a folder, which need not
+    exist, for the byte code of the fixed state's modules: the factory's own runs use it, a grader never does.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Repository:
     language: str = "python"
     args: tuple[str, ...] = ()
     build: Mapping[str, Any] = field(default_factory=dict)
+    bytecode: str = ""
 
     def read(self, path: str) -> str:
         """A file's text. Raises UnicodeDecodeError if it is not UTF-8; line ends are kept."""
@@ -52,7 +54,8 @@ class Candidate:
     """A repository's state with a bug, not yet validated. `changes` maps a path to its text with the bug, or to None if
     the file does not exist there; every other file is as in the fixed state. `notes` say how it was made and never
     enter the task's text; `description` is text for the task, such as a changelog entry; `missing` are (path, name) of
-    what a feature has to provide; `tier` is "single" or "hard"."""
+    what a feature has to provide; `tier` is "single" or "hard". `within` is a larger change that this one is a part
+    of: if no test fails with that, this one is not tried."""
 
     repository: Repository
     source: str
@@ -63,6 +66,7 @@ class Candidate:
     description: str = ""
     missing: tuple[tuple[str, str], ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
+    within: Candidate | None = None
 
     @property
     def id(self) -> str:

@@ -6,7 +6,10 @@ A driver needs `run` and `name`; other languages are added by `register_driver`.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import shutil
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any, Protocol
 
 from glm5.errors import GradingError
 from glm5.sandbox.container import open_environment
-from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, RoomLimits
+from glm5.sandbox.environment import ExecResult, NamespaceEnvironment, RoomFileError, RoomLimits
 from glm5.sandbox.programs import Room
 from glm5.sandbox.room import interpreter
 from glm5.tasks.swe.candidate import Repository
@@ -24,6 +27,7 @@ APP, TESTS, LOGS = "/app", "/tests", "/logs/verifier"
 IN_ROOM = Path(__file__).parent / "in_room"
 LIMITS = RoomLimits(memory_mb=2048, processes=128, disk_mb=256, cpu_s=600, output_kb=16 * 1024)
 MOST_CACHE = 128 << 20  # bytes
+WRITTEN = "/logs/bytecode"  # where the run that fills `Repository.bytecode` writes it
 PYTHON = (interpreter(), "-I", "-S", "-B")
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -144,6 +148,21 @@ def fill_cache(repository: Repository) -> dict[str, bytes]:
         return room.download_tree(kept, MOST_CACHE)
 
 
+def keep_bytecode(room: Room, folder: Path) -> None:
+    """Store the byte code that a run of the fixed state wrote, unless another thread was faster. Later runs of the same
+    repository load it instead of compiling again; Python compiles again what a candidate changes, for its time of
+    change is another."""
+    part = folder.with_name(f"{folder.name}.part{os.getpid()}.{threading.get_ident()}")
+    try:
+        part.mkdir(parents=True)
+        for path, data in room.download_tree(WRITTEN, MOST_CACHE).items():
+            (part / path).parent.mkdir(parents=True, exist_ok=True)
+            (part / path).write_bytes(data)
+        part.replace(folder)
+    except (OSError, RoomFileError):  # none was written, or too much
+        shutil.rmtree(part, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class RoomDriver:
     """Our own runners, shown read-only: `in_room/runner.py` for pytest and unittest, `in_room/suite.py` for the
@@ -164,11 +183,19 @@ class RoomDriver:
         nonce = secrets.token_hex(16)
         spec = spec_of(repository)
         run = {"files": list(files), "select": None if select is None else sorted(select)}
-        with open_room(repository.root, repository.site) as room:
+        kept = Path(repository.bytecode) if repository.bytecode else None
+        known = kept is not None and kept.is_dir()
+        fills = kept is not None and not known and not changes
+        python = [*PYTHON, *(["-X", f"pycache_prefix={kept if known else WRITTEN}"] if known or fills else [])]
+        if fills:
+            python.remove("-B")
+        with open_room(repository.root, [*repository.site, *([str(kept)] if known else [])]) as room:
             change(room, changes)
             request = json.dumps({**grade.request(spec, run, None, nonce), "trace": trace}).encode()
-            command = [*PYTHON, str(IN_ROOM / spec["runner"])]
+            command = [*python, str(IN_ROOM / spec["runner"])]
             done = room.exec(command, cwd=APP, env=ENVIRONMENT, timeout_s=timeout_s, stdin=request)
+            if kept is not None and fills and done.stopped is None:
+                keep_bytecode(room, kept)
         if done.exit_code == 127 and done.stopped is None:
             raise GradingError(f"the test runner could not be started: {done.stderr[-300:].decode(errors='replace')}")
         return read_run(done, nonce)

@@ -25,6 +25,11 @@ PACKAGES, CONSTRAINTS = (Path(__file__).parent / name for name in ("packages.tom
 MOST_UNPACKED = 200 << 20  # bytes
 MOST_FILES = 20_000
 PIP_S = 600.0
+BACKENDS = (
+    "setuptools<81", "wheel", "setuptools-scm", "hatchling", "hatch-vcs", "hatch-fancy-pypi-readme", "flit-core",
+    "flit-scm", "poetry-core", "pdm-backend",
+)  # fmt: skip
+"""What builds most packages. An environment with it for each release takes longer than its download."""
 TEST_FOLDERS = {"test", "tests"}
 NOT_SOURCE = {"docs", "doc", "examples", "example", "scripts", "benchmarks", "bench", "tools", "bin", "build", ".git"}
 TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests?)\.py")
@@ -61,11 +66,12 @@ def _package(name: str, entry: dict[str, Any]) -> Package:
     return Package(name, entry["version"], previous, requires, tests, entry.get("licence", ""))
 
 
-def pip(*arguments: str) -> None:
-    """Run pip. Raises DataError with its last line."""
+def pip(*arguments: str, modules: Path | None = None) -> None:
+    """Run pip, with more `modules` that it can import. Raises DataError with its last line."""
     command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    env = None if modules is None else {**os.environ, "PYTHONPATH": str(modules)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PIP_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PIP_S, env=env)
     except subprocess.TimeoutExpired:
         raise DataError(f"pip {' '.join(arguments[:4])} took longer than {PIP_S:.0f} s.") from None
     if done.returncode:
@@ -75,12 +81,17 @@ def pip(*arguments: str) -> None:
 
 def download(name: str, version: str, folder: Path) -> Path:
     """The source distribution of one version, downloaded if it is not in `folder`. pip runs the package's own build
-    metadata step while it downloads. Raises DataError."""
+    metadata step while it downloads, with BACKENDS, which are installed once, else with what the package asks for in an
+    environment of its own. Raises DataError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = _sdist(name, version, folder)
     if found is None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            pip("download", "--no-binary", ":all:", "--no-deps", "-d", scratch, f"{name}=={version}")
+            wanted = ("download", "--no-binary", ":all:", "--no-deps", "-d", scratch, f"{name}=={version}")
+            try:
+                pip(*wanted, "--no-build-isolation", modules=install(BACKENDS, folder.parent / "backends"))
+            except DataError:
+                pip(*wanted)
             for file in Path(scratch).iterdir():
                 file.replace(folder / file.name)
         found = _sdist(name, version, folder)

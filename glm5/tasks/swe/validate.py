@@ -152,19 +152,29 @@ def validate(
     repository = candidate.repository
     if fix_is_elsewhere(candidate):
         raise Rejected("fix elsewhere")
-    failing, passing, first = _bug_runs(candidate, clean, driver, rules)
-    digest = hashlib.sha256("\0".join(sorted(failing)).encode()).hexdigest()[:16]
+    failing, passing, first = _bug_runs(candidate, clean, driver, rules, others)
+    digest = _digest(failing)
     if digest in others:
         raise Rejected("same failing tests")
-    choice = random.Random(candidate.id)
-    keep = _sample(passing, failing, repository, rules.most_p2p, choice)
-    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
-    keep &= driver.run(repository, {}, files, rules.suite_s, failing | keep).passed  # some need tests left out
-    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
     messages = {name: first.messages[name] for name in failing if name in first.messages}
     text = instruction(candidate, messages, APP)
     if text is None:
         raise Rejected("no text without a leak")
+    choice = random.Random(candidate.id)
+    keep = _sample(passing, failing, repository, rules.most_p2p, choice)
+    limit, state = _time_limit(clean.wall_s), choice.getstate()
+    chosen = _chosen(repository, clean, failing, keep)
+    made, kept, lost = _failing_twins(repository, driver, failing, rules.twins, limit, chosen, choice)
+    if lost or not rules.twins:  # some need tests left out; those that do not pass in the twins' runs either
+        alone = driver.run(repository, {}, chosen["files"], rules.suite_s, failing | keep).passed
+        if not keep <= alone:
+            keep &= alone
+            chosen = _chosen(repository, clean, failing, keep)
+            choice.setstate(state)
+            made, kept, _ = _failing_twins(repository, driver, failing, rules.twins, limit, chosen, choice)
+    if rules.twins and not made:
+        raise Rejected("no twin")
+    files = chosen["files"]
     spec = {
         **spec_of(repository),
         "version": 1,
@@ -173,28 +183,10 @@ def validate(
         "PASS_TO_PASS": sorted(keep),
         "protected": list(repository.protected),
         "canary_folder": files[0].rpartition("/")[0],
-        "timeout_s": _time_limit(clean.wall_s),
+        "timeout_s": limit,
     }
     if repository.language != "python":
         spec["canary"] = canary(repository, files[0])
-    pinned = sorted(name for file in files for name in clean.pinned[file])
-    chosen = {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
-    made, kept = [], {}
-    for _ in range(DRAWS):
-        for overlay, changed in _twins(repository, failing, rules.twins, choice).items():
-            run = driver.run(repository, changed, files, spec["timeout_s"], chosen["select"])
-            known = {
-                "must_fail": _with(run, chosen["select"], "failed", "error"),
-                "must_pass": _with(run, chosen["select"], "passed"),
-            }
-            whole = sorted(run.collected) == pinned  # a twin that ends its program early would not count
-            if not run.stopped and whole and failing & set(known["must_fail"]):
-                made.append({"name": overlay, "overlay": overlay, **chosen, **known})
-                kept[overlay] = changed
-        if made:
-            break
-    if rules.twins and not made:
-        raise Rejected("no twin")
     spec["runs"] = [{"name": "tests", "overlay": "", **chosen}, *made]
     hidden = _hidden(repository, failing)
     told = None if ask is None else written(candidate, messages, APP, ask)
@@ -210,6 +202,42 @@ def validate(
     }  # fmt: skip
 
 
+def _chosen(repository: Repository, clean: Baseline, failing: set[str], keep: set[str]) -> dict[str, list[str]]:
+    """The test files of a task, what is collected in them, and which of it is run."""
+    files = sorted({split_id(name, repository.framework, repository.test_files)[0] for name in [*failing, *keep]})
+    pinned = sorted(name for file in files for name in clean.pinned[file])
+    return {"files": files, "collected": pinned, "select": sorted([*failing, *keep])}
+
+
+def _failing_twins(
+    repository: Repository,
+    driver: Driver,
+    failing: set[str],
+    count: int,
+    limit: int,
+    chosen: Mapping[str, list[str]],
+    choice: random.Random,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, str]], set[str]]:
+    """(the runs of the twins that a right solution fails, their files, the tests besides `failing` that fail in a
+    twin, although no twin is made of them)."""
+    made, kept, lost = [], {}, set[str]()
+    for _ in range(DRAWS):
+        for overlay, changed in _twins(repository, failing, count, choice).items():
+            run = driver.run(repository, changed, chosen["files"], limit, chosen["select"])
+            known = {
+                "must_fail": _with(run, chosen["select"], "failed", "error"),
+                "must_pass": _with(run, chosen["select"], "passed"),
+            }
+            lost |= set(chosen["select"]) - failing - run.passed
+            whole = sorted(run.collected) == chosen["collected"]  # a twin that ends its program early would not count
+            if not run.stopped and whole and failing & set(known["must_fail"]):
+                made.append({"name": overlay, "overlay": overlay, **chosen, **known})
+                kept[overlay] = changed
+        if made:
+            break
+    return made, kept, lost
+
+
 def _time_limit(wall_s: float) -> int:
     """Seconds for a run: 60, doubled until it is 8 times what the tests took. Coarse, so that machines of one kind
     write the same task."""
@@ -219,8 +247,12 @@ def _time_limit(wall_s: float) -> int:
     return limit
 
 
+def _digest(tests: set[str]) -> str:
+    return hashlib.sha256("\0".join(sorted(tests)).encode()).hexdigest()[:16]
+
+
 def _bug_runs(
-    candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules
+    candidate: Candidate, clean: Baseline, driver: Driver, rules: Rules, others: Collection[str]
 ) -> tuple[set[str], set[str], TestRun]:
     """(tests that fail each time, tests that pass each time, the first run); tests that the bug cannot reach pass."""
     repository = candidate.repository
@@ -236,14 +268,14 @@ def _bug_runs(
         if run.stopped:
             raise Rejected("timeout" if run.stopped in ("wall", "cpu") else "crash")
         if number == 0 and affected - run.passed:
-            if files not in clean.alone:
-                clean.alone[files] = driver.run(repository, {}, files, budget, affected).passed
-            affected &= clean.alone[files]
+            affected &= _alone(repository, clean, driver, files, budget, affected)
         failing = affected - run.passed
         if number == 0 and not failing:
             raise Rejected("no failing test")
         if number == 0 and len(failing) > max(3, rules.most_failing * len(clean.stable)):
             raise Rejected("too many failing tests")
+        if number == 0 and _digest(failing) in others:  # already known; or it fails another time, and is flaky
+            raise Rejected("same failing tests")
         runs.append(run)
         always, ever = always & failing, ever | failing
         if not always:
@@ -254,6 +286,28 @@ def _bug_runs(
     if not never:
         raise Rejected("no passing test")
     return always, never, runs[0]
+
+
+def _alone(
+    repository: Repository, clean: Baseline, driver: Driver, files: tuple[str, ...], budget: float, tests: set[str]
+) -> set[str]:
+    """The tests of `files` that pass without the others; see `Baseline.alone`."""
+    if files not in clean.alone:
+        clean.alone[files] = driver.run(repository, {}, files, budget, tests).passed
+    return clean.alone[files]
+
+
+def no_test_fails(candidate: Candidate, clean: Baseline, driver: Driver) -> bool:
+    """Whether all tests that the change can reach pass, in one run."""
+    budget, files = max(20.0, 3 * clean.wall_s), reached(candidate, clean.calls)
+    affected = _tests(clean, files) & clean.stable
+    if not affected:
+        return True
+    run = driver.run(candidate.repository, candidate.changes, files, budget, affected)
+    if run.stopped:
+        return False
+    failing = affected - run.passed
+    return not failing or not failing & _alone(candidate.repository, clean, driver, files, budget, affected)
 
 
 def _tests(clean: Baseline, files: Sequence[str]) -> set[str]:

@@ -64,6 +64,9 @@ class Versions:
         if self.most_lines is not None and len(description) > MOST_DESCRIPTION:
             description = ""
         origin = {"previous_version": self.version}
+        release = Candidate(repository, self.name, {path: before for path, (before, _) in changed.items()})
+        whole = release if len(changed) > 1 else None
+        files = {p: Candidate(repository, self.name, {p: old}, within=whole) for p, old in release.changes.items()}
         for changes in texts:
             size = sum(len(_changed_lines(new[p], t or "")) for p, t in changes.items())
             if self.most_lines is not None and size > self.most_lines:
@@ -83,7 +86,13 @@ class Versions:
                     description[:MOST_DESCRIPTION],
                     missing,
                     origin,
+                    next((one for path in changes for one in (files[path], whole) if _part(changes, one)), None),
                 )
+
+
+def _part(changes: Mapping[str, str | None], wider: Candidate | None) -> bool:
+    """Whether `wider` takes back more than `changes`, which are of the same release."""
+    return wider is not None and changes != wider.changes and changes.keys() <= wider.changes.keys()
 
 
 def _text(root: Path, path: str) -> str | None:

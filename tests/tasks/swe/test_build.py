@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import shutil
 import threading
 import time
@@ -307,6 +308,69 @@ def test_a_build_resumes(repository: Repository, tmp_path: Path) -> None:
     again = replace(build(), out=tmp_path / "again", named=named)
     result = again.run([job], per_package=2, count=None, at_once=1)
     assert (result["tasks"], result["not_built"], result["differ"]) == (1, ["elsewhere"], [])
+
+
+def test_what_is_known_runs_no_tests(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that goes on runs a release's tests only if one of its candidates is new."""
+    monkeypatch.setattr(Build, "_baseline", lambda *_: pytest.fail("the tests are run"))
+    known = bug(repository, "return high", "return low")
+    (tmp_path / "manifest.jsonl").write_text(json.dumps({"id": known.id, "package": "tiny", "source": "versions",
+                                                         "kind": "bug-fix", "tier": "single"}) + "\n")  # fmt: skip
+    source: Any = SimpleNamespace(name="versions", candidates=lambda *_: iter([known]))
+    told: list[str] = []
+    build = Build(tmp_path, tmp_path / "work", told=told.append)
+    build.run([Job("tiny", lambda: (repository, [source]))], per_package=2, count=None, at_once=1)
+    assert told == ["tiny: 1 tasks from versions"] and not (tmp_path / "packages.jsonl").exists()
+
+
+def test_a_part_of_what_fails_no_test_is_not_tried(
+    repository: Repository, clean: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is a part of a part. A part of what fails a test is tried."""
+    runs: list[str] = []
+
+    def run(_: Any, changes: Any, files: Any, seconds: Any, select: Any) -> TestRun:
+        runs.append(changes.get("tiny/ranges.py", "fixed")[-3:])
+        passed = () if runs[-1] == "# 2" else select
+        return TestRun(tuple(select), dict.fromkeys(passed, "passed"), {}, {}, 0.1, None)
+
+    def part(number: int, within: Candidate | None = None) -> Candidate:
+        text = CLIP.replace("return high", "return low") + f"# {number}"
+        return replace(bug(repository, "", ""), source="versions", changes={"tiny/ranges.py": text}, within=within)
+
+    silent, failing = part(1), part(2)
+    parts = [part(3, silent), part(4, part(5, silent)), part(6, failing), part(7, failing)]
+    tried: list[str] = []
+
+    def judged(candidate: Candidate, *_: Any) -> dict[str, Any]:
+        tried.append(candidate.id)
+        raise Rejected("crash")
+
+    monkeypatch.setattr("glm5.tasks.swe.build.validate", judged)
+    monkeypatch.setattr(Build, "_baseline", lambda *_: replace(clean, alone={}))
+    source: Any = SimpleNamespace(name="versions", candidates=lambda *_: iter(parts))
+    driver: Any = SimpleNamespace(run=run, name="python")
+    build = Build(tmp_path, tmp_path / "work", driver=driver)
+    build.run([Job("tiny", lambda: (repository, [source]))], per_package=9, count=None, at_once=1)
+    assert tried == [one.id for one in parts[2:]] and runs == ["# 1", "# 2", "xed"]  # the last without a change
+    rows = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    assert [row["reason"] for row in rows] == ["no failing test"] * 2 + ["crash"] * 2
+
+
+def test_kept_byte_code_is_of_the_fixed_state(tmp_path: Path) -> None:
+    """The run of the fixed state writes it, later runs load it, and what a candidate changes is compiled again, also
+    if its length is the same."""
+    found = replace(tiny(tmp_path / "repo"), bytecode=str(tmp_path / "kept"))
+    assert len(DRIVER.run(found, {}, found.test_files, 60).passed) == 7
+    assert not list(found.root.rglob("*.pyc")) and list((tmp_path / "kept").rglob("test_ranges*pytest*.pyc"))
+    same_length = CLIP.replace("return x", "return 7")
+    assert (
+        F2P.replace("9-5", "3-3") not in DRIVER.run(found, {"tiny/ranges.py": same_length}, found.test_files, 60).passed
+    )
+    (kept,) = (tmp_path / "kept").rglob("ranges.*.pyc")
+    other = compile(same_length, f"{APP}/tiny/ranges.py", "exec")
+    kept.write_bytes(kept.read_bytes()[:16] + marshal.dumps(other))
+    assert F2P.replace("9-5", "3-3") not in DRIVER.run(found, {}, found.test_files, 60).passed
 
 
 def test_a_test_that_needs_another_file_is_no_failing_test(repository: Repository, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from glm5.errors import DataError, UsageError
 from glm5.tasks.swe.candidate import Candidate
 from glm5.tasks.swe.commits import Commits, fixes, open_commit
 from glm5.tasks.swe.make import make
-from glm5.tasks.swe.repositories import PACKAGES, from_tree, metadata, packages, unpack
+from glm5.tasks.swe.repositories import PACKAGES, download, from_tree, metadata, packages, unpack
 from glm5.tasks.swe.versions import Versions
 from tests.tasks.swe.tiny import CLIP, TESTS, tiny
 
@@ -29,9 +29,45 @@ def test_a_release_is_taken_back_hunk_by_hunk_and_whole(tmp_path: Path) -> None:
     texts = [candidate.changes["tiny/ranges.py"] for candidate in found]
     assert OLD in texts and len(texts) == len(set(texts)) >= 3
     assert all(candidate.description == "- Fix the upper end" for candidate in found)
+    wider = [candidate.within and candidate.within.changes["tiny/ranges.py"] for candidate in found]
+    assert [None if text == OLD else OLD for text in texts] == wider
     kinds = {str(c.changes["tiny/ranges.py"]): c.kind for c in found}
     assert kinds[OLD] == "refactor"  # it lacks `spread`, which it has as `gap`
     assert "bug-fix" in kinds.values()
+
+
+def test_a_hunk_is_within_its_file_and_that_within_the_release(tmp_path: Path) -> None:
+    new = tiny(tmp_path / "new")
+    tiny(tmp_path / "old", source=OLD)
+    (tmp_path / "old/tiny/__init__.py").write_text("x = 1\n")
+    found = list(Versions(tmp_path / "old", "0.9").candidates(new, 0))
+    (release,) = (candidate for candidate in found if len(candidate.changes) == 2)
+    assert release.within is None
+    for one in found:
+        above = []
+        while one.within is not None:
+            one = one.within
+            above.append(one)
+        assert not above or above[-1].id == release.id
+        assert [len(wider.changes) for wider in above] in ([], [2], [1, 2])
+    assert {len(candidate.changes) for candidate in found if candidate.within and candidate.within.within} == {1}
+
+
+def test_a_release_is_downloaded_with_common_backends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[bool, object]] = []
+
+    def pip(*arguments: str, modules: Path | None = None) -> None:
+        called.append(("--no-build-isolation" in arguments, modules))
+        if modules is not None and "odd" in arguments[-2]:
+            raise DataError("no backend")
+        name = next(a for a in arguments if "==" in a).replace("==", "-")
+        Path(arguments[arguments.index("-d") + 1], f"{name}.tar.gz").touch()
+
+    monkeypatch.setattr("glm5.tasks.swe.repositories.pip", pip)
+    monkeypatch.setattr("glm5.tasks.swe.repositories.install", lambda *_: tmp_path)
+    for name in ("plain", "plain", "odd"):
+        assert download(name, "1.0", tmp_path / "sdists").name == f"{name}-1.0.tar.gz"
+    assert called == [(True, tmp_path), (True, tmp_path), (False, None)]
 
 
 def test_changes_of_comments_only_are_no_candidates(tmp_path: Path) -> None:
