@@ -70,7 +70,7 @@ def evaluate(
     changes: dict[str, Any] = {"problems": problems, "temperature": temperature, "top_p": top_p, "repeats": repeats}
     chosen = find_suite(suite, assignments(options), parts, **changes, **limited, render_tools=render_tools)
     with QuietConsole().status("starting") as status:
-        if Path(model).is_dir():
+        if "://" not in model:
             chosen, player, told = _local(Path(model), chosen, device, dtype.value, exact, dense, needles)
         elif dense or needles or "max_context" in limited:
             raise UsageError("--dense, --needle-recall and --limit max_context are of checkpoints, not of URLs.")
