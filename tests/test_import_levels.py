@@ -53,6 +53,7 @@ LEVELS = {
     "obs": 2,
     "files": 1,
     "register": 1,
+    "sqlite_file": 1,
     "errors": 0,
     "process": 0,
 }

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import random
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from glm5.errors import DataError, UsageError
+from glm5.errors import UsageError
 from glm5.files import atomic_write
 from glm5.preferences.rows import Pair
+from glm5.sqlite_file import open_file, transaction
 
 Choice = Literal["first", "second", "tie", "skip"]
 CHOICES = ("first", "second", "tie", "skip")
@@ -78,21 +78,9 @@ class PreferenceStore:
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.RLock()
-        try:
-            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            with self._writing():
-                found = self._db.execute("PRAGMA user_version").fetchone()[0]
-                if found == 0 and not self._db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
-                    for statement in SCHEMA.split(";\n"):
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version = {FORMAT}")
-                elif found != FORMAT:
-                    raise DataError(f"{path} is not a file of preferences of this version; name another --store.")
-        except sqlite3.Error as error:
-            raise DataError(f"{path} is not a file of preferences: {error}; name another --store.") from None
+        what, advice = "a file of preferences", "name another --store"
+        self._db = open_file(path, SCHEMA, FORMAT, what, advice, durable=True)
+        self._db.execute("PRAGMA foreign_keys = ON")
 
     def __enter__(self) -> PreferenceStore:
         return self
@@ -102,14 +90,8 @@ class PreferenceStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+        with self._lock, transaction(self._db):
+            yield
 
     def _rows(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with self._lock:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from glm5.errors import DataError
+from glm5.sqlite_file import open_file, transaction
 
 FORMAT = 1
 SCHEMA = """
@@ -27,34 +25,11 @@ class JudgeCache:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        try:
-            self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            with self._writing():
-                found = self._db.execute("PRAGMA user_version").fetchone()[0]
-                empty = not self._db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
-                if found == 0 and empty:
-                    for statement in SCHEMA.split(";"):
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version = {FORMAT}")
-                elif found != FORMAT:
-                    raise DataError(f"{path} is not a judge's cache of this version; delete it, or name another file.")
-        except sqlite3.Error as error:
-            raise DataError(f"{path} is not a judge's cache: {error}; delete it, or name another file.") from None
+        what, advice = "a judge's cache", "delete it, or name another file"
+        self._db = open_file(path, SCHEMA, FORMAT, what, advice, durable=False)
 
     def close(self) -> None:
         self._db.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def find(self, keys: Sequence[str]) -> dict[str, str]:
         """The known verdicts of these keys."""
@@ -74,7 +49,7 @@ class JudgeCache:
 
     def add(self, stage: str, verdicts: Mapping[str, str], calls: int, tokens: int) -> None:
         """Keep new verdicts and what they cost, in one transaction."""
-        with self._lock, self._writing():
+        with self._lock, transaction(self._db):
             self._db.executemany("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", list(verdicts.items()))
             self._db.execute(
                 "INSERT INTO spent VALUES (?, ?, ?) ON CONFLICT (stage) DO UPDATE "
