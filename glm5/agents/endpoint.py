@@ -78,7 +78,6 @@ class Endpoint:
         thinking: tokens of thinking to ask for in Messages; 0 asks for none. Chat Completions leave it to the server.
         seconds: maximum time of silence while waiting for an answer.
         whole_s: maximum time of one answer.
-        extra: more keys of every request, such as `response_format`.
 
     Raises UsageError for a URL that is not http or https.
     """
@@ -96,7 +95,6 @@ class Endpoint:
         seconds: float = 600.0,
         whole_s: float = 3600.0,
         pauses: Sequence[float] | None = None,
-        extra: Mapping[str, Any] | None = None,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -110,19 +108,18 @@ class Endpoint:
         )
         if thinking and dialect == "anthropic":
             self._options |= {"thinking": {"type": "enabled", "budget_tokens": thinking}}
-        self._options |= extra or {}
         self._pauses = PAUSES_S if pauses is None else pauses
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._client = httpx.Client(
             timeout=httpx.Timeout(seconds, connect=10.0), trust_env=not local, headers=self._wire.headers(key)
         )
-        self._name, self._whole_s = name, whole_s
+        self._names, self._whole_s = [name] if name else [], whole_s  # one list for all that `asking` makes
 
     def close(self) -> None:
         self._client.close()
 
     def asking(self, **options: Any) -> Endpoint:
-        """The same model over the same connections, with other fields of its requests, such as `top_p`."""
+        """The same model over the same connections, with other or more fields in its requests, such as `top_p`."""
         other = copy.copy(self)
         other._options = self._options | options
         return other
@@ -130,23 +127,17 @@ class Endpoint:
     @property
     def name(self) -> str:
         """The model's name; asks the server if it was not given."""
-        if not self._name:
+        if not self._names:
             try:
-                self._name = str(self._get("/v1/models")["data"][0]["id"])
+                self._names.append(str(self._get("/v1/models")["data"][0]["id"]))
             except (EndpointError, LookupError, TypeError) as error:
                 raise EndpointError(f"{self.base} does not list its models; name one. ({error})") from error
-        return self._name
+        return self._names[0]
 
     def complete(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        on_delta: wire.OnDelta | None = None,
-        *,
-        seed: int | None = None,
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], on_delta: wire.OnDelta | None = None
     ) -> Reply:
         body = self._wire.request(self.name, messages, tools) | self._options
-        body |= {} if seed is None else {"seed": seed}
         data = json.dumps(body, ensure_ascii=True).encode()
         told = on_delta or (lambda kind, text: None)
         for pause in (*self._pauses, None):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -71,12 +71,13 @@ class EndpointBackend:
     ) -> None:
         from glm5.agents.endpoint import Endpoint
 
-        schema = {"name": "verdict", "strict": True, "schema": json.loads(schema_of(template))}
-        extra: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": schema}}
         self._endpoint = Endpoint(
             url, name, key=key, max_tokens=max_tokens, temperature=temperature, seconds=seconds, whole_s=4 * seconds,
-            pauses=pauses, extra=extra if structured else {},
+            pauses=pauses,
         )  # fmt: skip
+        if structured:
+            schema = {"name": "verdict", "strict": True, "schema": json.loads(schema_of(template))}
+            self._endpoint = self._endpoint.asking(response_format={"type": "json_schema", "json_schema": schema})
         self._settings = f"{max_tokens} {temperature:g}"
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
 
@@ -93,7 +94,7 @@ class EndpointBackend:
 
     def _one(self, question: Question) -> Verdict:
         try:
-            reply = self._endpoint.complete(question.messages, [], seed=question.seed % (1 << 31))
+            reply = self._endpoint.asking(seed=question.seed % (1 << 31)).complete(question.messages, [])
         except EngineError as error:
             return Verdict(None, 0, str(error))
         tokens = reply.prompt_tokens + reply.completion_tokens
