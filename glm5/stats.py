@@ -22,6 +22,10 @@ class Interval:
     high: float
     n: float
 
+    def plain(self) -> dict[str, float]:
+        """As results have it: score, low, high and n."""
+        return {"score": self.value, "low": self.low, "high": self.high, "n": self.n}
+
 
 def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     """Wilson score interval for a proportion, e.g. a pass rate. Correct at 0 and at n successes, unlike the normal

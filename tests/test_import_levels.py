@@ -289,12 +289,13 @@ def test_help_loads_no_torch() -> None:
 CORE = """
 import sys
 extras = "fastapi", "starlette", "uvicorn", "httpx", "matplotlib", "pyarrow", "triton", "ray"
+extras += "bm25s", "PIL", "playwright"
 class Blocked:
     def find_spec(self, name, *_):
         if name.partition(".")[0] in extras:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocked())
-import glm5.launch.pipeline, glm5.engine.engine, glm5.quant.convert
+import glm5.launch.pipeline, glm5.engine.engine, glm5.quant.convert, glm5.eval.suite, glm5.eval.players
 """
 
 

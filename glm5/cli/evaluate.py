@@ -136,7 +136,7 @@ def _remote(
     url: str, suite: Any, name: str, concurrency: int, key_file: Path | None, tokenizer: Path | None, template: bool
 ) -> tuple[Any, Any, dict[str, Any]]:
     from glm5.agents.endpoint import Endpoint
-    from glm5.eval.players import RemotePlayer
+    from glm5.eval.remote_player import RemotePlayer
     from glm5.eval.suite import with_tokenizer
     from glm5.serve.keys import find_key
 

@@ -19,18 +19,16 @@ from glm5.eval.passk import pass_scores
 from glm5.eval.text import bits_per_byte
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
-from glm5.obs.logs import get_logger
 from glm5.records import Outcome, SamplingParams, Trajectory
 from glm5.seeds import derive_seed
 from glm5.stats import wilson
-from glm5.tasks import DistinctProblems, make_family, needle_text, open_episodes, play
+from glm5.tasks import make_family, needle_text, open_episodes, play
+from glm5.tasks.contract import held_out_problems
 from glm5.train.losses import target_logprobs
 
 SAMPLES_SHOWN = 2
 MTP_PROMPT = 48
 """Tokens of held-out text that speculative decoding continues."""
-
-_log = get_logger(__name__)
 
 
 def evaluate(
@@ -74,8 +72,7 @@ def evaluate(
 
 def score(successes: int, n: int) -> dict[str, float]:
     """A proportion with its 95 % Wilson interval."""
-    interval = wilson(successes, n)
-    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": n}
+    return wilson(successes, n).plain()
 
 
 def skill_score(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -108,13 +105,7 @@ def play_skill(
     `config.samples` keeps the first samples. `group` is the problem number. Raises DataError for a family without
     problems."""
     source = make_family(family.name, **family.options)
-    distinct = DistinctProblems(source, "heldout").indices(config.problems)
-    if len(distinct) < config.problems:
-        _log.warning(
-            "%s has only %d distinct held-out problems; the score is over these, not %d.",
-            family.name, len(distinct), config.problems,
-        )  # fmt: skip
-    problems = [(number, source.problem("heldout", index)) for number, index in enumerate(distinct)]
+    problems = list(enumerate(held_out_problems(source, config.problems, family.name)))
     context = min(config.max_context, model.config.max_position_embeddings)  # an episode that reaches it is cut off
     episodes = open_episodes(
         problems * (1 if seed is None else config.samples),

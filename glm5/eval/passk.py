@@ -27,8 +27,7 @@ def pass_score(passed: Sequence[int], samples: int, k: int) -> dict[str, float]:
     values = [pass_at_k(samples, right, k) for right in passed]
     if not values:
         raise ConfigError(f"pass@{k} of no problems is not a number; set evaluation.problems.")
-    interval = bounded_mean(values, most=len(values) * samples)
-    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": len(values)}
+    return bounded_mean(values, most=len(values) * samples).plain()
 
 
 def pass_scores(passed: Sequence[int], samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -31,8 +31,8 @@ from glm5.obs.logs import get_logger
 from glm5.records import Outcome
 from glm5.seeds import derive_seed
 from glm5.stats import Interval, bounded_mean, mean_of_groups, paired_rewards
-from glm5.tasks import DistinctProblems, make_family
-from glm5.tasks.contract import Problem
+from glm5.tasks import make_family
+from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.episode import MOST_REWARD
 from glm5.tasks.families import FAMILIES
 from glm5.tasks.trajectory_json import jsonable
@@ -209,30 +209,24 @@ def run_suite(
     answers up to there are kept in the folder.
     """
     before = None if against is None else _earlier(against, suite)
+
+    def result(record: Record) -> dict[str, Any]:
+        rows = _play(suite, player, seed, record, advance)
+        found = summary(suite, rows)
+        return found if before is None else {**found, "difference": difference(suite, rows, before)}
+
     if folder is None:
-        return _run(suite, player, seed, Record(), advance, before)
+        return result(Record())
     made = {"glm5": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
     settings = {"suite": suite.model_dump(mode="json"), "seed": seed, "model": dict(told or {}), "made with": made}
     folder = folder.absolute()
     try:
-        return _recorded(suite, player, seed, folder, settings, advance, before)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder.parent / f".{folder.name}.lock", f"Another process writes {folder}; wait for it."):
+            found = result(Record.open(folder, settings))
+            atomic_write(folder / RESULT, json.dumps(found, indent=2) + "\n")
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror or error}.") from error
-
-
-def _recorded(
-    suite: Suite,
-    player: Player,
-    seed: int,
-    folder: Path,
-    settings: Mapping[str, Any],
-    advance: Advance,
-    before: Sequence[Mapping[str, Any]] | None,
-) -> dict[str, Any]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.parent / f".{folder.name}.lock", f"Another process writes {folder}; wait for it."):
-        found = _run(suite, player, seed, Record.open(folder, settings), advance, before)
-        atomic_write(folder / RESULT, json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -247,14 +241,8 @@ def _earlier(folder: Path, suite: Suite) -> list[dict[str, Any]]:
     return read_answers(folder)[0]
 
 
-def _run(
-    suite: Suite,
-    player: Player,
-    seed: int,
-    record: Record,
-    advance: Advance,
-    before: Sequence[Mapping[str, Any]] | None,
-) -> dict[str, Any]:
+def _play(suite: Suite, player: Player, seed: int, record: Record, advance: Advance) -> list[dict[str, Any]]:
+    """Play what the record lacks; returns the answers of the suite's problems."""
     cells = cells_of(suite)
     chosen = {cell.label: _problems(suite, cell) for cell in cells}
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
@@ -277,20 +265,14 @@ def _run(
                 record.add(row)
                 done[cell.label, place, repeat] = row
                 advance(cell.label, len(done), total)
-    rows = list(done.values())
-    found = summary(suite, rows)
-    return found if before is None else {**found, "difference": difference(suite, rows, before)}
+    return list(done.values())
 
 
 def _problems(suite: Suite, cell: Cell) -> list[Problem]:
     source = make_family(cell.part.family, **{**cell.part.options, **cell.point})
-    wanted = min(suite.problems, getattr(source, "size", suite.problems))
-    found = DistinctProblems(source, "heldout").indices(wanted)
-    if len(found) < wanted:
-        _log.warning("%s has only %d distinct held-out problems, not %d.", cell.label, len(found), wanted)
-    if not found:
+    problems = held_out_problems(source, min(suite.problems, getattr(source, "size", suite.problems)), cell.label)
+    if not problems:
         raise DataError(f"{cell.label} has no held-out problem; give it other options.")
-    problems = [source.problem("heldout", index) for index in found]
     problems[0].prompt  # noqa: B018 - options that do not fit are an error of the command, not of the environment
     return problems
 
@@ -323,18 +305,18 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             selected[row["cell"]].append(share)
     cells = cells_of(suite)
     means = {cell.label: _mean(scores[cell.label].values(), suite.repeats) for cell in cells}
-    found: dict[str, Any] = _plain_interval(mean_of_groups(list(means.values())))
+    found: dict[str, Any] = mean_of_groups(list(means.values())).plain()
     if len(cells) > 1:
-        found["cells"] = {label: _plain_interval(interval) for label, interval in means.items()}
+        found["cells"] = {label: interval.plain() for label, interval in means.items()}
     for name, values in suite.grid.items():
         if len(values) > 1:
             found[f"by_{name}"] = {
-                str(value): _plain_interval(mean_of_groups([means[c.label] for c in cells if c.point[name] == value]))
+                str(value): mean_of_groups([means[c.label] for c in cells if c.point[name] == value]).plain()
                 for value in values
             }
     if by_depth:
         found["by_depth"] = {
-            f"{bin_ / DEPTHS:g} to {(bin_ + 1) / DEPTHS:g}": _plain_interval(_mean(groups.values(), suite.repeats))
+            f"{bin_ / DEPTHS:g} to {(bin_ + 1) / DEPTHS:g}": _mean(groups.values(), suite.repeats).plain()
             for bin_, groups in sorted(by_depth.items())
         }
     if selected:
@@ -359,7 +341,7 @@ def difference(suite: Suite, now: Sequence[Mapping[str, Any]], before: Sequence[
         cells[key[0]].append(ours[key] - theirs[key])
     if not cells:
         raise DataError("The two evaluations have no problem in common.")
-    return _plain_interval(mean_of_groups([paired_rewards(values) for values in cells.values()]))
+    return mean_of_groups([paired_rewards(values) for values in cells.values()]).plain()
 
 
 def _by_problem(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
@@ -377,7 +359,3 @@ def _score(suite: Suite, row: Mapping[str, Any]) -> float:
 def _mean(problems: Any, repeats: int) -> Interval:
     values = [fmean(answers) for answers in problems]
     return bounded_mean(values, most=len(values) * repeats if repeats > 1 else math.inf)
-
-
-def _plain_interval(interval: Interval) -> dict[str, float]:
-    return {"score": interval.value, "low": interval.low, "high": interval.high, "n": int(interval.n)}

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from glm5.data import recall
 from glm5.errors import ConfigError, DataError
+from glm5.obs.logs import get_logger
 from glm5.records import Env, Message, Outcome, StepResult
 
 SPLITS = ("train", "rl", "heldout")
@@ -24,6 +25,7 @@ CALLS_S = 4.0
 episode's time limit for one message, and a slow agent is not an environment error."""
 
 ToolSpec = Mapping[str, Any]
+_log = get_logger(__name__)
 
 
 class Problem(Protocol):
@@ -149,6 +151,17 @@ class DistinctProblems:
     def indices(self, wanted: int) -> list[int]:
         """Indices of the first `wanted` problems, or of all if there are fewer."""
         return self._found[: self.count(wanted)]
+
+
+def held_out_problems(family: Family, wanted: int, label: str) -> list[Problem]:
+    """The first `wanted` distinct held-out problems of a family, or all if it has fewer, with a warning that names
+    `label`."""
+    found = DistinctProblems(family, "heldout").indices(wanted)
+    if len(found) < wanted:
+        _log.warning(
+            "%s has only %d distinct held-out problems; the score is over these, not %d.", label, len(found), wanted
+        )
+    return [family.problem("heldout", index) for index in found]
 
 
 def draw(make: Callable[[random.Random, str], P], family: str, seed: int, split: str, index: int) -> P:

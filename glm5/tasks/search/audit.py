@@ -51,7 +51,7 @@ def audit(
     return {
         "ok": not reasons and interval.value >= 0.95 and fallen == len(planted) and not any(guesses.values()),
         "questions": len(questions), "fell": dict(reasons),
-        "oracle": {"score": interval.value, "low": interval.low, "high": interval.high, "n": len(chosen)},
+        "oracle": interval.plain(),
         "planted": {"planted": len(planted), "rejected": fallen,
                     "reasons": dict(Counter(f"{reason}: {found}" for reason, found in planted))},
         "closed_book_right": guesses, "retrieval_ms": latency(web.index, questions),

@@ -1,0 +1,132 @@
+"""A model behind a URL answers the problems of a suite, as text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from glm5.agents.endpoint import Endpoint, EndpointError
+from glm5.agents.wire import OnDelta
+from glm5.config.suite import Suite, SuitePart
+from glm5.errors import GradingError, text_of
+from glm5.eval.players import Numbered, Played
+from glm5.records import Message, Outcome, StepResult
+from glm5.tasks.contract import Problem
+from glm5.tasks.episode import checked, takes_cut
+
+MOST_REFUSED = 8
+
+
+@dataclass
+class RemotePlayer:
+    """A chat endpoint, which gets `concurrency` problems at a time. Its draws are its own: it gets no seed.
+
+    Whether to think is said as `chat_template_kwargs`, which servers of open models know, if `template`. A request that
+    the server refuses is an error of that problem alone, but `MOST_REFUSED` without an answer in between end the run.
+    """
+
+    endpoint: Endpoint
+    concurrency: int = 8
+    template: bool = True
+
+    def play(self, problems: Numbered, suite: Suite, part: SuitePart, seed: int) -> Iterator[tuple[int, Played]]:
+        """Raises EndpointError if the server cannot be reached, or refuses many requests. Then the endpoint is closed,
+        so that no request goes on."""
+        tokens = part.max_tokens or suite.max_tokens
+        model = self.endpoint.asking(max_tokens=tokens, temperature=suite.temperature, top_p=suite.top_p)
+        left, stopped = iter(problems), threading.Event()
+        running: dict[Future[Played], int] = {}
+        refused, answered = list[tuple[int, Played]](), False
+
+        def told(kind: str, text: str) -> None:
+            if stopped.is_set():
+                raise EndpointError("The evaluation was stopped.")
+
+        def begin(problem: Problem) -> Played:
+            return play_messages(problem, model, suite, self.template, told)
+
+        with ThreadPoolExecutor(self.concurrency, "eval") as threads:
+            try:
+                while True:
+                    while len(running) < self.concurrency and (following := next(left, None)) is not None:
+                        running[threads.submit(begin, following[1])] = following[0]
+                    if not running and (answered or not refused):
+                        yield from refused
+                        return
+                    failed: BaseException | None = None
+                    if not running:
+                        raise EndpointError(f"Every request was refused; the last: {refused[-1][1].detail['error']}")
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        place, failure = running.pop(future), future.exception()
+                        if failure is None:
+                            yield from (*refused, (place, future.result()))
+                            refused.clear()
+                            answered = True
+                        elif isinstance(failure, EndpointError) and failure.refused:
+                            error = {"error": text_of(failure)[:500], "cause": "refused"}
+                            refused.append((place, Played(0.0, Outcome.ENV_ERROR, error)))
+                            failed = failure if len(refused) >= MOST_REFUSED else failed
+                        else:
+                            failed = failure
+                    if failed is not None:
+                        raise failed
+            finally:
+                stopped.set()
+                if running:
+                    self.endpoint.close()
+
+
+def play_messages(
+    problem: Problem, model: Endpoint, suite: Suite, template: bool = False, told: OnDelta | None = None
+) -> Played:
+    """Play one problem as text; `told` hears the replies as they come.
+
+    A prompt that is too long for the server and a reply that is cut off are TRUNCATED; a failure of the environment is
+    ENV_ERROR. Raises EndpointError for a server that does not answer.
+    """
+    try:
+        env = problem.env()
+        messages, tools, thinking = env.start()
+    except Exception as error:
+        return _env_error(error)
+    if template:
+        model = model.asking(chat_template_kwargs={"enable_thinking": thinking})
+    history: list[Message] = list(messages)
+    for _ in range(suite.max_turns):
+        try:
+            reply = model.complete(history, tools if suite.render_tools else (), told)
+        except EndpointError as error:
+            if error.too_long:
+                return Played(0.0, Outcome.TRUNCATED, {"cut": "context", "text": _text(history)})
+            raise
+        cut = reply.finish_reason == "length"
+        history.append(reply.message)
+        try:
+            unread = reply.broken or (cut and not takes_cut(env))
+            result = checked(env.step(None if unread else reply.message))
+        except Exception as error:
+            return _env_error(error)
+        if result.done or cut or (reply.broken and not result.messages):
+            return _played(result, history, cut)
+        history += result.messages
+    return _played(StepResult(outcome=Outcome.TRUNCATED), history, cut=True)
+
+
+def _played(result: StepResult, history: Sequence[Message], cut: bool) -> Played:
+    solved = result.done and result.outcome is Outcome.SOLVED
+    outcome = Outcome.TRUNCATED if cut and not solved else result.outcome
+    return Played(result.reward if result.done else 0.0, outcome, {**result.detail, "text": _text(history)})
+
+
+def _text(history: Sequence[Message]) -> str:
+    """For readers."""
+    return "\n".join(
+        f"<|{m.role}|>{f'<think>{m.reasoning}</think>' if m.reasoning else ''}{m.content}" for m in history
+    )
+
+
+def _env_error(error: Exception) -> Played:
+    cause = "grading" if isinstance(error, GradingError) else "crash"
+    return Played(0.0, Outcome.ENV_ERROR, {"error": text_of(error)[:500], "cause": cause})
