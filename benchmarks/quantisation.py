@@ -46,7 +46,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 SEEDS = (0, 1, 2)
 OUTLIER = 300
-STEPS, ROWS, LENGTH, RATE = 80, 8, 512, 1e-3
+STEPS, ROWS, LENGTH, RATE = 64, 8, 512, 1e-3
 QAT_SCHEMES = ("w4a16", "w4a8")
 
 
@@ -54,9 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", choices=tuple(JOBS))
     parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--device", default="cpu", help="of qat: where it trains and scores")
     chosen = parser.parse_args()
+    more = {"device": chosen.device} if chosen.job == "qat" else {}
     with tempfile.TemporaryDirectory() as scratch:
-        JOBS[chosen.job](chosen.checkpoint, Path(scratch))
+        JOBS[chosen.job](chosen.checkpoint, Path(scratch), **more)
 
 
 def schemes(checkpoint: Path, scratch: Path) -> None:
@@ -83,7 +85,7 @@ def outliers(checkpoint: Path, scratch: Path) -> None:
     schemes(changed, scratch)
 
 
-def qat(checkpoint: Path, scratch: Path) -> None:
+def qat(checkpoint: Path, scratch: Path, device: str) -> None:
     """Fine-tune on the same rows with and without rounding; score both before and after rounding to int4."""
     tokenizer = Tokenizer.load(checkpoint)
     held_out, size = held_out_rows(tokenizer, Options("w4a16", length=LENGTH, measure=MEASURED))
@@ -95,10 +97,11 @@ def qat(checkpoint: Path, scratch: Path) -> None:
             scores = {}
             for label, scheme in (("plain", None), ("qat", name)):
                 folder = scratch / f"{name}-{seed}-{label}"
-                tune(checkpoint, rows[order], scheme).save_pretrained(folder)
-                quantise_checkpoint(folder, folder / "int4", scheme_named(name))
-                scores[label] = held_out_score(folder, held_out, size)
-                scores[f"{label} int4"] = held_out_score(folder / "int4", held_out, size)
+                tune(checkpoint, rows[order].to(device), scheme).save_pretrained(folder)
+                rounded = folder.with_name(f"{folder.name}-int4")
+                quantise_checkpoint(folder, rounded, scheme_named(name))
+                scores[label] = held_out_score(folder, held_out, size, device)
+                scores[f"{label} int4"] = held_out_score(rounded, held_out, size, device)
             losses["rounded after"].append(scores["plain int4"] - scores["plain"])
             losses["trained rounded"].append(scores["qat int4"] - scores["plain"])
             show(f"{name}, seed {seed}", **scores)
@@ -106,7 +109,7 @@ def qat(checkpoint: Path, scratch: Path) -> None:
 
 
 def tune(checkpoint: Path, rows: torch.Tensor, scheme: str | None) -> GLM5ForCausalLM:
-    model = GLM5ForCausalLM.from_pretrained(checkpoint)
+    model = GLM5ForCausalLM.from_pretrained(checkpoint, device=rows.device)
     optimizer = build_optimizer(model, OptimConfig(steps=STEPS, lr=RATE))
     with quantization_aware(model, scheme):
         for step in range(STEPS):

@@ -50,10 +50,10 @@ class Engine:
 
     The cache holds `cache_tokens` tokens, in pages of latents and indexer keys. `prefix_cache` keeps the pages of
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
-    dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` on a CPU the
-    largest (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no
-    greedy token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn. With
-    drafts it has no effect, because the next plan depends on how many are accepted; on an accelerator it is always on.
+    dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` the largest
+    (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no greedy
+    token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn; on an accelerator
+    it is always on. While requests draft it has no effect, because the next plan depends on how many are accepted.
     `graphs` captures decoding on a CUDA device as CUDA graphs. `cache_dtype` "int8" keeps latents and index keys of a
     model with DSA in int8, with a scale per token and layer, on a CPU and with `exact=False`; None keeps the dtype of
     the model.

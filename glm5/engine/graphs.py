@@ -7,6 +7,7 @@ number of requests and the length of the longest are rounded up, and there is on
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -133,7 +134,14 @@ class CudaCapture:
                     function()
             torch.cuda.current_stream().wait_stream(apart)
             graph = torch.cuda.CUDAGraph()
-            # Other threads, such as those that build batches, may lock memory meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"):
-                out = function()
+            # Other threads, such as those that build batches, may lock memory meanwhile. What the garbage collector
+            # would free in this thread, such as another engine's graphs, would end the capture.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"):
+                    out = function()
+            finally:
+                if collects:
+                    gc.enable()
         return graph.replay, out

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -56,7 +56,8 @@ class Computed:
 
 @dataclass
 class Carried:
-    """Next input tokens of the MTP layer, and the trunk's states [n, D] that they are combined with."""
+    """Next input tokens of the MTP layer, and the trunk's states [span.count, D], whose first ones they are combined
+    with."""
 
     span: Span
     feed: Feed
@@ -79,12 +80,11 @@ class Steps:
     ) -> None:
         self.scheduler, self.runner, self.counts = scheduler, runner, counts
         self.drafts, self.max_length = drafts, max_length
-        # With drafts, the next plan depends on how many are accepted: nothing can be planned ahead. A CPU needs a
-        # thread to draw while the host plans; an accelerator does not.
+        # A CPU needs a thread to draw while the host plans; an accelerator does not.
         on_cpu = runner.device.type == "cpu"
-        self._plans_ahead = (overlap or not on_cpu) and not drafts
+        self._plans_ahead = not on_cpu or (overlap and not drafts)
         self._worker = ThreadPoolExecutor(1, "glm5-draw") if self._plans_ahead and on_cpu else None
-        self.draft_count = DraftCount(drafts, adapts=drafts > 0 and runner.step is not None)
+        self.draft_count = DraftCount(drafts, adapts=drafts > 0 and (runner.step is not None or not (on_cpu or runner.exact)))
         self._ahead: list[Span] = []  # spans of the next step, planned during the last draw
         self._failed: list[Request] = []
 
@@ -165,7 +165,8 @@ class Steps:
         for span in spans:
             if not span.drafts:
                 span.request.saw(span.start + span.count)
-        if whole and self._plans_ahead:
+        # While requests draft, the next plan depends on how many drafts are accepted: nothing can be planned ahead.
+        if whole and self._plans_ahead and (not self.drafts or all(span.request.drafts is False for span in spans)):
             fresh, kept = self._draw_and_plan(spans, hidden, tokens)
         else:
             fresh, kept = draw_tokens(self.runner, spans, hidden, drafts, tokens)
@@ -210,7 +211,7 @@ class Steps:
                 self._fail(request, error)
             if count and self._drafts(request):
                 feed = Feed(request, first, request.tokens[first : first + count])
-                carried.append(Carried(span, feed, computed.hidden[at : at + count]))
+                carried.append(Carried(span, feed, computed.hidden[at : at + span.count]))
             at += span.count
         accepted = time.perf_counter()
         if carried:
@@ -270,13 +271,20 @@ class Steps:
         return taken
 
     def _carry(self, carried: Sequence[Carried]) -> None:
-        """Run the MTP layer over the trunk's last tokens, so the next drafts start from accepted tokens."""
-        states = self.runner.mtp([one.feed for one in carried], torch.cat([one.hidden for one in carried]))
+        """Run the MTP layer over the trunk's last tokens, so the next drafts start from accepted tokens.
+
+        For CUDA graphs, which need equal numbers of tokens, rejected drafts are filled up: what the MTP layer writes at
+        their positions is overwritten before it is read, as are its latents of drafts."""
+        feeds, count = [one.feed for one in carried], carried[0].span.count
+        if self.runner.graphs is not None and all(one.span.count == count for one in carried):
+            feeds = [replace(feed, ids=[*feed.ids, *[0] * (count - len(feed.ids))]) for feed in feeds]
+        parts = [one.hidden[: len(feed.ids)] for one, feed in zip(carried, feeds, strict=True)]
+        states = self.runner.mtp(feeds, torch.cat(parts))
         at = 0
-        for one in carried:
-            at += len(one.feed.ids)
+        for one, feed in zip(carried, feeds, strict=True):
             if one.span.draws or one.span.request.next == one.span.request.length - 1:
-                one.span.request.carried = states[at - 1]
+                one.span.request.carried = states[at + len(one.feed.ids) - 1]
+            at += len(feed.ids)
 
     # Failures.
 

@@ -58,13 +58,13 @@ def calibration_ids(tokenizer: Tokenizer, sources: Sequence[str], rows: int, len
     )
 
 
-def held_out_score(checkpoint: Path, rows: list[list[int]], size: int) -> float:
+def held_out_score(checkpoint: Path, rows: list[list[int]], size: int, device: str = "cpu") -> float:
     """Bits per byte of documents [ids with the end-of-text token in front], `size` bytes in all; long ones are cut."""
-    model = GLM5ForCausalLM.from_pretrained(checkpoint)
+    model = GLM5ForCausalLM.from_pretrained(checkpoint, device=device)
     nats = 0.0
     with torch.no_grad():
         for ids in rows:
-            batch = torch.tensor([ids])
+            batch = torch.tensor([ids], device=device)
             logprobs = model(batch[:, :-1]).logits.log_softmax(-1)
             nats -= float(logprobs.gather(2, batch[:, 1:, None]).double().sum())
     return nats / math.log(2) / size

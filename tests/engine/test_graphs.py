@@ -3,6 +3,7 @@ right tokens is in `tests/test_device.py`."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ class Cuda:
         self.devices, self.streams = [0], ["own of 0"]
         self.passes: list[tuple[int, str]] = []
         self.captured: list[dict[str, Any]] = []
+        self.capturing = False
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -46,8 +48,10 @@ class Cuda:
     @contextmanager
     def graph(self, graph: Any, **options: Any) -> Iterator[None]:
         self.captured.append(options)
+        self.capturing = True
         with self.stream(options.get("stream") or SimpleNamespace(name="side of 0")):
             yield
+        self.capturing = False
 
     def CUDAGraph(self) -> Any:
         return SimpleNamespace(replay=lambda: None)
@@ -63,6 +67,7 @@ def test_a_pass_is_captured_on_the_device_of_its_model(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
 
     def forward() -> torch.Tensor:
+        assert gc.isenabled() is not cuda.capturing, "what the collector frees ends a capture"
         cuda.passes.append((cuda.devices[-1], cuda.streams[-1]))
         return torch.zeros(1)
 
