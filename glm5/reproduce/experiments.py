@@ -13,10 +13,13 @@ from glm5.reproduce import (
     muon_split,
     reasoning,
     rollout_dtype,
+    slides,
     topk,
 )
 from glm5.reproduce.plan import Experiment
 
-_MODULES = (muon_split, mtp, dsa, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation, general_rewards)
+_MODULES = (
+    muon_split, mtp, dsa, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation, general_rewards, slides
+)  # fmt: skip
 
 EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}

@@ -258,7 +258,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return get
 
 
-SLOW = ("icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards")
+SLOW = ("icepop", "lag", "rollout-dtype", "reasoning-rl", "distillation", "dsa-bonus", "general-rewards", "slides")
 """These take the path of `topk`, which `make test` runs."""
 
 
