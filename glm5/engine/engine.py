@@ -52,11 +52,11 @@ class Engine:
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
     dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` the largest
     (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no greedy
-    token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn; on an accelerator
-    it is always on. While requests draft it has no effect, because the next plan depends on how many are accepted.
-    `graphs` captures decoding on a CUDA device as CUDA graphs. `cache_dtype` "int8" keeps latents and index keys of a
-    model with DSA in int8, with a scale per token and layer, on a CPU and with `exact=False`; None keeps the dtype of
-    the model.
+    token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn; on an
+    accelerator it is always on. While requests draft it has no effect, because the next plan depends on how many are
+    accepted. `graphs` captures decoding on a CUDA device as CUDA graphs. `cache_dtype` "int8" keeps latents and index
+    keys of a model with DSA in int8, with a scale per token and layer, on a CPU and with `exact=False`; None keeps the
+    dtype of the model.
     """
 
     def __init__(
