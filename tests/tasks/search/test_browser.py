@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,3 +182,12 @@ def test_parts_of_a_reply() -> None:
 )
 def test_only_the_name_is_right(answer: str, names: list[str], good: bool) -> None:
     assert right(answer, names) is good
+
+
+def test_the_index_does_not_start_jax(tmp_path: Path) -> None:
+    """bm25s imports JAX if it is there, which takes most of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("raise SystemExit('JAX was started')")
+    code = "import sys; from glm5.tasks.search import index; index._library(); assert 'jax' not in sys.modules"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
