@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
 from glm5.preferences.app import create_app
 from glm5.preferences.rows import Pair
 from glm5.preferences.store import PreferenceStore
+from tests.pages import Served, browser
 
-FLAGS = "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-background-networking --no-proxy-server"
+__all__ = ["browser"]
+
 LONG = "averyverylongword" * 12
 
 
@@ -41,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[PreferenceStore]:
         yield store
 
 
-class Served:
+class Restarted:
     """The page of a store file. `stop` and `start` are a restart of the command on the same port."""
 
     def __init__(self, path: Path) -> None:
@@ -50,49 +44,23 @@ class Served:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return self._served.url
 
     def start(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         self.store = PreferenceStore(self.path)
-        config = uvicorn.Config(create_app(self.store, "Proposed"), log_level="error", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._listener])))
-        self._thread.start()
-        wait_for(lambda: self._server.started)
+        self._served = Served(create_app(self.store, "Proposed"), self.port)
+        self.port = self._served.port
 
     def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
-        self._listener.close()
+        self._served.stop()
         self.store.__exit__()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "this did not come about in time"
-        time.sleep(0.02)
-
-
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path: Path) -> Iterator[Restarted]:
     path = tmp_path / "votes.sqlite"
     with PreferenceStore(path) as store:
         store.add_pairs(some_pairs(4))
-    served = Served(path)
+    served = Restarted(path)
     yield served
     served.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("No Chromium here; install one (`apt install chromium`) or name it in the variable CHROMIUM.")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need `pip install playwright`")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=FLAGS.split())
-        yield browser
-        browser.close()

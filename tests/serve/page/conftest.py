@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from glm5.serve.page import page_route
+from tests.pages import Served, browser, wait_for
 
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --no-proxy-server""".split()
+__all__ = ["browser"]
 
 
 @dataclass
@@ -91,36 +86,11 @@ class Fake:
 @pytest.fixture
 def fake() -> Iterator[Fake]:
     fake = Fake()
-    listener = socket.create_server(("127.0.0.1", 0))
-    fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(fake.app(), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()
-    wait_for(lambda: server.started)
+    served = Served(fake.app())
+    fake.url = served.url
     yield fake
     fake.gate.set()
-    server.should_exit = True
-    thread.join(30)
-    listener.close()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "this did not come about in time"
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")  # no longer: while its driver is up, nothing else can run an event loop in this thread
-def browser() -> Iterator[Any]:
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("No Chromium here; install one (`apt install chromium`) or name it in the variable CHROMIUM.")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need `pip install playwright`")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
+    served.stop()
 
 
 class Chat:
