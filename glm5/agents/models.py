@@ -59,7 +59,7 @@ def open_model(
         if Path(model).is_dir():
             measure = exact_measure(Tokenizer.load(Path(model)), tools)
             key = secrets.token_urlsafe(24)
-            url = stack.enter_context(_served(Path(model), key))
+            url = stack.enter_context(served(Path(model), key))
         endpoint = Endpoint(
             url, name, dialect=dialect, key=key, max_tokens=max_tokens, temperature=temperature, thinking=thinking,
             seconds=silence_s,
@@ -79,9 +79,9 @@ def exact_measure(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ())
 
 
 @contextlib.contextmanager
-def _served(directory: Path, key: str) -> Iterator[str]:
-    """`glm5 serve` on a free port; yields its URL."""
-    command = [sys.executable, "-P", "-m", "glm5", "serve", str(directory), "--port", "0"]
+def served(directory: Path, key: str, options: Sequence[str] = ()) -> Iterator[str]:
+    """`glm5 serve` on a free port, with more `options`; yields its URL. Raises CheckpointError if it does not start."""
+    command = [sys.executable, "-P", "-m", "glm5", "serve", str(directory), "--port", "0", *options]
     env = dict(os.environ) | {"GLM5_API_KEY": key, "PYTHONPATH": python_path()}
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env) as child:
         watch = threading.Timer(START_S, child.kill)

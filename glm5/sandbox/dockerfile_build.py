@@ -56,6 +56,17 @@ class File:
     executable: bool = False
 
 
+def read_context(folder: Path) -> dict[str, File]:
+    """The files beside a Dockerfile, by relative path; links are left out, empty folders are kept."""
+    found = dict[str, File]()
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        if path.is_file() and not path.is_symlink():
+            found[path.relative_to(folder).as_posix()] = File(path.read_bytes(), bool(path.stat().st_mode & 0o100))
+        elif path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+            found[f"{path.relative_to(folder).as_posix()}/"] = File(b"")
+    return found
+
+
 @functools.cache
 def machine_base() -> Base:
     """What this machine's /usr has."""

@@ -8,18 +8,15 @@ A room's Python is the one that Harbor's virtual environment was made with.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from glm5.errors import ConfigError, GradingError
 from glm5.sandbox import programs
-from glm5.sandbox.cancel import CURRENT, CancelToken
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
-from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base
+from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base, read_context
 from glm5.sandbox.environment import NamespaceEnvironment, RoomLimits, environment_mechanism
+from glm5.sandbox.room_thread import RoomThread
 
 try:
     from harbor.environments.base import BaseEnvironment, ExecResult, SandboxBuildFailedError
@@ -27,7 +24,6 @@ try:
 except ImportError as error:
     raise ImportError("harbor is not installed here; it needs Python 3.12 or newer: pip install harbor") from error
 
-T = TypeVar("T")
 FOREVER_S = 7 * 86_400.0
 """Seconds of a command for which Harbor names no limit; Harbor then limits the agent itself."""
 
@@ -43,8 +39,7 @@ class RoomEnvironment(BaseEnvironment):
         self._plan = Plan("", (), {}, "/")
         self._context: dict[str, File] = {}
         self._room: NamespaceEnvironment | None = None
-        # A room is used from one thread at a time.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="room")
+        self._thread = RoomThread()
         super().__init__(*args, **keywords)
 
     @staticmethod
@@ -75,16 +70,11 @@ class RoomEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Build the room. Raises SandboxBuildFailedError for a Dockerfile that cannot be carried out here."""
-        await self._call(self._build)
+        await self._thread.call(self._build)
 
     def _build(self) -> None:
         folder, config = Path(self.environment_dir), self.task_env_config
-        for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-            if path.is_file() and not path.is_symlink():
-                executable = bool(path.stat().st_mode & 0o100)
-                self._context[path.relative_to(folder).as_posix()] = File(path.read_bytes(), executable)
-            elif path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
-                self._context[f"{path.relative_to(folder).as_posix()}/"] = File(b"")
+        self._context = read_context(folder)
         given = self._context.get("Dockerfile")
         text = given.data.decode("utf-8", "replace") if given else f"FROM {config.docker_image}\n"
         self._plan = read_dockerfile(text, self._context, machine_base(), bases=tuple(self._bases))
@@ -104,8 +94,8 @@ class RoomEnvironment(BaseEnvironment):
 
     async def stop(self, delete: bool) -> None:
         """End the room's processes and drop its files."""
-        await self._call(self._close)
-        self._thread.shutdown(wait=False)
+        await self._thread.call(self._close)
+        self._thread.close()
 
     def _close(self) -> None:
         room, self._room = self._room, None
@@ -122,7 +112,7 @@ class RoomEnvironment(BaseEnvironment):
     ) -> Any:
         """Run a line for bash. Raises RuntimeError when it takes longer than `timeout_sec`."""
         merged = {**self._plan.env, **(self._merge_env(env) or {})}
-        done = await self._call(lambda: self._exec(command, cwd or self._workdir, merged, timeout_sec))
+        done = await self._thread.call(lambda: self._exec(command, cwd or self._workdir, merged, timeout_sec))
         if done.stopped == "wall":
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
         out, err = (data.decode("utf-8", "replace") for data in (done.stdout, done.stderr))
@@ -133,19 +123,19 @@ class RoomEnvironment(BaseEnvironment):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         source = Path(source_path)
         data, mode = source.read_bytes(), source.stat().st_mode & 0o777
-        await self._call(lambda: self._open.upload({target_path: data}, {target_path: mode}))
+        await self._thread.call(lambda: self._open.upload({target_path: data}, {target_path: mode}))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._call(lambda: self._open.upload_tree(Path(source_dir), target_dir))
+        await self._thread.call(lambda: self._open.upload_tree(Path(source_dir), target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        data = await self._call(lambda: self._open.download(source_path))
+        data = await self._thread.call(lambda: self._open.download(source_path))
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         Path(target_path).write_bytes(data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Regular files only; links that the room's programs made are left out."""
-        files = await self._call(lambda: self._open.download_tree(source_dir))
+        files = await self._thread.call(lambda: self._open.download_tree(source_dir))
         target = Path(target_dir)
         target.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
@@ -166,23 +156,6 @@ class RoomEnvironment(BaseEnvironment):
         self, command: str | list[str], cwd: str, env: dict[str, str], seconds: float | None = None
     ) -> programs.ExecResult:
         return self._open.exec(command, cwd=cwd, env=env, timeout_s=seconds or FOREVER_S)
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        """The result of `work` in the room's thread. A cancellation, such as Harbor's at an agent's time limit, ends
-        the program that `work` waits for, so that the next call finds the thread free."""
-        token = CancelToken()
-
-        def cancellable() -> T:
-            CURRENT.set(token)
-            return work()
-
-        future = self._thread.submit(cancellable)
-        future.add_done_callback(lambda _: token.close())
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            token.cancel()
-            raise
 
 
 def _bases(text: str | None) -> dict[str, dict[str, Path]]:

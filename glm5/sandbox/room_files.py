@@ -29,6 +29,10 @@ class RoomFileError(GradingError):
     """A file of a room cannot be read or written: it is missing, a link, of another kind, or too large."""
 
 
+class RoomFileTooLarge(RoomFileError):
+    """A file has more bytes than were asked for."""
+
+
 def open_inside(root: int, path: str, flags: int, mode: int = 0) -> int:
     """Open `path` below the folder `root`, following no links. Raises OSError."""
     how = struct.pack("=3Q", flags | os.O_CLOEXEC, mode, NO_MAGIC_LINKS | NO_SYMLINKS | IN_ROOT)
@@ -74,7 +78,7 @@ class RoomFiles:
         finally:
             os.close(descriptor)
         if len(data) > limit:
-            raise RoomFileError(f"{path} of the room has more than {limit:,} bytes.")
+            raise RoomFileTooLarge(f"{path} of the room has more than {limit:,} bytes.")
         return bytes(data)
 
     def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
