@@ -26,9 +26,8 @@ from glm5.files import atomic_write
 from glm5.obs.logs import get_logger
 from glm5.tasks.slides.boxes import Extents, Slide, plain, slide_of
 from glm5.tasks.slides.browser import Chromium, Tab, playwright_driver
+from glm5.tasks.slides.markup_rules import MOST_BYTES, too_large
 
-MOST_BYTES = 200_000
-"""Largest page."""
 PAGE_SECONDS = 10.0
 PATIENCE = 3
 """How many times `PAGE_SECONDS` a page gets that is measured alone: the machine may be busy."""
@@ -77,9 +76,9 @@ class Renderer:
         Raises PageFault for a page that cannot be measured, GradingError if the renderer is at fault, MissingExtraError
         or ConfigError if Playwright, Chromium or fonts are missing.
         """
-        whole = with_assets(html, assets or {})
-        if len(html.encode("utf-8", "replace")) > MOST_BYTES:
+        if too_large(html):
             raise PageFault(f"it has more than {MOST_BYTES:,} bytes")
+        whole = with_assets(html, assets or {})
         key = hashlib.sha256(f"{VERSION} {self._images} {whole}".encode("utf-8", "replace")).hexdigest()
         found = self._known(key)
         if found is None:

@@ -80,6 +80,7 @@ HEAD = "page 40 20 l"
         "", "title 44", "page 40 20", "page 40 20 z", "page x 20 l", f"{HEAD}/point 28 3", f"{HEAD}/point 0 1",
         f"{HEAD}/title 99999999999", f"{HEAD}/title ４４", f"{HEAD}/|", f"{HEAD}/end", f"{HEAD}/split/split",
         f"{HEAD}/script 1", f"{HEAD}/pic a' 300", f"{HEAD}/text 20", HEAD + "/space 1" * 60,
+        "page --5 20 l", f"{HEAD}/title --44", f"{HEAD}/title -", f"{HEAD}/space -\u0664", f"{HEAD}/title 4_4",
     ],
 )  # fmt: skip
 def test_other_markup_is_refused_with_its_line(lines: str) -> None:
