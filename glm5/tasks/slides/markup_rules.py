@@ -7,7 +7,6 @@ browser is safe without these rules too; they decide what a policy is paid for.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -29,6 +28,7 @@ MOST_OPEN = 100
 
 _EXTERNAL = re.compile(r"(?:https?|ftp|file|wss?|blob)\s*:|^\s*//", re.I)
 _CSS_URL = re.compile(r"(?:url|src|image-set)\(\s*+[\"']?([^\"')]{0,100})", re.I)
+_NO_WIDTH = re.compile("[\u00ad\u200b\u2060\ufeff]")
 _ESCAPE = re.compile(r"\\([0-9a-fA-F]{1,6})\s?|\\(.)")
 # What a comment begins in a string or in an address without quotes is none: as a browser reads it.
 _STRING = r""" "(?:[^"\\\n]|\\.)*+"? | '(?:[^'\\\n]|\\.)*+'? """
@@ -204,21 +204,22 @@ def well_formed(page: Page) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Words and numbers in lower case."""
-    return re.findall(r"[^\W_]+", text.lower())
+    """Words and numbers in lower case. Signs without a width, such as places to hyphenate, are left out."""
+    return re.findall(r"[^\W_]+", _NO_WIDTH.sub("", text).lower())
 
 
-def share_found(wanted: Iterable[str], said: str) -> float:
-    """Share of the wanted phrases that the text has: at least four in five of a phrase's words, close together. Their
-    order does not matter, because emphasised words are pieces of their own."""
-    wanted, have = list(wanted), words(said)
-    return sum(_has(words(phrase), have) for phrase in wanted) / len(wanted) if wanted else 1.0
+def count_found(title: str, points: Iterable[str], pieces: Iterable[str]) -> list[str]:
+    """Which phrases the pieces of text have, each within one piece and word for word; case and punctuation may differ.
+    Points count if they come in their order."""
+    text = " \n ".join(["", *(" ".join(words(piece)) for piece in pieces), ""])
+    found, last = [title] if _phrase(title) in text else [], -1
+    for point in points:
+        at = text.find(_phrase(point), last + 1)
+        if at >= 0:
+            found.append(point)
+            last = at
+    return found
 
 
-def _has(phrase: list[str], have: list[str]) -> bool:
-    need, reach = -(-4 * len(phrase) // 5), len(phrase) + 2
-    wanted = Counter(phrase)
-    if not phrase:
-        return True
-    starts = (i for i, word in enumerate(have) if word in wanted)
-    return any(sum((wanted & Counter(have[i : i + reach])).values()) >= need for i in starts)
+def _phrase(text: str) -> str:
+    return f" {' '.join(words(text))} "

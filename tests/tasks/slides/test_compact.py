@@ -9,7 +9,7 @@ import pytest
 
 from glm5.tasks.slides.brief import PageBrief, assets_of, data_uri, draw_brief
 from glm5.tasks.slides.compact import MarkupError, compile_page
-from glm5.tasks.slides.markup_rules import read_page, share_found, well_formed
+from glm5.tasks.slides.markup_rules import count_found, read_page, well_formed
 from glm5.tasks.slides.oracle import FLAWS, oracle_page, plan_page, spoil, write_plan
 
 BRIEF = PageBrief("Harbour <costs> 2024", ("First point", "Second & last"), ("a",), (1.5,))
@@ -33,7 +33,7 @@ def test_pages_of_the_oracle_are_720_high_and_complete() -> None:
         html = compile_page(markup, brief)
         page = read_page(html)
         assert not flaw and not page.faults and well_formed(page) == 1.0
-        assert share_found((brief.title, *brief.points), page.text) == 1.0
+        assert count_found(brief.title, brief.points, [page.text]) == [brief.title, *brief.points]
         assert page.images == list(brief.pictures)
         if "split" not in markup:
             heights += 1
