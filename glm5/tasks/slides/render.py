@@ -72,6 +72,7 @@ class Renderer:
         self._free: asyncio.Queue[Tab | None] | None = None
         self._chromium: Chromium | None = None
         self._starting: asyncio.Lock | None = None
+        self._one = asyncio.Lock()
         self._driver: Any = None
         self.browsers = 0
         """Browsers started so far."""
@@ -93,7 +94,7 @@ class Renderer:
         key = hashlib.sha256(f"{VERSION} {self._images} {whole.html}".encode("utf-8", "replace")).hexdigest()
         found = self._known(key)
         if found is None:
-            found = self._call(self._measured(whole), 6 * self._page_seconds + 60)
+            found = self._call(self._measured(whole))
             self._keep(key, found)
         if isinstance(found, str):
             raise PageFault(found)
@@ -101,7 +102,7 @@ class Renderer:
 
     def screenshot(self, html: str, assets: Mapping[str, str] | None = None, scale: float = 0.5) -> Any:
         """The page as a reader sees it at 1280 x 720: uint8 [height, width, 3]. Raises as `measure` does."""
-        return self._call(self._shot(fill(html, assets or {}), scale), 6 * self._page_seconds + 60)
+        return self._call(self._shot(fill(html, assets or {}), scale))
 
     def close(self) -> None:
         """End the browser. A second call does nothing."""
@@ -119,13 +120,19 @@ class Renderer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, coroutine: Any, seconds: float) -> Any:
+    def _call(self, coroutine: Any) -> Any:
+        """The coroutine's result. A page waits for its turn as long as other pages have theirs."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(seconds)
-        except futures.TimeoutError:
-            future.cancel()
-            raise GradingError(f"the renderer of slides did not answer within {seconds:g} s.") from None
+        seconds = 4 * PATIENCE * self._page_seconds + 60
+        while True:
+            before = self.measured
+            try:
+                return future.result(seconds)
+            except futures.TimeoutError:
+                if self.measured > before:
+                    continue
+                future.cancel()
+                raise GradingError(f"the renderer of slides did nothing for {seconds:g} s.") from None
 
     def _known(self, key: str) -> Slide | str | None:
         with self._lock:
@@ -166,8 +173,9 @@ class Renderer:
             raise PageFault(raw)
         return raw[2][0]
 
-    async def _attempt(self, page: Filled, pictures: bool | float) -> Any:
-        """The result of `_once`, in the shared browser and then in one of its own, or the page's fault as text."""
+    async def _attempt(self, page: Filled, pictures: bool | float, again: bool = False) -> Any:
+        """The result of `_once`, in the shared browser and then in one of its own, or the page's fault as text. A page
+        whose browser another page has ended is tried in the next one first."""
         tab = await self._take()
         chromium = self._chromium
         assert chromium is not None
@@ -179,8 +187,12 @@ class Renderer:
         except Exception as error:
             _log.info("slides: a browser failed while measuring a page (%s); it is replaced.", _brief(error))
             self._give(None)
+            bystander = self._chromium is not chromium and not again
             await self._drop(chromium)
-            return await self._alone(page, pictures)
+            if bystander:
+                return await self._attempt(page, pictures, again=True)
+            async with self._one:  # more browsers at a time would slow each other down
+                return await self._alone(page, pictures)
         tab.pages += 1
         fresh = tab.pages < TAB_PAGES and chromium is self._chromium
         if not fresh:
@@ -195,7 +207,8 @@ class Renderer:
         try:
             try:
                 await self._start(chromium)
-                await self._once(chromium, await chromium.tab(), PROBE, False)
+                patient = 3 * PATIENCE * self._page_seconds  # a page must not gain from a machine that is busy
+                await self._once(chromium, await chromium.tab(), PROBE, False, patient)
             except (DataError, MissingExtraError):
                 raise
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import os
 import shutil
@@ -184,6 +185,37 @@ def test_a_page_that_kills_browsers_is_its_own_fault(renderer: Renderer, monkeyp
     with pytest.raises(PageFault, match="ended two browsers"):
         renderer.measure("<p>deadly</p>")
     assert renderer.measure("<p>and on it goes</p>").texts
+
+
+@needs_browser
+def test_under_load_a_hostile_page_is_still_its_own_fault(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, alone, now, most = browser.Tab.measure, Renderer._alone, 0, 0
+
+    async def measure(self: browser.Tab, html: str, pictures: bool, names: Any) -> Any:
+        if "slow" in html:
+            await asyncio.sleep(60)
+        return await plain(self, html, pictures, names)
+
+    async def counted(self: Renderer, *given: Any) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        try:
+            return await alone(self, *given)
+        finally:
+            now -= 1
+
+    def outcome(renderer: Renderer, i: int) -> str:
+        try:
+            renderer.measure(f"<p>{'slow' if i else 'honest'} {i}</p>")
+        except PageFault:
+            return "fault"
+        return "measured"
+
+    monkeypatch.setattr(browser.Tab, "measure", measure)
+    monkeypatch.setattr(Renderer, "_alone", counted)
+    with Renderer(tabs=3, page_seconds=1.5) as hurried, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: outcome(hurried, i), range(4)))
+    assert found == ["measured", "fault", "fault", "fault"] and most == 1
 
 
 @needs_browser
