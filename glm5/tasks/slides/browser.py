@@ -52,7 +52,7 @@ STILL = "transition: none !important"
 BARE_RULES = f"""*, *::before, *::after, *::marker, *::first-line, *::first-letter {{
   {STILL}; text-shadow: none !important;
   -webkit-text-fill-color: transparent !important; -webkit-text-stroke-color: transparent !important;
-  text-decoration-color: transparent !important; text-emphasis-color: transparent !important }}"""
+  text-emphasis-color: transparent !important }}"""
 # The page in black on white without anything but its letters and pictures, in the same places.
 REFERENCE_RULES = f"""*, *::first-line, *::first-letter {{ {STILL}; color: #000 !important; background: none !important;
   -webkit-text-fill-color: #000 !important; -webkit-text-stroke: 0 !important; text-shadow: none !important;
@@ -69,10 +69,14 @@ LOOK = f"""const look = (rules) => {{
   document.adoptedStyleSheets = [sheet];
 }}; const set = (e, name, value) => e.style.setProperty(name, value, "important");"""
 BARE = f"""((pictures) => {{ {LOOK}
-  for (const e of document.querySelectorAll("[style*=important i]"))
-    for (const name of [...e.style]) e.style.setProperty(name, e.style.getPropertyValue(name));
-  for (const e of document.querySelectorAll("*"))
-    if (getComputedStyle(e).backgroundClip.includes("text")) set(e, "background", "none");
+  for (const e of document.querySelectorAll("[style]"))
+    if (e.style.cssText.includes("!important"))
+      for (const name of [...e.style]) e.style.setProperty(name, e.style.getPropertyValue(name));
+  for (const e of document.querySelectorAll("*")) {{
+    const style = getComputedStyle(e);
+    if (style.backgroundClip.includes("text")) set(e, "background", "none");
+    if (style.textDecorationLine !== "none") set(e, "text-decoration-color", style.textDecorationColor);
+  }}
   for (const i of pictures) set(measured[i], "opacity", "0");
   look(`{BARE_RULES}`);
 }})"""
@@ -254,7 +258,7 @@ class Tab:
         await self._size(LOW)
         await self._evaluate(FRESH)
         policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>@layer {LAYER};</style>'
-        limits = {**LIMITS, "names": dict(names), "generated": bool(GENERATED.search(html))}
+        limits = {**LIMITS, "names": dict(names), "generated": bool(GENERATED.search(html)), "layer": LAYER}
         script = f"({self._script})({json.dumps(limits)})"
         await self._channel.send("Page.setDocumentContent", {"frameId": self._frame, "html": _with_head(html, policy)})
         for _ in range(40):

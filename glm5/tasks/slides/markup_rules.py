@@ -152,7 +152,9 @@ class _Reader(HTMLParser):
         if tag == "link":
             page.faults.append("something from outside")
         for name, value in values.items():
-            if name.startswith("on"):
+            if name.startswith("shadowroot"):
+                page.faults.append("a tree beside the page's")
+            elif name.startswith("on"):
                 page.faults.append("a script")
             elif name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster", "background", "srcdoc"):
                 packed = re.sub(r"[\s\x00]", "", value)

@@ -37,13 +37,17 @@
   // The share of a picture that its own box, clipping, or opaque elements on it do not cut away, on a grid of points.
   const uncut = (element, style, r) => {
     const [w, h] = [r.width, r.height], [nw, nh] = [element.naturalWidth, element.naturalHeight];
-    let share = style.objectViewBox !== "none" || style.content !== "normal" ? 0 : 1;
+    const faint = /(?:brightness|contrast)\((?:0(?:\.[0-2]\d*)?)\)/.test(style.filter);
+    let share = style.objectViewBox !== "none" || style.content !== "normal" || faint ? 0 : 1;
     if (nw && nh && w && h && style.objectFit === "cover") share *= (w * h) / (Math.max(w / nw, h / nh) ** 2 * nw * nh);
     if (nw && nh && style.objectFit === "none") share *= (Math.min(w, nw) * Math.min(h, nh)) / (nw * nh);
     if (!second) return share;
-    element.style.setProperty("pointer-events", "auto", "important");
-    const clear = (e) => e.contains(element) || ((s) => (colour(s.backgroundColor) || [0, 0, 0, 1])[3] < 0.5 &&
-      s.backgroundImage === "none" && !["img", "svg", "canvas", "video"].includes(e.localName))(getComputedStyle(e));
+    const opaque = (s) => (colour(s.backgroundColor) || [0, 0, 0, 1])[3] >= 0.5 || s.backgroundImage !== "none";
+    const clear = (e) => {
+      const generated = ["::before", "::after"].map((p) => getComputedStyle(e, p)).filter((s) => s.content !== "none");
+      if (generated.some(opaque) || ["img", "svg", "canvas", "video"].includes(e.localName)) return false;
+      return (generated.length && e.contains(element)) || !opaque(getComputedStyle(e)); // what is on it is not around it
+    };
     let seen = 0;
     for (let i = 0; i < 36; i++) {
       const at = [r.left + ((i % 6) + 0.5) * w / 6, r.top + (Math.floor(i / 6) + 0.5) * h / 6];
@@ -53,11 +57,12 @@
     return share * seen / 36;
   };
   // What an element says, with U+FFFC for each child that flows in its lines; see `boxes.Box.flow`.
-  const flowOf = (element, kids) => {
+  const flowOf = (element, style, kids) => {
+    const size = parseFloat(style.fontSize), gaps = size >= 6 && !(parseFloat(style.letterSpacing) < -0.15 * size);
     let flow = "", any = false;
     for (const node of element.childNodes) {
       const kid = node.nodeType === 1 ? boxes[kids.get(node)] : undefined;
-      if (node.nodeType === 3) flow += node.data.replace(/\s+/g, " ").replaceAll("\ufffc", "");
+      if (node.nodeType === 3 && (gaps || node.data.trim())) flow += node.data.replace(/\s+/g, " ").replaceAll("\ufffc", "");
       else if (kid?.inline) { flow += "\ufffc"; any = true; }
       else if (node.nodeType === 1 && !kid?.hidden) flow += node.localName === "br" ? " " : "\n";
     }
@@ -106,6 +111,7 @@
     mark("moving", restless.has(element));
     mark("masked", style.maskImage !== "none");
     mark("odd-font", style.fontSizeAdjust !== "none" || style.textEmphasisStyle !== "none");
+    mark("struck-out", style.textDecorationLine.includes("line-through"));
     mark("on-a-path", style.offsetPath !== "none");
     mark("zoom", zoom !== 1);
     const m = turned(style);
@@ -125,9 +131,10 @@
     const [text, rects, thick] = ownText(element, style.writingMode === "horizontal-tb");
     if (text) { box.text = text; box.rects = rects; }
     if (inFlow(style, rtl)) box.inline = true;
+    mark("scrambled", parseFloat(style.wordSpacing) < -0.12 * parseFloat(style.fontSize)); // no gaps between words
     mark("scrambled", /[\u202a-\u202e\u2066-\u2069]/.test(text));
     let said = quoted(style.listStyleType);
-    if (limits.generated) for (const p of ["::before", "::after"]) said += quoted(getComputedStyle(element, p).content);
+    if (limits.generated) for (const p of ["::before", "::after", "::marker"]) said += quoted(getComputedStyle(element, p).content);
     if (/[\p{L}\p{N}]/u.test(said)) box.said = said.slice(0, limits.text).toWellFormed();
     box.clip = text && cuts ? cut(clip, rect(own)) : clip;
     const background = colour(style.backgroundColor), size = parseFloat(style.fontSize) * grown;
@@ -135,7 +142,7 @@
       size: round(thick < 0.85 * size ? thick / 1.1 : size), // a line of our fonts is 1.0 to 1.16 of its size
       family: style.fontFamily.split(",")[0].replace(/["']/g, "").trim().toLowerCase().slice(0, 60),
       weight: +style.fontWeight || 400,
-      colour: colour(style.color),
+      colour: colour(style.webkitTextFillColor),
       background,
       picture: style.backgroundImage !== "none" ? (style.backgroundImage.includes("url(") ? "url" : "gradient") : "",
       border: ["Top", "Left", "Right", "Bottom"].some((s) => parseFloat(style[`border${s}Width`]) > 0 &&
@@ -171,10 +178,14 @@
       walk(child, id, alpha, inner, total, here, style.direction === "rtl");
       if (boxes.length > next) kids.set(child, next);
     }
-    const flow = kids.size ? flowOf(element, kids) : "";
+    const flow = kids.size ? flowOf(element, style, kids) : "";
     if (flow) box.flow = flow;
   };
-  if (document.body) walk(document.body, -1, 1, all, new DOMMatrix(), [], false);
+  const sheets = document.adoptedStyleSheets, hit = new CSSStyleSheet(); // every element can be hit while it is measured
+  hit.replaceSync(`@layer ${limits.layer} { *, *::before, *::after { pointer-events: auto !important } }`);
+  if (second && document.images.length) document.adoptedStyleSheets = [...sheets, hit];
+  if (document.body) walk(document.documentElement, -1, 1, all, new DOMMatrix(), [], false);
+  if (document.adoptedStyleSheets.length > sheets.length) document.adoptedStyleSheets = [...sheets];
   const html = document.documentElement, body = document.body;
   const tall = Math.max(html.scrollHeight, html.offsetHeight, body ? body.scrollHeight : 0, body ? body.offsetHeight : 0);
   const wide = Math.max(html.scrollWidth, body ? body.scrollWidth : 0);

@@ -25,7 +25,7 @@ GRID = 8
 REACH = 5
 """Cells around ink that do not count as empty: about 80 pixels of the page on each side."""
 COLOUR_SHARE = 0.002
-UNLIKE, ALIKE = 0.35, 0.7
+UNLIKE, ALIKE = 0.7, 0.88
 """Correlation with the reference from which a line counts at all, and as fully seen."""
 
 Image = NDArray[Any]
@@ -37,7 +37,7 @@ def with_ink(boxes: Sequence[Box], shown: Image, bare: Image, reference: Image) 
     letters = 255.0 - np.minimum(np.minimum(reference[..., 0], reference[..., 1]), reference[..., 2])
     lines = [rect for box in boxes if not box.is_picture for rect in box.rects]
     return tuple(
-        _picture_inked(box, changed, bare, reference, lines)
+        _picture_inked(box, changed, shown, bare, reference, lines)
         if box.is_picture
         else _text_inked(box, changed, bare, letters)
         for box in boxes
@@ -50,16 +50,22 @@ def change(one: Image, other: Image) -> Image:
     return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2]).astype(np.int16)
 
 
-def _picture_inked(box: Box, changed: Image, bare: Image, reference: Image, lines: Sequence[Rect]) -> Box:
-    """A picture's share of pixels that change as if nothing were cut off, covered or faint."""
+def _picture_inked(box: Box, changed: Image, shown: Image, bare: Image, reference: Image, lines: Sequence[Rect]) -> Box:
+    """A picture's share of pixels that change as if nothing were cut off, covered or faint; none if it looks unlike
+    its reference. Without pixels that differ from white there, a quarter of its rectangle has to change."""
     if any(overlap(box.rect, line) > 0 for line in lines):  # it was not taken away, see `alone`
         return dataclasses.replace(box, ink=float(box.loaded and box.style.opacity >= 0.2))
     part = _cut(changed, box.rect)
     on_page = part.size / max(1.0, box.rect[2] * box.rect[3] * SCALE * SCALE)
-    if box.tag == "img":
-        expected = change(_cut(reference, box.rect), _cut(bare, box.rect))
-        solid = expected > VISIBLE
-        shows = float((part[solid] >= expected[solid] / 3).mean()) if solid.any() else 0.0
+    if box.tag == "img" and part.size:
+        there = _cut(reference, box.rect)
+        solid = there.min(axis=2) < 255 - VISIBLE
+        if solid.mean() > 0.02:
+            expected = change(there, _cut(bare, box.rect))[solid]
+            shows = float((part[solid] >= np.maximum(expected / 3, 1)).mean())
+            shows *= min(1.0, max(0.0, 3.0 * _correlation(_cut(shown, box.rect)[solid], there[solid]) - 1.0))
+        else:
+            shows = min(1.0, 4.0 * float((part > VISIBLE).mean()))
     else:
         shows = float((part > VISIBLE).any()) if part.size else 0.0
     return dataclasses.replace(box, ink=round(shows * min(1.0, on_page), 3))
@@ -67,10 +73,18 @@ def _picture_inked(box: Box, changed: Image, bare: Image, reference: Image, line
 
 def _likeness(part: Image, letters: Image) -> float:
     """0 to 1: whether what changed in a line has the shape of its letters."""
-    a, b = part - part.mean(), letters - letters.mean()
+    if not letters.any():
+        return 0.0
+    return min(1.0, max(0.0, (_correlation(part, letters) - UNLIKE) / (ALIKE - UNLIKE)))
+
+
+def _correlation(one: Image, other: Image) -> float:
+    """Of two pictures; 1 if the second has one colour only."""
+    a, b = one - one.mean(dtype=np.float32), other - other.mean(dtype=np.float32)
+    if float(np.abs(b).max()) < 2.0:
+        return 1.0
     norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    found = abs(float((a * b).sum())) / norm if norm > 0 else 0.0
-    return min(1.0, max(0.0, (found - UNLIKE) / (ALIKE - UNLIKE)))
+    return float((a * b).sum()) / norm if norm > 0 else 0.0
 
 
 def _text_inked(box: Box, changed: Image, bare: Image, letters: Image) -> Box:

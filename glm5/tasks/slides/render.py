@@ -341,7 +341,7 @@ def _stretched(low: Slide, high: Slide) -> float:
         a, b = low.boxes[i], high.boxes[k]
         if b.style.position in ("absolute", "fixed") or b.parent in free:
             free.add(k)
-        if b.tag != "img":
+        if b.tag not in ("img", "html"):
             found.append(b.rect[3] - a.rect[3])
         if k not in free and (b.text or b.is_picture):
             found += [abs(y - x) for x, y in zip(a.rect, b.rect)]

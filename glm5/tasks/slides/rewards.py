@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from glm5.errors import ConfigError
-from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Slide
+from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Slide, area, overlap
 from glm5.tasks.slides.layout import (
     alignment,
     balance,
@@ -45,11 +45,13 @@ STRICT = 0.01
 """A page is strictly 16:9 if its true height is within this share of 720, and its width of 1,280."""
 TRICKS = (
     "zoom", "transform-scale", "transform-3d", "turned-over", "blur", "text-indent", "cut-text", "scrambled",
-    "drawn-filter", "moving", "odd-font", "on-a-path",
+    "drawn-filter", "moving", "odd-font", "on-a-path", "struck-out",
 )  # fmt: skip
 """Of text or its surroundings: nothing that an honest page needs, and each fools a measure."""
 PICTURE_TRICKS = ("transform-3d", "turned-over", "blur", "drawn-filter", "moving", "on-a-path", "masked")
 _RESIZED = re.compile(r"(?<![\w-])size-adjust|(?:ascent|descent|line-gap)-override", re.I)
+LEAST_KEPT = 0.7
+"""Of a line, where an ancestor cuts off the rest."""
 BURIED = 0.4
 """Text of which another piece covers more than this share in one line is not readable."""
 OWN_WORDS = 8.0
@@ -311,7 +313,12 @@ def _distortion(natural: tuple[float, float], wide: float, high: float, fit: str
 
 def _readable(box: Box) -> bool:
     words_hold = -0.15 * box.style.size <= box.style.spacing <= 0.5 * box.style.size
-    return words_hold and box.ink >= LEAST_INK and box.style.size >= LEAST_SIZE and box.contrast >= LEAST_CONTRAST
+    if not words_hold or any(overlap(rect, box.clip) < LEAST_KEPT * area(rect) for rect in box.rects):
+        return False
+    lines = len(box.rects)
+    if lines > len(words(box.text)) + 1 and len(box.text) < 6 * lines:  # words in pieces of a few letters
+        return False
+    return box.ink >= LEAST_INK and box.style.size >= LEAST_SIZE and box.contrast >= LEAST_CONTRAST
 
 
 def _trivial(page: Page, slide: Slide | None, brief: Brief | None) -> bool:

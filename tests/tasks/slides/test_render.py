@@ -60,7 +60,7 @@ def score(renderer: Renderer) -> Callable[[dict[str, str]], dict[str, Score]]:
 @needs_browser
 def test_every_exploit_scores_below_the_plain_page_and_no_honest_design_is_punished(score: Any) -> None:
     exploits, honest = score(pages("exploits")), score(pages("honest"))
-    assert len(exploits) >= 130 and len(honest) >= 56
+    assert len(exploits) >= 150 and len(honest) >= 66
     plain = honest["plain"].total
     assert {name: s.total for name, s in exploits.items() if s.total >= 0.9 * plain} == {}
     assert {name: s.total for name, s in honest.items() if s.total <= 0.95 * plain or s.tricks} == {}
@@ -142,7 +142,7 @@ def test_heavy_pages_end_in_time_and_leave_the_renderer_working(renderer: Render
         assert len(slide.boxes) <= 1500
     assert renderer.measure(wide).more
     for endless in ("scale:calc(infinity)", "transform:scale(calc(infinity))"):
-        assert "transform-scale" in renderer.measure(f"<p style='{endless}'>x</p>").boxes[1].tricks
+        assert "transform-scale" in renderer.measure(f"<p style='{endless}'>x</p>").boxes[2].tricks
     assert renderer.measure("<p>" + "a\U0001f600" * 300).texts  # cut between the halves of a character
     with pytest.raises(PageFault, match="bytes"):
         renderer.measure("x" * (render.MOST_BYTES + 1))
