@@ -34,7 +34,7 @@ Image = NDArray[Any]
 def with_ink(boxes: Sequence[Box], shown: Image, bare: Image, reference: Image) -> tuple[Box, ...]:
     """The boxes with `ink` and `contrast`. All pictures are uint8 [360, 640, 3]."""
     changed = change(shown, bare)
-    letters = 255.0 - np.minimum(np.minimum(reference[..., 0], reference[..., 1]), reference[..., 2])
+    letters = 255 - _darkest(reference)
     lines = [rect for box in boxes if not box.is_picture for rect in box.rects]
     return tuple(
         _picture_inked(box, changed, shown, bare, reference, lines)
@@ -42,6 +42,11 @@ def with_ink(boxes: Sequence[Box], shown: Image, bare: Image, reference: Image) 
         else _text_inked(box, changed, bare, letters)
         for box in boxes
     )
+
+
+def _darkest(image: Image) -> Image:
+    """The least of a pixel's channels."""
+    return np.minimum(np.minimum(image[..., 0], image[..., 1]), image[..., 2])
 
 
 def change(one: Image, other: Image) -> Image:
@@ -59,7 +64,7 @@ def _picture_inked(box: Box, changed: Image, shown: Image, bare: Image, referenc
     on_page = part.size / max(1.0, box.rect[2] * box.rect[3] * SCALE * SCALE)
     if box.tag == "img" and part.size:
         there = _cut(reference, box.rect)
-        solid = there.min(axis=2) < 255 - VISIBLE
+        solid = _darkest(there) < 255 - VISIBLE
         if solid.mean() > 0.02:
             expected = change(there, _cut(bare, box.rect))[solid]
             shows = float((part[solid] >= np.maximum(expected / 3, 1)).mean())
