@@ -50,29 +50,33 @@ def build_slides(
 
     if dialect not in ("openai", "anthropic"):
         raise UsageError(f"--dialect is openai or anthropic, not {dialect!r:.40}.")
-    family, groups, failures = SlidesFamily(seed, form=form, pages=pages), [], 0
+    family, failures = SlidesFamily(seed, form=form, pages=pages), 0
+    groups: list[list[Sample]] = []
     key = find_key("api", None, api_key_file)
-    with (
-        open_model(model, name, cast("Dialect", dialect), key, max_tokens) as (endpoint, _),
-        QuietConsole().status("starting") as status,
-    ):
-        for i in range(prompts):
-            status.update(f"brief {i + 1} of {prompts}")
-            problem, group = family.problem("train", first + i), []
-            for _ in range(samples):
-                try:
-                    answer = endpoint.complete([Message("user", problem.prompt)], []).message.content or ""
-                except EndpointError as error:
-                    if not error.too_long:
-                        raise
-                    failures += 1
-                    continue
-                group.append(Sample.of(problem, answer))
-            groups.append(group)
-    found = select(groups, least=least, mask=mask, most_alike=most_alike)
+    try:
+        with (
+            open_model(model, name, cast("Dialect", dialect), key, max_tokens) as (endpoint, _),
+            QuietConsole().status("starting") as status,
+        ):
+            for i in range(prompts):
+                status.update(f"brief {i + 1} of {prompts}")
+                problem, group = family.problem("train", first + i), list[Sample]()
+                groups.append(group)
+                for _ in range(samples):
+                    try:
+                        answer = endpoint.complete([Message("user", problem.prompt)], []).message.content or ""
+                    except EndpointError as error:
+                        if not error.too_long:
+                            raise
+                        failures += 1
+                        continue
+                    group.append(Sample.of(problem, answer))
+    finally:  # an error or an interruption does not lose the samples before it
+        found = select(groups, least=least, mask=mask, most_alike=most_alike)
+        if found.conversations:
+            write_conversations(out, found.conversations)
     if not found.conversations:
         raise DataError(f"none of {len(groups)} briefs got an answer that passes: {found.report()}; lower --least.")
-    write_conversations(out, found.conversations)
     show({**found.report(), "too_long": failures, "file": str(out)}, as_json)
 
 

@@ -7,7 +7,7 @@ Lengths are CSS pixels on a page 1,280 wide; a rectangle is (x, y, width, height
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,10 @@ class Box:
     `text` is its own text, without its children's, in the rectangles `rects`, one per line. `ink` is how much of the
     text or picture really shows, by comparing the page with and without it: 0 is invisible, 1 is all. `contrast` is
     the WCAG ratio of the text's colour to the pixels behind it. `hidden` is text of an element that is not displayed.
+
+    `inline`: it flows in the lines of its parent, whose `flow` is all that it says, with U+FFFC for each such child.
+    `said` is text of pseudo-elements. `source` is a picture's name only if it shows that picture; `whole` is the share
+    of a picture that is not cut away.
     """
 
     tag: str
@@ -71,6 +75,10 @@ class Box:
     hidden: str = ""
     ink: float = 1.0
     contrast: float = 21.0
+    inline: bool = False
+    flow: str = ""
+    said: str = ""
+    whole: float = 1.0
 
     @property
     def is_picture(self) -> bool:
@@ -117,13 +125,6 @@ class Slide:
     @property
     def true_width(self) -> float:
         return max(float(WIDTH), self.page_width, self.content_right)
-
-    def ancestors(self, box: Box) -> Iterator[int]:
-        """Indices of a box's ancestors, nearest first."""
-        at = box.parent
-        while 0 <= at < len(self.boxes):
-            yield at
-            at = self.boxes[at].parent
 
 
 _SLIDE = TypeAdapter(Slide)

@@ -81,8 +81,8 @@ def chart_svg(rng: random.Random, wide: int, high: int) -> bytes:
 
 
 def data_uri(name: str, content: bytes, kind: str) -> str:
-    """A data URI that carries its name, which `rewards.picture_name` reads back. Letters, digits, `-`, `_`, `.`, `/`
-    only, so that a name cannot end the attribute it is put in."""
+    """A data URI that carries its name. Letters, digits, `-`, `_`, `.`, `/` only, so that a name cannot end the
+    attribute it is put in."""
     if not name or not all(letter.isascii() and (letter.isalnum() or letter in "-_./") for letter in name):
         raise ValueError(f"a picture's name is made of letters, digits, -, _, . and /, not {name!r:.40}")
     return f"data:{kind};name={name};base64,{base64.b64encode(content).decode()}"

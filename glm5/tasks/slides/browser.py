@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -41,21 +42,67 @@ LOW = 10
 """Height of the first pass's viewport: whatever a page stretches to the viewport is then as high as its content."""
 FONT_FOLDERS = ("/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/dejavu", "/usr/share/fonts/TTF")
 MEASURE = Path(__file__).with_name("measure.js")
+GENERATED = re.compile(r"(?<!-)content|\\", re.I)
+"""In every page with text of pseudo-elements."""
 LIMITS = {"nodes": 1500, "rects": 40, "lines": 2500, "text": 400}
 
-# Not in the page's tree, so no selector of the page can tell that it is there; outranks selectors with up to five ids.
-BARE = """((pictures) => {
-  for (const i of pictures) measured[i].style.setProperty("opacity", "0", "important");
-  for (const e of document.querySelectorAll("*"))
-    if (getComputedStyle(e).backgroundClip === "text") e.style.setProperty("background-image", "none", "important");
-  const high = ":not(#a#b#c#d#e)", sheet = new CSSStyleSheet();
-  sheet.replaceSync(`*${high}, *${high}::before, *${high}::after, *${high}::marker { color: transparent !important;
-    -webkit-text-fill-color: transparent !important; -webkit-text-stroke-color: transparent !important;
-    text-shadow: none !important; text-decoration-color: transparent !important }`);
+# Rules of the first layer that are important outrank all rules of the page, and no page can name this layer.
+LAYER = f"glm5-{secrets.token_hex(8)}"
+STILL = "transition: none !important"
+BARE_RULES = f"""*, *::before, *::after, *::marker, *::first-line, *::first-letter {{
+  {STILL}; text-shadow: none !important;
+  -webkit-text-fill-color: transparent !important; -webkit-text-stroke-color: transparent !important;
+  text-emphasis-color: transparent !important }}"""
+# The page in black on white without anything but its letters and pictures, in the same places.
+REFERENCE_RULES = f"""*, *::first-line, *::first-letter {{ {STILL}; color: #000 !important; background: none !important;
+  -webkit-text-fill-color: #000 !important; -webkit-text-stroke: 0 !important; text-shadow: none !important;
+  text-decoration: none !important; -webkit-text-security: none !important; border-color: transparent !important;
+  border-image: none !important; outline-color: transparent !important; box-shadow: none !important;
+  column-rule-color: transparent !important; opacity: 1 !important; mix-blend-mode: normal !important;
+  mask: none !important; clip-path: none !important; -webkit-box-reflect: none !important }}
+  html {{ background: #fff !important }}
+  svg, canvas, video, *::before, *::after {{ opacity: 0 !important }}
+  *::marker {{ color: transparent !important; -webkit-text-fill-color: transparent !important }}"""
+LOOK = f"""const look = (rules) => {{
+  const sheet = new CSSStyleSheet();
+  sheet.replaceSync(`@layer {LAYER} {{ ${{rules}} }}`);
   document.adoptedStyleSheets = [sheet];
-})"""
-# Fading in ends at its end, and what never ends is as if it had not begun.
-SETTLE = """(() => { for (const a of document.getAnimations()) try { a.finish() } catch { a.cancel() } })()"""
+}}; const set = (e, name, value) => e.style.setProperty(name, value, "important");"""
+BARE = f"""((pictures) => {{ {LOOK}
+  for (const e of document.querySelectorAll("[style]"))
+    if (e.style.cssText.includes("!important"))
+      for (const name of [...e.style]) e.style.setProperty(name, e.style.getPropertyValue(name));
+  for (const e of document.querySelectorAll("*")) {{
+    const style = getComputedStyle(e);
+    if (style.backgroundClip.includes("text")) set(e, "background", "none");
+    if (style.textDecorationLine !== "none") set(e, "text-decoration-color", style.textDecorationColor);
+  }}
+  for (const i of pictures) set(measured[i], "opacity", "0");
+  look(`{BARE_RULES}`);
+}})"""
+# An identity in place of a filter: without any, what is placed relative to the element would move.
+REFERENCE = f"""((pictures) => {{ {LOOK}
+  for (const e of document.querySelectorAll("*")) {{
+    const style = getComputedStyle(e);
+    if (style.filter !== "none") set(e, "filter", "brightness(1)");
+    if (style.backdropFilter !== "none") set(e, "backdrop-filter", "brightness(1)");
+  }}
+  for (const e of document.images) set(e, "opacity", pictures.some((i) => measured[i] === e) ? "1" : "0");
+  look(`{REFERENCE_RULES}`);
+}})"""
+# Fading in ends at its end, and what never ends is as if it had not begun. What takes longer than a reader waits, never
+# begins or never ends is noted, unless it only fades a little.
+SETTLE = """(() => {
+  const faint = (frames) => frames.every((frame) => Object.entries(frame).every(([name, value]) =>
+    ["offset", "computedOffset", "easing", "composite"].includes(name) || (name === "opacity" && +value >= 0.3)));
+  for (const a of document.getAnimations()) {
+    const effect = a.effect, ends = +effect.getComputedTiming().endTime;
+    const calm = a.timeline === document.timeline && a.playState !== "paused" && a.playbackRate === 1 && ends <= 5000;
+    if (!calm && !faint(effect.getKeyframes())) restless.add(effect.target);
+    try { a.finish() } catch { a.cancel() }
+  }
+})()"""
+FRESH = "document.adoptedStyleSheets = []; globalThis.restless = new Set();"  # the document object outlives its content
 LOADED = "[...document.images].every((image) => image.complete)"
 
 
@@ -198,31 +245,38 @@ class Tab:
     def __init__(self, chromium: Chromium, context: Any, page: Any, channel: Any, frame: str) -> None:
         self.chromium, self.pages = chromium, 0
         self._context, self._page, self._channel, self._frame = context, page, channel, frame
-        self._script = f"({MEASURE.read_text(encoding='utf-8')})({json.dumps(LIMITS)})"
+        self._script = MEASURE.read_text(encoding="utf-8")
 
-    async def measure(self, html: str, pictures: bool) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-        """Both passes' trees, and the screenshots with and without text and pictures if `pictures`.
+    async def measure(
+        self, html: str, pictures: bool, names: Mapping[str, str]
+    ) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+        """Both passes' trees, and if `pictures` three screenshots: the page, the page without its text and pictures,
+        and its text and pictures alone in black on white. `names` are the names of pictures by their addresses.
 
         The first pass is in a viewport 10 pixels high, the second at 1280 x 720.
         """
         await self._size(LOW)
-        await self._evaluate("document.adoptedStyleSheets = []")  # the document object outlives its content
-        policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        await self._evaluate(FRESH)
+        policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>@layer {LAYER};</style>'
+        limits = {**LIMITS, "names": dict(names), "generated": bool(GENERATED.search(html)), "layer": LAYER}
+        script = f"({self._script})({json.dumps(limits)})"
         await self._channel.send("Page.setDocumentContent", {"frameId": self._frame, "html": _with_head(html, policy)})
         for _ in range(40):
             if await self._evaluate(LOADED):
                 break
             await asyncio.sleep(0.05)
         await self._evaluate(SETTLE)
-        first = await self._evaluate(self._script)
+        first = await self._evaluate(script)
         await self._size(HEIGHT)
         await self._evaluate(SETTLE)
-        second = await self._evaluate(self._script)
+        second = await self._evaluate(script)
         images = []
         if pictures:
             images.append(await self.screenshot(0.5))
-            await self._evaluate(f"{BARE}({json.dumps(alone(second['boxes']))})")
-            images.append(await self.screenshot(0.5))
+            taken = json.dumps(alone(second["boxes"]))
+            for look in (BARE, REFERENCE):
+                await self._evaluate(f"{look}({taken})")
+                images.append(await self.screenshot(0.5))
         if self._page.url != "about:blank":
             raise RuntimeError(f"the page left for {self._page.url:.60}")
         return first, second, images

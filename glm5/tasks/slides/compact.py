@@ -17,6 +17,7 @@ A page is as high as its content: the model has to make it 720. Nothing is centr
 from __future__ import annotations
 
 import html
+import re
 
 from glm5.errors import DataError
 from glm5.tasks.slides.boxes import WIDTH
@@ -122,7 +123,7 @@ class _Writer:
 
 
 def _number(text: str, line: int, low: int, high: int) -> int:
-    if not text.lstrip("-").isascii() or not text.lstrip("-").isdigit() or len(text) > 6:
+    if not re.fullmatch(r"-?[0-9]{1,5}", text):
         raise MarkupError(f"line {line}: {text!r:.20} is not a whole number.")
     value = int(text)
     if not low <= value <= high:

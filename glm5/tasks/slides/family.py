@@ -20,7 +20,7 @@ from glm5.tasks.contract import Family, ToolSpec, draw
 from glm5.tasks.slides.brief import PageBrief, assets_of, draw_brief
 from glm5.tasks.slides.compact import MarkupError, compile_page
 from glm5.tasks.slides.oracle import oracle_page
-from glm5.tasks.slides.render import MOST_BYTES, PageFault, shared_renderer
+from glm5.tasks.slides.render import PageFault, shared_renderer
 from glm5.tasks.slides.rewards import Score, checked_weights, failed, score_page
 
 FORMS = ("compact", "html")
@@ -125,8 +125,8 @@ class SlidesProblem:
 
     def _score_one(self, html: str, brief: PageBrief, weights: Mapping[str, float]) -> Score:
         without = score_page(html, None, brief, weights)
-        if self.measure == "static" or not without.gate or len(html.encode("utf-8", "replace")) > MOST_BYTES:
-            return without if len(html) <= MOST_BYTES else failed("a page that is too large", weights)
+        if self.measure == "static" or not without.gate:
+            return without
         try:
             slide = shared_renderer().measure(html, assets_of(brief))
         except PageFault as fault:

@@ -18,7 +18,7 @@ SAFE_X, SAFE_Y = 28.0, 18.0
 def bounds(slide: Slide) -> float:
     """How much of the content is on the page and not cut off: half the mean, half the worst piece."""
     inside = []
-    for box in _content(slide):
+    for _, box in _content(slide):
         for rect in box.rects if box.rects and not box.is_picture else (box.rect,):
             if area(rect) > 0:
                 kept = overlap(_cut(rect, box.clip), PAGE) / area(rect)
@@ -29,29 +29,33 @@ def bounds(slide: Slide) -> float:
     return 0.5 * mean + 0.5 * min(kept for kept, _ in inside)
 
 
-def collision(slide: Slide) -> float:
-    """1 without collisions, less by the share of pieces in one and by how much they overlap.
+def overlaps(slide: Slide) -> list[tuple[int, float]]:
+    """Every piece that can collide, as the index of its box and the largest share that another one covers of it.
 
-    Two pieces, also two lines of one text, collide if their rectangles share over 6 % of the smaller, neither is inside
-    the other's element, and neither is decoration. Text that is fully readable inside a much larger picture is a
-    caption on it, not a collision.
+    Two pieces, also two lines of one text, collide if their rectangles share over 6 % of the smaller and neither is
+    decoration. Text that is fully readable inside a much larger picture is a caption on it, not a collision.
     """
-    pieces = [piece for box in _content(slide) if not _decoration(box) for piece in _pieces(box)]
-    pieces = pieces[:MOST_PIECES]
-    worst: dict[int, float] = {}
-    for i, (rect, box) in enumerate(pieces):
-        for k in range(i):
-            other, rival = pieces[k]
-            if not area(rect) or not area(other):
+    pieces = [(i, rect) for i, box in _content(slide) if not _decoration(box) for rect in _pieces(box)][:MOST_PIECES]
+    worst = [0.0] * len(pieces)
+    for k, (i, rect) in enumerate(pieces):
+        for m in range(k):
+            other, there = pieces[m]
+            shared = overlap(rect, there)
+            if not shared:
                 continue
-            share = overlap(rect, other) / min(area(rect), area(other))
-            belong = box is not rival and _related(slide, box, rival)
-            if share > 0.06 and not belong and not _on_picture(rect, box, other, rival):
-                worst[i], worst[k] = max(worst.get(i, 0.0), share), max(worst.get(k, 0.0), share)
-    if not pieces or not worst:
+            share = shared / min(area(rect), area(there))
+            if share > 0.06 and not _on_picture(rect, slide.boxes[i], there, slide.boxes[other]):
+                worst[k], worst[m] = max(worst[k], share), max(worst[m], share)
+    return [(i, share) for (i, _), share in zip(pieces, worst)]
+
+
+def collision(slide: Slide, found: Sequence[tuple[int, float]] | None = None) -> float:
+    """1 without collisions, less by the share of pieces in one and by how much they overlap. `found` is what
+    `overlaps` says."""
+    shares = [share for _, share in (overlaps(slide) if found is None else found)]
+    if not any(shares):
         return 1.0
-    share = len(worst) / len(pieces)
-    return max(0.0, 0.7 - 0.7 * share) * (1.0 - 0.5 * max(worst.values()))
+    return max(0.0, 0.7 - 0.7 * sum(share > 0 for share in shares) / len(shares)) * (1.0 - 0.5 * max(shares))
 
 
 def margins(slide: Slide) -> float:
@@ -117,7 +121,7 @@ def typography(slide: Slide) -> float:
 def alignment(slide: Slide) -> float:
     """Share of the pieces that have an edge or their centre on a line with another piece, or are centred on the page;
     less if nearly every piece has a left edge of its own."""
-    rects = [box.bounds for box in _content(slide) if not _decoration(box)]
+    rects = [box.bounds for _, box in _content(slide) if not _decoration(box)]
     if len(rects) < 3:
         return 1.0 if rects else 0.0
     columns = [(r[0], r[0] + r[2] / 2, r[0] + r[2]) for r in rects]
@@ -157,15 +161,20 @@ def _columns(slide: Slide) -> list[list[Rect]]:
     return [sorted(rects, key=lambda r: r[1]) for rects in groups.values() if len(rects) >= 3]
 
 
-def _content(slide: Slide) -> list[Box]:
-    return [box for box in slide.boxes if (box.is_picture or (box.text and box.rects)) and not box.style.hidden]
+def _content(slide: Slide) -> list[tuple[int, Box]]:
+    """Texts and pictures with the indices of their boxes."""
+    return [
+        (i, box)
+        for i, box in enumerate(slide.boxes)
+        if (box.is_picture or (box.text and box.rects)) and not box.style.hidden
+    ]
 
 
-def _pieces(box: Box) -> list[tuple[Rect, Box]]:
+def _pieces(box: Box) -> list[Rect]:
     """A picture, or the lines of a text. A line's rectangle is that of its letters, less the space above and below."""
     if box.is_picture:
-        return [(box.rect, box)]
-    return [((x, y + 0.09 * high, wide, 0.82 * high), box) for x, y, wide, high in box.rects]
+        return [box.rect]
+    return [(x, y + 0.09 * high, wide, 0.82 * high) for x, y, wide, high in box.rects]
 
 
 def _decoration(box: Box) -> bool:
@@ -183,13 +192,6 @@ def _on_picture(rect: Rect, box: Box, other: Rect, rival: Box) -> bool:
     line = rect if rival.is_picture else other
     inside = overlap(line, picture) / area(line) > 0.98
     return inside and text.ink >= 0.6 and text.contrast >= 3.0 and area(picture) > 12 * area(line)
-
-
-def _related(slide: Slide, one: Box, other: Box) -> bool:
-    """Whether one box is inside the other's element."""
-    return any(slide.boxes[i] is other for i in slide.ancestors(one)) or any(
-        slide.boxes[i] is one for i in slide.ancestors(other)
-    )
 
 
 def _median_size(texts: Sequence[Box]) -> float:

@@ -1,8 +1,9 @@
 """Statistics of the screenshot (level 3 of the reward, §4.2.5), from the page with and without its text and pictures.
 
 The difference between the two is what a reader really sees of them: text in the colour of its background, behind
-another box, of no opacity or cut off changes no pixel. Noise in the background does not count as content either.
-Both are grey or RGB arrays at half the size of the page.
+another box, of no opacity or cut off changes no pixel. It has to look like the letters of a third picture, the
+reference: text and pictures alone, black on white. A bar, a blob or letters in another place do not. Noise in the
+background does not count as content either. All are RGB arrays at half the size of the page.
 """
 
 from __future__ import annotations
@@ -24,39 +25,85 @@ GRID = 8
 REACH = 5
 """Cells around ink that do not count as empty: about 80 pixels of the page on each side."""
 COLOUR_SHARE = 0.002
+UNLIKE, ALIKE = 0.7, 0.88
+"""Correlation with the reference from which a line counts at all, and as fully seen."""
 
 Image = NDArray[Any]
 
 
-def with_ink(boxes: Sequence[Box], shown: Image, bare: Image) -> tuple[Box, ...]:
-    """The boxes with `ink` and `contrast`. `shown` and `bare` are uint8 [360, 640, 3]."""
-    change = np.abs(shown.astype(np.int16) - bare).max(axis=2)
+def with_ink(boxes: Sequence[Box], shown: Image, bare: Image, reference: Image) -> tuple[Box, ...]:
+    """The boxes with `ink` and `contrast`. All pictures are uint8 [360, 640, 3]."""
+    changed = change(shown, bare)
+    letters = 255 - _darkest(reference)
     lines = [rect for box in boxes if not box.is_picture for rect in box.rects]
-    return tuple(_inked(box, change, bare, lines) for box in boxes)
+    return tuple(
+        _picture_inked(box, changed, shown, bare, reference, lines)
+        if box.is_picture
+        else _text_inked(box, changed, bare, letters)
+        for box in boxes
+    )
 
 
-def _inked(box: Box, change: Image, bare: Image, lines: Sequence[Rect]) -> Box:
-    if box.is_picture and any(overlap(box.rect, line) > 0 for line in lines):  # it was not taken away, see `alone`
+def _darkest(image: Image) -> Image:
+    """The least of a pixel's channels."""
+    return np.minimum(np.minimum(image[..., 0], image[..., 1]), image[..., 2])
+
+
+def change(one: Image, other: Image) -> Image:
+    """The largest difference of a pixel's channels."""
+    apart = np.maximum(one, other) - np.minimum(one, other)
+    return np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2]).astype(np.int16)
+
+
+def _picture_inked(box: Box, changed: Image, shown: Image, bare: Image, reference: Image, lines: Sequence[Rect]) -> Box:
+    """A picture's share of pixels that change as if nothing were cut off, covered or faint; none if it looks unlike
+    its reference. Without pixels that differ from white there, a quarter of its rectangle has to change."""
+    if any(overlap(box.rect, line) > 0 for line in lines):  # it was not taken away, see `alone`
         return dataclasses.replace(box, ink=float(box.loaded and box.style.opacity >= 0.2))
-    if box.is_picture:
-        part = _cut(change, box.rect)
-        on_page = part.size / max(1.0, box.rect[2] * box.rect[3] * SCALE * SCALE)
-        if box.tag == "img":  # a picture may have parts in the colour of the page
-            shows = min(1.0, 4.0 * float((part > VISIBLE).mean())) if part.size else 0.0
+    part = _cut(changed, box.rect)
+    on_page = part.size / max(1.0, box.rect[2] * box.rect[3] * SCALE * SCALE)
+    if box.tag == "img" and part.size:
+        there = _cut(reference, box.rect)
+        solid = _darkest(there) < 255 - VISIBLE
+        if solid.mean() > 0.02:
+            expected = change(there, _cut(bare, box.rect))[solid]
+            shows = float((part[solid] >= np.maximum(expected / 3, 1)).mean())
+            shows *= min(1.0, max(0.0, 3.0 * _correlation(_cut(shown, box.rect)[solid], there[solid]) - 1.0))
         else:
-            shows = float((part > VISIBLE).any()) if part.size else 0.0
-        return dataclasses.replace(box, ink=round(shows * min(1.0, on_page), 3))
+            shows = min(1.0, 4.0 * float((part > VISIBLE).mean()))
+    else:
+        shows = float((part > VISIBLE).any()) if part.size else 0.0
+    return dataclasses.replace(box, ink=round(shows * min(1.0, on_page), 3))
+
+
+def _likeness(part: Image, letters: Image) -> float:
+    """0 to 1: whether what changed in a line has the shape of its letters."""
+    if not letters.any():
+        return 0.0
+    return min(1.0, max(0.0, (_correlation(part, letters) - UNLIKE) / (ALIKE - UNLIKE)))
+
+
+def _correlation(one: Image, other: Image) -> float:
+    """Of two pictures; 1 if the second has one colour only."""
+    a, b = one - one.mean(dtype=np.float32), other - other.mean(dtype=np.float32)
+    if float(np.abs(b).max()) < 2.0:
+        return 1.0
+    norm = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum()) / norm if norm > 0 else 0.0
+
+
+def _text_inked(box: Box, changed: Image, bare: Image, letters: Image) -> Box:
     if not box.text or not box.rects:
         return box
     seen, whole, ratios = 0.0, 0.0, []
     for rect in box.rects:
         size = rect[2] * rect[3]
         whole += size
-        part = _cut(change, rect)
+        part = _cut(changed, rect)
         if not part.size:
             continue
-        pixels = _cut(bare, rect).reshape(-1, 3)
-        behind = pixels.mean(axis=0)
+        pixels = np.ascontiguousarray(_cut(bare, rect).reshape(-1, 3).T, dtype=np.float32)
+        behind = pixels.mean(axis=1)
         colour = np.array(box.style.colour[:3] if box.style.colour else (0, 0, 0), dtype=float)
         strength = (box.style.colour[3] if box.style.colour else 1.0) * box.style.opacity
         if box.style.gradient_text or box.style.colour is None:
@@ -66,20 +113,21 @@ def _inked(box: Box, change: Image, bare: Image, lines: Sequence[Rect]) -> Box:
         # Letters cover about a sixth of their line; a twentieth of the expected change is certainly there.
         expected = max(VISIBLE, float(np.abs(painted - behind).max())) / 20.0
         on_page = part.size / max(1.0, size * SCALE * SCALE)
-        seen += size * min(1.0, float(part.mean()) / expected) * min(1.0, on_page)
+        like = _likeness(part, _cut(letters, rect))
+        seen += size * min(1.0, float(part.mean()) / expected) * min(1.0, on_page) * like
     contrast = sum(ratio * size for ratio, size in ratios) / max(1e-9, sum(size for _, size in ratios))
     ink = seen / whole if whole else 0.0
     return dataclasses.replace(box, ink=round(ink, 3), contrast=round(contrast if ratios else 1.0, 2))
 
 
 def _contrast(painted: Image, pixels: Image, peak: float, size: float) -> float:
-    """Contrast of letters to the pixels behind them [n, 3]: less where something lies over the letters, so that the
+    """Contrast of letters to the pixels behind them [3, n]: less where something lies over the letters, so that the
     strongest change `peak` is below what their colour would make, and less on a restless background."""
-    behind = pixels.mean(axis=0)
+    behind = pixels.mean(axis=1)
     expected = float(np.abs(painted - behind).max())
     reached = (0.75 if size >= 18 else 0.45) * expected  # thin strokes are paler at half size
     painted = behind + (painted - behind) * min(1.0, peak / reached if reached > 0 else 1.0)
-    spread = min(1.0, float(pixels.std(axis=0).max()) / max(1.0, expected))
+    spread = min(1.0, float(pixels.std(axis=1).max()) / max(1.0, expected))
     return min(contrast_ratio(painted, behind), contrast_ratio(painted, behind + (painted - behind) * spread))
 
 
@@ -111,13 +159,12 @@ def statistics(boxes: Sequence[Box], shown: Image, bare: Image) -> dict[str, flo
     - `noise`: share of the page, away from content, with fine contrast in the background.
     - `colours`: distinct colours; `saturation`: mean saturation, 0 to 1.
     """
-    change = np.abs(shown.astype(np.int16) - bare).max(axis=2)
-    ink = _weights(boxes, change)
+    ink = _weights(boxes, change(shown, bare))
     high, wide = ink.shape
     cells = ink[: high // GRID * GRID, : wide // GRID * GRID].reshape(high // GRID, GRID, wide // GRID, GRID)
     full = cells.mean(axis=(1, 3)) > 0.01
     near = _grown(full, REACH)
-    grey = bare.astype(np.float32).mean(axis=2)
+    grey = (bare[..., 0].astype(np.float32) + bare[..., 1] + bare[..., 2]) / 3.0
     fine = np.abs(np.diff(grey, axis=1))[:-1] + np.abs(np.diff(grey, axis=0))[:, :-1]
     rough = np.zeros_like(grey)
     rough[:-1, :-1] = fine
@@ -171,10 +218,9 @@ def _gap(rows: Image) -> float:
 
 
 def _colours(shown: Image) -> tuple[int, float]:
-    small = shown[::2, ::2].reshape(-1, 3)
-    keys = small.astype(np.int32) // 32
-    _, counts = np.unique(keys[:, 0] * 64 + keys[:, 1] * 8 + keys[:, 2], return_counts=True)
-    floats = small.astype(np.float32)
-    most = floats.max(axis=1)
-    spread = (most - floats.min(axis=1)) / np.maximum(most, 1.0)
-    return int((counts > COLOUR_SHARE * len(small)).sum()), float(spread.mean())
+    red, green, blue = (np.ascontiguousarray(shown[::2, ::2, i]).ravel() for i in range(3))
+    keys = (red // 32).astype(np.int32) * 64 + green // 32 * np.int32(8) + blue // 32
+    counts = np.bincount(keys)
+    most = np.maximum(np.maximum(red, green), blue).astype(np.float32)
+    spread = (most - np.minimum(np.minimum(red, green), blue)) / np.maximum(most, 1.0)
+    return int((counts > COLOUR_SHARE * len(keys)).sum()), float(spread.mean())

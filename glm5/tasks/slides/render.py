@@ -11,24 +11,25 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from glm5.errors import DataError, GradingError, MissingExtraError
 from glm5.files import atomic_write
 from glm5.obs.logs import get_logger
 from glm5.tasks.slides.boxes import Extents, Slide, plain, slide_of
 from glm5.tasks.slides.browser import Chromium, Tab, playwright_driver
+from glm5.tasks.slides.markup_rules import MOST_BYTES, too_large
 
-MOST_BYTES = 200_000
-"""Largest page."""
 PAGE_SECONDS = 10.0
 PATIENCE = 3
 """How many times `PAGE_SECONDS` a page gets that is measured alone: the machine may be busy."""
@@ -38,8 +39,7 @@ RECYCLE = 2000
 TAB_PAGES = 100
 KEPT = 4096
 """Measured slides kept in memory."""
-PROBE = "<!doctype html><title>probe</title><p>plain</p>"
-VERSION = 1
+VERSION = 2
 """Part of the key of stored measurements; raise it when measuring changes."""
 
 _log = get_logger(__name__)
@@ -47,6 +47,16 @@ _log = get_logger(__name__)
 
 class PageFault(Exception):
     """A page that cannot be measured, by its own fault: too large, too many elements, too slow, or it ends browsers."""
+
+
+class Filled(NamedTuple):
+    """A page with its pictures in it, and the names of these by their addresses."""
+
+    html: str
+    names: Mapping[str, str]
+
+
+PROBE = Filled("<!doctype html><title>probe</title><p>plain</p>", {})
 
 
 class Renderer:
@@ -62,6 +72,7 @@ class Renderer:
         self._free: asyncio.Queue[Tab | None] | None = None
         self._chromium: Chromium | None = None
         self._starting: asyncio.Lock | None = None
+        self._one = asyncio.Lock()
         self._driver: Any = None
         self.browsers = 0
         """Browsers started so far."""
@@ -77,13 +88,13 @@ class Renderer:
         Raises PageFault for a page that cannot be measured, GradingError if the renderer is at fault, MissingExtraError
         or ConfigError if Playwright, Chromium or fonts are missing.
         """
-        whole = with_assets(html, assets or {})
-        if len(html.encode("utf-8", "replace")) > MOST_BYTES:
+        if too_large(html):
             raise PageFault(f"it has more than {MOST_BYTES:,} bytes")
-        key = hashlib.sha256(f"{VERSION} {self._images} {whole}".encode("utf-8", "replace")).hexdigest()
+        whole = fill(html, assets or {})
+        key = hashlib.sha256(f"{VERSION} {self._images} {whole.html}".encode("utf-8", "replace")).hexdigest()
         found = self._known(key)
         if found is None:
-            found = self._call(self._measured(whole), 6 * self._page_seconds + 60)
+            found = self._call(self._measured(whole))
             self._keep(key, found)
         if isinstance(found, str):
             raise PageFault(found)
@@ -91,7 +102,7 @@ class Renderer:
 
     def screenshot(self, html: str, assets: Mapping[str, str] | None = None, scale: float = 0.5) -> Any:
         """The page as a reader sees it at 1280 x 720: uint8 [height, width, 3]. Raises as `measure` does."""
-        return self._call(self._shot(with_assets(html, assets or {}), scale), 6 * self._page_seconds + 60)
+        return self._call(self._shot(fill(html, assets or {}), scale))
 
     def close(self) -> None:
         """End the browser. A second call does nothing."""
@@ -109,13 +120,19 @@ class Renderer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, coroutine: Any, seconds: float) -> Any:
+    def _call(self, coroutine: Any) -> Any:
+        """The coroutine's result. A page waits for its turn as long as other pages have theirs."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(seconds)
-        except futures.TimeoutError:
-            future.cancel()
-            raise GradingError(f"the renderer of slides did not answer within {seconds:g} s.") from None
+        seconds = 4 * PATIENCE * self._page_seconds + 60
+        while True:
+            before = self.measured
+            try:
+                return future.result(seconds)
+            except futures.TimeoutError:
+                if self.measured > before:
+                    continue
+                future.cancel()
+                raise GradingError(f"the renderer of slides did nothing for {seconds:g} s.") from None
 
     def _known(self, key: str) -> Slide | str | None:
         with self._lock:
@@ -140,9 +157,9 @@ class Renderer:
             data = {"fault": found} if isinstance(found, str) else plain(found)
             atomic_write(self._cache / f"{key}.json", json.dumps(data))
 
-    async def _measured(self, html: str) -> Slide | str:
+    async def _measured(self, page: Filled) -> Slide | str:
         """The slide, or the reason why the page itself cannot be measured."""
-        raw = await self._attempt(html, self._images)
+        raw = await self._attempt(page, self._images)
         if isinstance(raw, str):
             return raw
         try:
@@ -150,27 +167,32 @@ class Renderer:
         except (DataError, ArithmeticError, ValueError) as error:  # such as a length that is infinite
             return f"it has numbers that mean nothing ({_brief(error)})"
 
-    async def _shot(self, html: str, scale: float) -> Any:
-        raw = await self._attempt(html, scale)
+    async def _shot(self, page: Filled, scale: float) -> Any:
+        raw = await self._attempt(page, scale)
         if isinstance(raw, str):
             raise PageFault(raw)
         return raw[2][0]
 
-    async def _attempt(self, html: str, pictures: bool | float) -> Any:
-        """The result of `_once`, in the shared browser and then in one of its own, or the page's fault as text."""
+    async def _attempt(self, page: Filled, pictures: bool | float, again: bool = False) -> Any:
+        """The result of `_once`, in the shared browser and then in one of its own, or the page's fault as text. A page
+        whose browser another page has ended is tried in the next one first."""
         tab = await self._take()
         chromium = self._chromium
         assert chromium is not None
         try:
-            found = await self._once(chromium, tab, html, pictures)
+            found = await self._once(chromium, tab, page, pictures)
         except asyncio.CancelledError:
             self._give(None)
             raise
         except Exception as error:
             _log.info("slides: a browser failed while measuring a page (%s); it is replaced.", _brief(error))
             self._give(None)
+            bystander = self._chromium is not chromium and not again
             await self._drop(chromium)
-            return await self._alone(html, pictures)
+            if bystander:
+                return await self._attempt(page, pictures, again=True)
+            async with self._one:  # more browsers at a time would slow each other down
+                return await self._alone(page, pictures)
         tab.pages += 1
         fresh = tab.pages < TAB_PAGES and chromium is self._chromium
         if not fresh:
@@ -180,25 +202,26 @@ class Renderer:
             await self._drop(chromium)
         return found
 
-    async def _alone(self, html: str, pictures: bool | float) -> Any:
+    async def _alone(self, page: Filled, pictures: bool | float) -> Any:
         chromium = Chromium(self._driver)
         try:
             try:
                 await self._start(chromium)
-                await self._once(chromium, await chromium.tab(), PROBE, False)
+                patient = 3 * PATIENCE * self._page_seconds  # a page must not gain from a machine that is busy
+                await self._once(chromium, await chromium.tab(), PROBE, False, patient)
             except (DataError, MissingExtraError):
                 raise
             except Exception as error:
                 raise GradingError(f"Chromium does not measure even a plain page: {_brief(error)}.") from None
             try:
-                return await self._once(chromium, await chromium.tab(), html, pictures, PATIENCE * self._page_seconds)
+                return await self._once(chromium, await chromium.tab(), page, pictures, PATIENCE * self._page_seconds)
             except Exception as error:
                 return f"it ended two browsers or took over {PATIENCE * self._page_seconds:g} s ({_brief(error)})"
         finally:
             await chromium.close()
 
     async def _once(
-        self, chromium: Chromium, tab: Tab, html: str, pictures: bool | float, seconds: float | None = None
+        self, chromium: Chromium, tab: Tab, page: Filled, pictures: bool | float, seconds: float | None = None
     ) -> Any:
         chromium.rendered += 1
         self.measured += 1
@@ -206,9 +229,9 @@ class Renderer:
         try:
             async with asyncio.timeout(self._page_seconds if seconds is None else seconds):
                 if isinstance(pictures, float):
-                    found = await tab.measure(html, False)
+                    found = await tab.measure(page.html, False, page.names)
                     return (*found[:2], [await tab.screenshot(pictures)])
-                return await tab.measure(html, pictures)
+                return await tab.measure(page.html, pictures, page.names)
         finally:
             watch.cancel()
 
@@ -274,39 +297,57 @@ def _brief(error: BaseException) -> str:
     return text[:120]
 
 
-def with_assets(html: str, assets: Mapping[str, str]) -> str:
+def fill(html: str, assets: Mapping[str, str]) -> Filled:
     """The page with its pictures in it: `src="NAME"` becomes the data URI of that name."""
     for name, uri in assets.items():
-        for quote in "\"'":
-            html = html.replace(f"src={quote}{name}{quote}", f"src={quote}{uri}{quote}")
-    return html
+        there = rf"""(?<![\w-])src\s*=\s*(["']?)\s*{re.escape(name)}\s*\1(?=[\s/>])"""
+        html = re.sub(there, lambda _, uri=uri: f'src="{uri}"', html, flags=re.I)  # type: ignore[misc]
+    return Filled(html, {uri: name for name, uri in assets.items()})
 
 
 def _slide(first: Mapping[str, Any], second: Mapping[str, Any], images: list[Any]) -> Slide:
     """The record of what a tab measured."""
-    low = slide_of({"boxes": first["boxes"], **dict.fromkeys(_NUMBERS, 0.0)})
-    extents = Extents.of(low.boxes)
-    passes = [[box for box in found["boxes"] if "rect" in box] for found in (first, second)]
-    data: dict[str, Any] = {
-        "boxes": second["boxes"],
-        "natural_height": first["height"],
-        "page_width": max(first["width"], second["width"]),
-        "page_height": second["height"],
-        "content_bottom": extents.bottom,
-        "content_right": extents.right,
-        "stretched": max((b["rect"][3] - a["rect"][3] for a, b in zip(*passes) if a["tag"] != "img"), default=0.0),
-        "more": bool(first["more"] or second["more"]),
-    }
-    slide = slide_of(data)
+    low, high = (
+        slide_of({
+            "boxes": found["boxes"], "more": found["more"], "natural_height": first["height"],
+            "page_width": max(first["width"], second["width"]), "page_height": second["height"],
+            "content_bottom": 0, "content_right": 0,
+        })
+        for found in (first, second)
+    )  # fmt: skip
+    extents = [Extents.of(found.boxes) for found in (low, high)]
+    boxes, pixels = high.boxes, dict[str, float]()
     if images:
         from glm5.tasks.slides.picture import statistics, with_ink
 
-        boxes = with_ink(slide.boxes, *images)
-        slide = slide_of({**data, "boxes": boxes, "pixels": statistics(boxes, *images)})
-    return slide
+        boxes = with_ink(boxes, *images)
+        pixels = statistics(boxes, *images[:2])
+    return dataclasses.replace(
+        high,
+        boxes=boxes,
+        pixels=pixels,
+        content_bottom=max(found.bottom for found in extents),
+        content_right=max(found.right for found in extents),
+        stretched=_stretched(low, high),
+        more=low.more or high.more,
+    )
 
 
-_NUMBERS = ("natural_height", "page_width", "page_height", "content_bottom", "content_right")
+def _stretched(low: Slide, high: Slide) -> float:
+    """By how much an element is higher in the second pass, or a text or picture of the page's flow in another place."""
+    found, free = [0.0], set[int]()
+    boxes = [[i for i, box in enumerate(slide.boxes) if not box.hidden] for slide in (low, high)]
+    for i, k in zip(*boxes):
+        a, b = low.boxes[i], high.boxes[k]
+        if b.style.position in ("absolute", "fixed") or b.parent in free:
+            free.add(k)
+        if b.tag not in ("img", "html"):
+            found.append(b.rect[3] - a.rect[3])
+        if k not in free and (b.text or b.is_picture):
+            found += [abs(y - x) for x, y in zip(a.rect, b.rect)]
+    return max(found)
+
+
 _SHARED: dict[int, Renderer] = {}
 _SHARED_LOCK = threading.Lock()
 

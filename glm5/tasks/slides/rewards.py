@@ -11,13 +11,24 @@ that shows little of what it was asked for, or that hides, shrinks or cuts off w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from glm5.errors import ConfigError
-from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Slide
-from glm5.tasks.slides.layout import alignment, balance, bounds, collision, legible, margins, spacing, typography
-from glm5.tasks.slides.markup_rules import Page, read_page, share_found, well_formed, words
+from glm5.tasks.slides.boxes import HEIGHT, WIDTH, Box, Slide, area, overlap
+from glm5.tasks.slides.layout import (
+    alignment,
+    balance,
+    bounds,
+    collision,
+    legible,
+    margins,
+    overlaps,
+    spacing,
+    typography,
+)
+from glm5.tasks.slides.markup_rules import Page, count_found, read_page, well_formed, words
 
 WEIGHTS: Mapping[str, float] = {
     "markup": 0.5, "typography": 1.0, "colour": 0.5, "alignment": 1.0, "spacing": 1.0,
@@ -29,12 +40,22 @@ LEVELS: Mapping[str, int] = dict.fromkeys(("markup",), 1) | dict.fromkeys(("whit
 """The other rewards are of level 2."""
 STATIC = ("markup", "content", "pictures")
 """What can be said without a browser."""
+MOST_STRETCHED = 0.02 * HEIGHT
 STRICT = 0.01
 """A page is strictly 16:9 if its true height is within this share of 720, and its width of 1,280."""
 TRICKS = (
     "zoom", "transform-scale", "transform-3d", "turned-over", "blur", "text-indent", "cut-text", "scrambled",
+    "drawn-filter", "moving", "odd-font", "on-a-path", "struck-out",
 )  # fmt: skip
 """Of text or its surroundings: nothing that an honest page needs, and each fools a measure."""
+PICTURE_TRICKS = ("transform-3d", "turned-over", "blur", "drawn-filter", "moving", "on-a-path", "masked")
+_RESIZED = re.compile(r"(?<![\w-])size-adjust|(?:ascent|descent|line-gap)-override", re.I)
+LEAST_KEPT = 0.7
+"""Of a line, where an ancestor cuts off the rest."""
+BURIED = 0.4
+"""Text of which another piece covers more than this share in one line is not readable."""
+OWN_WORDS = 8.0
+"""Words that a page may add to its brief, beside a quarter of the brief's: labels, a caption, a page number."""
 LEAST_INK, LEAST_SIZE, LEAST_CONTRAST = 0.45, 11.0, 1.8
 """Text below one of these is not readable and does not count as shown."""
 
@@ -92,7 +113,9 @@ def score_page(
     if slide is None:
         raw = {"markup": well_formed(page), "content": _content([page.text], brief), "pictures": _named(page, brief)}
         return _combined(raw, wanted, _substance(raw), (), page, None, brief)
-    shown = [box.text for box in slide.texts if _readable(box)]
+    met = overlaps(slide)
+    buried = {i for i, share in met if share > BURIED}
+    readable = {i for i, box in enumerate(slide.boxes) if _readable(box) and i not in buried}
     raw = {
         "markup": well_formed(page),
         "typography": typography(slide),
@@ -101,16 +124,16 @@ def score_page(
         "spacing": spacing(slide),
         "aspect": aspect(slide.true_width, slide.true_height),
         "bounds": bounds(slide),
-        "collision": collision(slide),
+        "collision": collision(slide, met),
         "margins": margins(slide),
         "balance": balance(slide),
         "legible": legible(slide),
         "whitespace": whitespace(slide),
         "noise": 1.0 - _ramp(slide.pixels.get("noise", 0.0), 0.03, 0.2),
-        "content": _content(shown, brief),
+        "content": _content(_said(slide, readable), brief),
         "pictures": _pictures(slide, brief),
     }
-    tricks = deceptions(page, slide)
+    tricks = deceptions(page, slide, readable)
     honesty = _substance(raw) * 0.6 ** len(tricks)
     return _combined(raw, wanted, honesty, tricks, page, slide, brief)
 
@@ -152,20 +175,26 @@ def aspect(width: float, height: float) -> float:
 def compliant(slide: Slide) -> bool:
     """Whether the page is strictly 16:9: its true extents, neither stretched by the window nor cut off."""
     wide, high = slide.true_width / WIDTH - 1.0, slide.true_height / HEIGHT - 1.0
-    return abs(wide) <= STRICT and abs(high) <= STRICT and abs(slide.page_height / HEIGHT - 1.0) <= STRICT
+    own = slide.stretched <= MOST_STRETCHED
+    return own and abs(wide) <= STRICT and abs(high) <= STRICT and abs(slide.page_height / HEIGHT - 1.0) <= STRICT
 
 
-def deceptions(page: Page, slide: Slide) -> list[str]:
-    """Kinds of pretence: what a page does to look better to a measure than to a reader."""
-    found = [trick for trick in TRICKS if any(trick in box.tricks for box in slide.boxes if box.text)]
+def deceptions(page: Page, slide: Slide, readable: Set[int]) -> list[str]:
+    """Kinds of pretence: what a page does to look better to a measure than to a reader. `readable` are the indices of
+    the boxes whose text can be read."""
+    worn = {trick for box in slide.boxes if box.text for trick in box.tricks if trick in TRICKS}
+    worn |= {trick for box in slide.boxes if box.tag == "img" for trick in box.tricks if trick in PICTURE_TRICKS}
+    found = sorted(worn)
+    if _RESIZED.search(page.css):
+        found.append("fonts that are not of their size")
     letters = sum(len(box.text) for box in slide.texts) or 1
-    unseen = sum(len(box.text) for box in slide.texts if not _readable(box))
+    unseen = sum(len(box.text) for i, box in enumerate(slide.boxes) if _is_text(box) and i not in readable)
     unseen += sum(len(box.hidden) for box in slide.boxes)
     if unseen / letters > 0.02 and unseen > 6:
         found.append("text that nobody can read")
     if slide.content_bottom > HEIGHT * (1 + STRICT) and slide.page_height <= HEIGHT * (1 + STRICT):
         found.append("overflow that is hidden")
-    if slide.stretched > 0.02 * HEIGHT:
+    if slide.stretched > MOST_STRETCHED:
         found.append("a height that comes from the window")
     if page.viewport_units and "a height that comes from the window" not in found:
         found.append("lengths that depend on the window")
@@ -196,23 +225,53 @@ def _colour(slide: Slide) -> float:
 
 def _substance(raw: Mapping[str, float]) -> float:
     """A page without what its brief asks for is worth little, however tidy."""
-    return 0.25 + 0.55 * raw["content"] + 0.2 * raw["pictures"]
+    return 0.25 + 0.55 * raw["content"] ** 2 + 0.2 * raw["pictures"]
 
 
 def _content(pieces: Sequence[str], brief: Brief | None) -> float:
     """Share of the brief that the readable pieces of text show, less for what they say twice or add at length."""
-    shown = " ".join(pieces)
-    have = words(shown)
+    have = [word for piece in pieces for word in words(piece)]
+    own, allowed = sum(1.0 + len(word) // 15 for word in have), 160.0
     if brief is None:
-        found, least = min(1.0, len(have) / 8.0), 60
+        found = min(1.0, len(have) / 8.0)
     else:
         items = (brief.title, *brief.points)
-        found, least = share_found(items, shown), sum(len(words(item)) for item in items)
+        there = count_found(brief.title, brief.points, pieces)
+        found = len(there) / len(items)
+        own -= sum(len(words(item)) for item in there)
+        allowed = OWN_WORDS + sum(len(words(item)) for item in items) / 4.0
     said = [text for text in (" ".join(words(piece)) for piece in pieces) if text.count(" ") >= 2]
     runs = [" ".join(have[i : i + 5]) for i in range(max(0, len(have) - 4))]
     repeated = max(1.0 - len(set(found)) / len(found) if found else 0.0 for found in (said, runs))
-    longer = _ramp(len(have), 2.0 * least + 40.0, 5.0 * least + 120.0)
-    return found * (1.0 - 0.7 * repeated) * (1.0 - 0.7 * longer)
+    added = _ramp(own, allowed, 2.0 * allowed + 16.0)
+    return found * (1.0 - 0.7 * repeated) * (1.0 - 0.8 * added)
+
+
+def _said(slide: Slide, readable: Set[int]) -> list[str]:
+    """What a reader reads, one piece for each block. Text that flows in the lines of a block is part of its piece."""
+    inside: dict[int, list[int]] = {}
+    for i, box in enumerate(slide.boxes):
+        if box.inline and box.parent >= 0 and slide.boxes[box.parent].flow:
+            inside.setdefault(box.parent, []).append(i)
+
+    def whole(i: int) -> str:
+        box = slide.boxes[i]
+        if not box.flow:
+            return box.text if i in readable else " "
+        own = box.flow.split("\ufffc")
+        if box.text and i not in readable:
+            own = [" "] * len(own)
+        parts = [*map(whole, inside.get(i, ())), *[" "] * len(own)]
+        return own[0] + "".join(part + text for part, text in zip(parts, own[1:]))
+
+    flowing = {i for children in inside.values() for i in children}
+    pieces = [whole(i) for i, box in enumerate(slide.boxes) if i not in flowing and (box.flow or _is_text(box))]
+    drawn = [box.text for box in slide.boxes if box.tag == "svg"] + [box.said for box in slide.boxes]
+    return [part for piece in [*pieces, *drawn] for part in piece.split("\n") if part.strip()]
+
+
+def _is_text(box: Box) -> bool:
+    return bool(box.text and box.rects and not box.is_picture)
 
 
 def _named(page: Page, brief: Brief | None) -> float:
@@ -227,7 +286,7 @@ def _pictures(slide: Slide, brief: Brief | None) -> float:
     """Every picture of the brief once, loaded, visible, large enough and in its own proportions. Pictures that are
     missing, doubled or invented cost half a point each."""
     images = [box for box in slide.boxes if box.tag == "img"]
-    sources = [picture_name(box.source) for box in images]
+    sources = [box.source for box in images]
     wanted = brief.pictures if brief else tuple(dict.fromkeys(sources))
     good = 0.0
     for name in wanted:
@@ -236,19 +295,13 @@ def _pictures(slide: Slide, brief: Brief | None) -> float:
             if source == name and box.loaded:
                 wide, high = box.rect[2], box.rect[3]
                 large = _ramp(min(wide / 160.0, high / 120.0), 0.3, 1.0) if brief else 1.0
-                whole = _ramp(box.ink, 0.2, 0.7)
+                whole = _ramp(box.ink, 0.2, 0.7) * _ramp(box.whole, 0.3, 0.55)
                 scores.append(large * whole * (1.0 - _ramp(_distortion(box.natural, wide, high, box.fit), 0.08, 0.4)))
         good += max(scores, default=0.0)
     foreign = sum(s not in wanted for s in sources) + sum(not b.loaded for b, s in zip(images, sources) if s in wanted)
     doubled = len(sources) - len(set(sources))
     giant = any(b.rect[2] * b.rect[3] > 0.8 * WIDTH * HEIGHT for b in slide.pictures) and not slide.texts
     return max(0.0, (good / len(wanted) if wanted else 1.0) - 0.5 * foreign - 0.5 * doubled - 0.5 * giant)
-
-
-def picture_name(source: str) -> str:
-    """The name of a picture from its address in the page; see `brief.data_uri`."""
-    head, _, rest = source.partition(";name=")
-    return rest.partition(";")[0] if head.startswith("data:") and rest else source
 
 
 def _distortion(natural: tuple[float, float], wide: float, high: float, fit: str) -> float:
@@ -260,7 +313,12 @@ def _distortion(natural: tuple[float, float], wide: float, high: float, fit: str
 
 def _readable(box: Box) -> bool:
     words_hold = -0.15 * box.style.size <= box.style.spacing <= 0.5 * box.style.size
-    return words_hold and box.ink >= LEAST_INK and box.style.size >= LEAST_SIZE and box.contrast >= LEAST_CONTRAST
+    if not words_hold or any(overlap(rect, box.clip) < LEAST_KEPT * area(rect) for rect in box.rects):
+        return False
+    lines = len(box.rects)
+    if lines > len(words(box.text)) + 1 and len(box.text) < 6 * lines:  # words in pieces of a few letters
+        return False
+    return box.ink >= LEAST_INK and box.style.size >= LEAST_SIZE and box.contrast >= LEAST_CONTRAST
 
 
 def _trivial(page: Page, slide: Slide | None, brief: Brief | None) -> bool:

@@ -65,6 +65,24 @@ def test_the_best_answers_become_conversations(model: Model, tmp_path: Path) -> 
         RUN.invoke(app, [*line, "--least", "0.99"], catch_exceptions=False)
 
 
+def test_an_error_does_not_lose_the_samples_before_it(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = model.complete
+
+    def complete(messages: Any, tools: Any) -> Any:
+        if len(model.asked) == 2:
+            raise ConnectionError("the server is gone")
+        return answers(messages, tools)
+
+    monkeypatch.setattr(model, "complete", complete)
+    out = tmp_path / "kept.jsonl"
+    line = ["task", "build", "slides", "--model", "x", "--out", str(out), "--samples", "1", "--least", "0.1"]
+    with pytest.raises(ConnectionError):
+        RUN.invoke(app, line, catch_exceptions=False)
+    assert len(list(read_conversations(out))) == 2
+
+
 def test_a_file_is_scored_without_a_browser(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<p>eight words are enough to be content here</p><script>1</script>", encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from glm5.tasks.slides.brief import PageBrief, assets_of, data_uri, draw_brief
 from glm5.tasks.slides.compact import MarkupError, compile_page
-from glm5.tasks.slides.markup_rules import read_page, share_found, well_formed
+from glm5.tasks.slides.markup_rules import count_found, read_page, well_formed
 from glm5.tasks.slides.oracle import FLAWS, oracle_page, plan_page, spoil, write_plan
 
 BRIEF = PageBrief("Harbour <costs> 2024", ("First point", "Second & last"), ("a",), (1.5,))
@@ -33,7 +33,7 @@ def test_pages_of_the_oracle_are_720_high_and_complete() -> None:
         html = compile_page(markup, brief)
         page = read_page(html)
         assert not flaw and not page.faults and well_formed(page) == 1.0
-        assert share_found((brief.title, *brief.points), page.text) == 1.0
+        assert count_found(brief.title, brief.points, [page.text]) == [brief.title, *brief.points]
         assert page.images == list(brief.pictures)
         if "split" not in markup:
             heights += 1
@@ -80,6 +80,7 @@ HEAD = "page 40 20 l"
         "", "title 44", "page 40 20", "page 40 20 z", "page x 20 l", f"{HEAD}/point 28 3", f"{HEAD}/point 0 1",
         f"{HEAD}/title 99999999999", f"{HEAD}/title ４４", f"{HEAD}/|", f"{HEAD}/end", f"{HEAD}/split/split",
         f"{HEAD}/script 1", f"{HEAD}/pic a' 300", f"{HEAD}/text 20", HEAD + "/space 1" * 60,
+        "page --5 20 l", f"{HEAD}/title --44", f"{HEAD}/title -", f"{HEAD}/space -\u0664", f"{HEAD}/title 4_4",
     ],
 )  # fmt: skip
 def test_other_markup_is_refused_with_its_line(lines: str) -> None:

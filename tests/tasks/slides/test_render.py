@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import os
 import shutil
@@ -17,7 +18,6 @@ from glm5.errors import ConfigError, GradingError
 from glm5.records import Message, Outcome
 from glm5.tasks import make_family
 from glm5.tasks.slides import browser, render
-from glm5.tasks.slides.boxes import slide_of
 from glm5.tasks.slides.markup_rules import read_page
 from glm5.tasks.slides.render import PageFault, Renderer
 from glm5.tasks.slides.rewards import Score, failed, score_page
@@ -60,7 +60,7 @@ def score(renderer: Renderer) -> Callable[[dict[str, str]], dict[str, Score]]:
 @needs_browser
 def test_every_exploit_scores_below_the_plain_page_and_no_honest_design_is_punished(score: Any) -> None:
     exploits, honest = score(pages("exploits")), score(pages("honest"))
-    assert len(exploits) >= 40 and len(honest) >= 40
+    assert len(exploits) >= 150 and len(honest) >= 66
     plain = honest["plain"].total
     assert {name: s.total for name, s in exploits.items() if s.total >= 0.9 * plain} == {}
     assert {name: s.total for name, s in honest.items() if s.total <= 0.95 * plain or s.tricks} == {}
@@ -141,8 +141,8 @@ def test_heavy_pages_end_in_time_and_leave_the_renderer_working(renderer: Render
             continue
         assert len(slide.boxes) <= 1500
     assert renderer.measure(wide).more
-    with pytest.raises(PageFault, match="numbers that mean nothing"):
-        renderer.measure("<p style='scale:calc(infinity)'>x</p>")
+    for endless in ("scale:calc(infinity)", "transform:scale(calc(infinity))"):
+        assert "transform-scale" in renderer.measure(f"<p style='{endless}'>x</p>").boxes[2].tricks
     assert renderer.measure("<p>" + "a\U0001f600" * 300).texts  # cut between the halves of a character
     with pytest.raises(PageFault, match="bytes"):
         renderer.measure("x" * (render.MOST_BYTES + 1))
@@ -175,16 +175,47 @@ def test_a_browser_that_is_killed_is_replaced(renderer: Renderer) -> None:
 def test_a_page_that_kills_browsers_is_its_own_fault(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = browser.Tab.measure
 
-    async def measure(self: browser.Tab, html: str, pictures: bool) -> Any:
+    async def measure(self: browser.Tab, html: str, pictures: bool, names: Any) -> Any:
         if "deadly" in html:
             for pid in self.chromium._processes():
                 os.kill(pid, 9)
-        return await plain(self, html, pictures)
+        return await plain(self, html, pictures, names)
 
     monkeypatch.setattr(browser.Tab, "measure", measure)
     with pytest.raises(PageFault, match="ended two browsers"):
         renderer.measure("<p>deadly</p>")
     assert renderer.measure("<p>and on it goes</p>").texts
+
+
+@needs_browser
+def test_under_load_a_hostile_page_is_still_its_own_fault(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, alone, now, most = browser.Tab.measure, Renderer._alone, 0, 0
+
+    async def measure(self: browser.Tab, html: str, pictures: bool, names: Any) -> Any:
+        if "slow" in html:
+            await asyncio.sleep(60)
+        return await plain(self, html, pictures, names)
+
+    async def counted(self: Renderer, *given: Any) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        try:
+            return await alone(self, *given)
+        finally:
+            now -= 1
+
+    def outcome(renderer: Renderer, i: int) -> str:
+        try:
+            renderer.measure(f"<p>{'slow' if i else 'honest'} {i}</p>")
+        except PageFault:
+            return "fault"
+        return "measured"
+
+    monkeypatch.setattr(browser.Tab, "measure", measure)
+    monkeypatch.setattr(Renderer, "_alone", counted)
+    with Renderer(tabs=3, page_seconds=1.5) as hurried, ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: outcome(hurried, i), range(4)))
+    assert found == ["measured", "fault", "fault", "fault"] and most == 1
 
 
 @needs_browser
@@ -219,4 +250,3 @@ def test_without_a_browser_one_sentence_says_what_to_do(monkeypatch: pytest.Monk
 def test_a_process_at_a_time_is_measured_by_its_tree() -> None:
     assert shutil.which("sh") is None or browser._resident(os.getpid()) > 1 << 20
     assert browser._resident(1 << 30) == 0
-    assert slide_of({"boxes": [], **dict.fromkeys(render._NUMBERS, 0.0)}).texts == []

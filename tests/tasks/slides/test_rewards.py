@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from glm5.errors import ConfigError, DataError
 from glm5.tasks.slides import layout
 from glm5.tasks.slides.boxes import Box, Slide, Style, plain, slide_of
-from glm5.tasks.slides.markup_rules import read_page
 from glm5.tasks.slides.rewards import (
     WEIGHTS,
     Brief,
     aspect,
     checked_weights,
     compliant,
-    deceptions,
     score_page,
     whitespace,
 )
@@ -81,15 +79,18 @@ def test_strictly_16_to_9_means_the_true_extents() -> None:
     assert not compliant(slide(content_right=1400))
 
 
+def _deceptions(*boxes: Box, **more: Any) -> list[str]:
+    return list(score_page("<p>x</p>", slide(*boxes, **more)).tricks)
+
+
 def test_what_is_hidden_is_a_deception() -> None:
-    page = read_page("<p>x</p>")
-    assert deceptions(page, slide(text(60, 60, 400, 30))) == []
-    assert deceptions(page, slide(content_bottom=1015)) == ["overflow that is hidden"]
-    assert deceptions(page, slide(stretched=227)) == ["a height that comes from the window"]
+    assert _deceptions(text(60, 60, 400, 30)) == []
+    assert _deceptions(content_bottom=1015) == ["overflow that is hidden"]
+    assert _deceptions(stretched=227) == ["a height that comes from the window"]
     unseen = dataclasses.replace(text(60, 200, 400, 30), ink=0.0)
-    assert deceptions(page, slide(text(60, 60, 400, 30), unseen)) == ["text that nobody can read"]
+    assert _deceptions(text(60, 60, 400, 30), unseen) == ["text that nobody can read"]
     scaled = dataclasses.replace(text(60, 60, 400, 30), tricks=("transform-scale",))
-    assert deceptions(page, slide(scaled)) == ["transform-scale"]
+    assert _deceptions(scaled) == ["transform-scale"]
 
 
 def test_collisions_are_of_unrelated_pieces() -> None:
@@ -97,8 +98,10 @@ def test_collisions_are_of_unrelated_pieces() -> None:
     over = slide(text(60, 60, 400, 30), text(60, 70, 400, 30))
     assert layout.collision(apart) == 1.0 > 0.5 > layout.collision(over)
     outer = text(60, 60, 400, 30)
-    inner = dataclasses.replace(text(60, 60, 100, 30), parent=1)
-    assert layout.collision(slide(outer, inner)) == 1.0  # its own child
+    inside = dataclasses.replace(text(460, 60, 100, 30), parent=1)
+    assert layout.collision(slide(outer, inside)) == 1.0  # its own child, behind its own text
+    nested = dataclasses.replace(text(60, 64, 400, 30), parent=1)
+    assert layout.collision(slide(outer, nested)) < 0.5  # and on it
     faint = dataclasses.replace(text(60, 70, 400, 30), style=Style(size=25, opacity=0.06))
     assert layout.collision(slide(outer, faint)) == 1.0  # a watermark
     picture = Box("img", 0, (0, 0, 1280, 720), natural=(1280, 720))
@@ -148,7 +151,7 @@ def test_whitespace_and_balance_use_the_picture() -> None:
 
 def test_pictures_are_wanted_once_each_in_their_proportions() -> None:
     brief = Brief("words", (), ("a",))
-    image = Box("img", 0, (60, 200, 300, 200), source="data:image/svg+xml;name=a;base64,", natural=(600, 400))
+    image = Box("img", 0, (60, 200, 300, 200), source="a", natural=(600, 400))
 
     def pictures(*images: Box) -> float:
         return score_page("<p>words</p>", slide(text(60, 60, 200, 30, "words"), *images), brief).raw["pictures"]
@@ -160,6 +163,8 @@ def test_pictures_are_wanted_once_each_in_their_proportions() -> None:
     assert pictures(dataclasses.replace(image, rect=(60, 200, 600, 100))) == 0.0
     assert pictures(dataclasses.replace(image, rect=(60, 200, 30, 20))) == 0.0
     assert pictures(dataclasses.replace(image, ink=0.0)) == 0.0
+    assert pictures(dataclasses.replace(image, whole=0.3)) == 0.0
+    assert pictures(dataclasses.replace(image, source="data:image/svg+xml;name=a;base64,")) == 0.0
 
 
 def test_without_a_browser_some_rewards_are_told_and_the_others_named() -> None:
