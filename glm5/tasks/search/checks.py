@@ -3,14 +3,14 @@ away, no answer by a single search, and reachable by the tools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from glm5.errors import DataError
 from glm5.tasks.search.browser import Browser, View
 from glm5.tasks.search.graph import Graph
-from glm5.tasks.search.oracle import Oracle, Unreachable, evidence
+from glm5.tasks.search.oracle import Oracle, Unreachable
 from glm5.tasks.search.query import (
     Constraint,
     Either,
@@ -37,7 +37,7 @@ Reason = Literal[
     "no answer", "not unique", "wrong answer", "a constraint is not necessary", "gives a name away",
     "ambiguous name", "a single search finds the answer", "wrong depth", "not reachable by the tools",
     "another of the same form", "unnamed type", "wrong list of evidence",
-    "an empty alternative",
+    "an empty alternative", "not the same in both readings",
 ]  # fmt: skip
 
 
@@ -110,6 +110,8 @@ class Checker:
             return "not unique"
         if answers != {question.answer} or question.names[0] != graph.entities[question.answer].name:
             return "wrong answer"
+        if self.evaluator.answers(query, distinct=True) != answers:
+            return "not the same in both readings"
         if not TYPES[query.root.type].answer:
             return "unnamed type"
         if question.depth != depth(query.root):
@@ -139,15 +141,24 @@ class Checker:
                         tuple(self.evidence(query, answer)), constants)  # fmt: skip
 
     def necessary(self, query: Query) -> bool:
-        """Whether the question has another answer, or several, without any one of its constraints."""
+        """Whether the question has another answer, or several, without any one of its constraints, in both readings."""
         right = self.evaluator.answers(query)
         rivals = self._siblings(query, next(iter(right))) if query.best is None and len(right) == 1 else []
-        for _, changed in without_each(query.root):
-            if any(self.evaluator.fits(rival, changed) for rival in rivals):
-                continue  # a second answer, found without the whole set
-            if self.evaluator.answers(replace(query, root=changed)) == right:
-                return False
-        return True
+        return all(
+            self._differs(replace(query, root=changed), right, rivals) for _, changed in without_each(query.root)
+        )
+
+    def _differs(self, query: Query, right: frozenset[str], rivals: Sequence[str]) -> bool:
+        """Whether a question has not the answers `right`, in neither reading. `rivals` are looked at first: they may be
+        second answers without the whole set."""
+        evaluator, taken = self.evaluator, frozenset(named(query.root))
+        if query.best is not None:
+            return right not in (evaluator.answers(query), evaluator.answers(query, distinct=True))
+        # What fits in the narrow reading fits in the wide one.
+        if any(evaluator.fits(rival, query.root, taken) for rival in rivals):
+            return True
+        wide = evaluator.node(query.root)
+        return not right <= wide or any(evaluator.fits(entity, query.root, taken) for entity in wide - right)
 
     def _siblings(self, query: Query, answer: str) -> list[str]:
         """Some entities that share a neighbour with the answer: likely answers of a question with less constraints."""
@@ -183,17 +194,24 @@ class Checker:
         return self._found[text]
 
     def evidence(self, query: Query, answer: str) -> Iterator[str]:
-        """The gold chain: one entity per node, from the answer on."""
-        holds: dict[Node, frozenset[str]] = {}
+        """The gold chain, from the answer on: for every hidden node an entity that satisfies it, is linked to its
+        parent's, and differs from those before if any does. A superlative also needs all that it compares."""
+        found = [answer]
 
-        def fill(node: Node) -> None:
-            holds[node] = self.evaluator.node(node)
+        def walk(node: Node, entity: str) -> None:
             for constraint in node.constraints:
                 if isinstance(constraint, Link):
-                    fill(constraint.child)
+                    child, taken = constraint.child, frozenset((*found, *named(query.root)))
+                    ends = self.graph.related(entity, constraint.relation, constraint.reverse)
+                    ends = tuple(end for end in ends if end in self.evaluator.node(child))
+                    if ends:
+                        end = next((end for end in ends if self.evaluator.fits(end, child, taken)), ends[0])
+                        found.append(end)
+                        walk(child, end)
 
-        fill(query.root)
-        return iter(dict.fromkeys(evidence(query, answer, self.graph, holds)))
+        walk(query.root, answer)
+        compared = sorted(self.evaluator.node(query.root)) if query.best is not None else []
+        return iter(dict.fromkeys([*found, *compared]))
 
     def reached(self, question: Question) -> int | None:
         """Pages that the oracle opens to find the right answer, or None if it does not find it."""

@@ -31,6 +31,8 @@ from glm5.tasks.search.query import Evaluator, named
 from glm5.tasks.search.schema import TYPES
 from glm5.tasks.search.web import Web
 
+FORM = 2
+"""Version of the words and the checks of questions; those of another version are made anew."""
 ROUND = 48
 """Draws per piece of work; a round has up to ROUND_PIECES pieces per depth."""
 ROUND_PIECES = 8
@@ -123,10 +125,11 @@ def make_questions(
 
     Questions of an earlier web are checked again: those that still hold stay."""
     web = Web(out)
-    made, head = Set(rules), {"web": web.digest, "rules": json.loads(json.dumps(asdict(rules))), "draws": {}}
+    as_rules = json.loads(json.dumps(asdict(rules)))
+    made, head = Set(rules), {"form": FORM, "web": web.digest, "rules": as_rules, "draws": {}}
     earlier, rows = _read(out / "questions.jsonl")
     again: Counter[str] = Counter()
-    if earlier.get("rules") == head["rules"]:
+    if earlier.get("form") == FORM and earlier["rules"] == head["rules"]:
         checker = Checker(web, graph, Evaluator(graph))
         for row in rows:
             question = Question.of(row)
@@ -179,8 +182,8 @@ def read_questions(out: Path) -> list[Question]:
         raise DataError(f"{out} has no questions; make them with `glm5 task build search --out {out}`.")
     fallen = {row["id"] for row in read_filtered(out) if row.get("reason")}
     digest = Web(out).digest
-    if head.get("web") != digest:
-        raise DataError(f"The questions in {out} belong to an earlier web; run `glm5 task build search` again.")
+    if (head.get("form"), head.get("web")) != (FORM, digest):
+        raise DataError(f"The questions in {out} belong to an earlier web or version; build them again.")
     return [question for question in map(Question.of, rows) if question.id not in fallen]
 
 
