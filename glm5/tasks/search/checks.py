@@ -31,8 +31,6 @@ from glm5.tasks.search.web import Web
 from glm5.tasks.search.wording import clause
 from glm5.tasks.search.wording import question as in_words
 
-TOP = 10
-"""Results among which a single search must not show the answer."""
 Reason = Literal[
     "no answer", "not unique", "wrong answer", "a constraint is not necessary", "gives a name away",
     "ambiguous name", "a single search finds the answer", "wrong depth", "not reachable by the tools",
@@ -92,13 +90,11 @@ class Question:
 
 @dataclass
 class Checker:
-    """Checks questions on one web. Results of searches for single constraints are kept."""
+    """Checks questions on one web."""
 
     web: Web
     graph: Graph
     evaluator: Evaluator
-    top: int = TOP
-    _found: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def reject(self, question: Question, reach: bool = True) -> Reason | None:
         """The first reason against a question, or None. `reach` also lets the oracle answer it."""
@@ -141,24 +137,34 @@ class Checker:
                         tuple(self.evidence(query, answer)), constants)  # fmt: skip
 
     def necessary(self, query: Query) -> bool:
-        """Whether the question has another answer, or several, without any one of its constraints, in both readings."""
-        right = self.evaluator.answers(query)
-        rivals = self._siblings(query, next(iter(right))) if query.best is None and len(right) == 1 else []
+        """Whether a unique question has another answer, or several, without any one of its constraints, in both
+        readings."""
+        [answer] = self.evaluator.answers(query)
+        rivals = self._siblings(query, answer) if query.best is None else []
         return all(
-            self._differs(replace(query, root=changed), right, rivals) for _, changed in without_each(query.root)
+            self._differs(replace(query, root=changed), answer, rivals) for _, changed in without_each(query.root)
         )
 
-    def _differs(self, query: Query, right: frozenset[str], rivals: Sequence[str]) -> bool:
-        """Whether a question has not the answers `right`, in neither reading. `rivals` are looked at first: they may be
-        second answers without the whole set."""
-        evaluator, taken = self.evaluator, frozenset(named(query.root))
-        if query.best is not None:
-            return right not in (evaluator.answers(query), evaluator.answers(query, distinct=True))
-        # What fits in the narrow reading fits in the wide one.
-        if any(evaluator.fits(rival, query.root, taken) for rival in rivals):
+    def _differs(self, query: Query, answer: str, rivals: Sequence[str]) -> bool:
+        """Whether a question has not this one answer, in neither reading. What fits in the narrow reading fits in the
+        wide one too. `rivals` are looked at first: they may be other answers without the whole set."""
+        taken = frozenset(named(query.root))
+
+        def answers_too(entity: str) -> bool:
+            return self._as_good(query, entity, answer) and self.evaluator.fits(entity, query.root, taken)
+
+        if any(map(answers_too, rivals)):
             return True
-        wide = evaluator.node(query.root)
-        return not right <= wide or any(evaluator.fits(entity, query.root, taken) for entity in wide - right)
+        wide = self.evaluator.node(query.root)
+        return answer not in wide or any(map(answers_too, wide - {answer}))
+
+    def _as_good(self, query: Query, entity: str, answer: str) -> bool:
+        """Whether an entity would be an answer beside or before another; who has no number could be the best."""
+        if query.best is None:
+            return True
+        relation, end = query.best
+        own, other = (self.graph.values(one, relation) for one in (entity, answer))
+        return not own or (float(own[0]) >= float(other[0]) if end == "largest" else float(own[0]) <= float(other[0]))
 
     def _siblings(self, query: Query, answer: str) -> list[str]:
         """Some entities that share a neighbour with the answer: likely answers of a question with less constraints."""
@@ -181,17 +187,21 @@ class Checker:
         yield from found.aliases
 
     def shortcut(self, question: Question) -> bool:
-        """Whether a search for the whole question or for a single constraint has the answer's page among the best."""
-        texts = [question.text, *([question.paraphrase] if question.paraphrase else [])]
+        """Whether a search for the whole question, for a single constraint or for a named entity shows the answer: its
+        name or an alias stands in the titles and snippets that the family shows by default."""
+        browser = Browser(self.web, (question.asked,))
+        texts = [question.asked, question.text, *question.constants.values()]
         texts += [clause(one, self.graph) for one in _all(question.query.root)]
-        return any(question.answer in self._searched(text) for text in dict.fromkeys(texts))
+        return any(self._shown(question, browser, text) for text in dict.fromkeys(texts))
 
-    def _searched(self, text: str) -> frozenset[str]:
-        if text not in self._found:
-            if len(self._found) > 100_000:
-                self._found.clear()
-            self._found[text] = frozenset(hit.url for hit in self.web.index.search(text, self.top))
-        return self._found[text]
+    def _shown(self, question: Question, browser: Browser, query: str) -> bool:
+        for page in browser.found(query, browser.view.results):
+            # Snippets cost time, and are parts of their page.
+            if _names_one(question, f"{page.title} <{page.url}>\n{page.text}") and (
+                _names_one(question, browser.result(page, query))
+            ):
+                return True
+        return False
 
     def evidence(self, query: Query, answer: str) -> Iterator[str]:
         """The gold chain, from the answer on: for every hidden node an entity that satisfies it, is linked to its
@@ -221,6 +231,11 @@ class Checker:
         except Unreachable:
             return None
         return len(oracle.browser.opened) if right else None
+
+
+def _names_one(question: Question, text: str) -> bool:
+    """Whether a text has a link to the answer, or a name of it."""
+    return f"<{question.answer}>" in text or any(leaks(name, text) for name in question.names)
 
 
 def _all(node: Node) -> Iterator[Constraint]:

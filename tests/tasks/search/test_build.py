@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from glm5.errors import ConfigError, DataError, UsageError
+from glm5.records import ToolCall
+from glm5.tasks.contract import SPLITS
 from glm5.tasks.search.audit import audit, planted_questions
 from glm5.tasks.search.build import build
 from glm5.tasks.search.checks import Checker, Question
+from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.search.query import Either, Link, Node, Not, Query, Range
 from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
 from glm5.tasks.search.records import leaks
@@ -33,6 +36,33 @@ def test_the_whole_build_holds(built: Path) -> None:
     assert found["oracle"]["score"] == 1.0 and found["oracle"]["n"] == 40
     assert found["planted"] == {"planted": 20, "rejected": 20, "reasons": found["planted"]["reasons"]}
     assert not any(found["closed_book_right"].values())
+    guesses = found["guessed_after_one_search"]
+    assert sum(one["questions"] for one in guesses.values()) == 40 and set(guesses) == {"2", "3", "4"}
+    assert not any(one["results"] for one in guesses.values())
+
+
+def test_no_single_search_names_the_answer(built: Path) -> None:
+    made = SearchFamily(folder=str(built))
+    problems = [made.problem(split, i) for split in SPLITS for i in range(60)]
+    for problem in {problem.key: problem for problem in problems}.values():
+        for query in (problem.prompt, *problem.question.constants.values()):
+            shown, done = problem.browser().call(ToolCall("search", {"query": query}))
+            assert done and not any(leaks(name, shown) for name in problem.question.names)
+
+
+def test_a_snippet_that_names_the_answer_is_a_shortcut(checker: Checker) -> None:
+    """The country of the only airport of a city is on that airport's page, whose address is not the answer's."""
+    graph = checker.graph
+    for city in graph.of_type["city"]:
+        if len(graph.related(city, "serves", True)) == 1:
+            [country] = graph.related(city, "city_country", False)
+            inner = Link("serves", False, Node("city", entity=city))
+            query = Query(Node("country", (Link("airport_country", True, Node("airport", (inner,))),)))
+            bad = checker.question(query, country, "tree")
+            pages = [
+                hit.url for text in (bad.text, *bad.constants.values()) for hit in checker.web.index.search(text, 3)
+            ]
+            assert country in pages or checker.reject(bad) == "a single search finds the answer"
 
 
 def test_what_the_manifest_tells(built: Path) -> None:
@@ -111,8 +141,8 @@ def test_a_clause_that_could_take_in_what_follows_ends_its_sentence(checker: Che
         "Which country borders a second country and is not one that has a population between 1 and 9? It borders a "
         "country that has a population between 1 and 9. The second country has an area between 1 and 9 square "
         f"kilometres, borders the country {names[0]}, borders a third country and either borders the country "
-        f"{names[0]} or borders the country {names[1]}. The second country is not one that has a population between 1 and 9. The "
-        "third country has a population between 1 and 9."
+        f"{names[0]} or borders the country {names[1]}. The second country is not one that has a population between 1 "
+        "and 9. The third country has a population between 1 and 9."
     )
     inner = Link("city_country", False, Node("country", (Either(one, other), area)))
     text = clause(inner, checker.graph)
