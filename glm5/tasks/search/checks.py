@@ -56,6 +56,7 @@ class Question:
     pages: int = 0
     """Pages that the oracle opened."""
     paraphrase: str = ""
+    """The text that a model wrote; it is not part of the row."""
 
     @property
     def id(self) -> str:
@@ -68,7 +69,7 @@ class Question:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "id": self.id, "question": self.text, "paraphrase": self.paraphrase, "answer": self.names[0],
+            "id": self.id, "question": self.text, "answer": self.names[0],
             "names": self.names, "entity": self.answer, "depth": self.depth, "kind": self.kind,
             "evidence": self.evidence, "constants": dict(self.constants), "pages": self.pages,
             "query": to_json(self.query),
@@ -83,7 +84,7 @@ class Question:
                 raise ValueError("it has no answer")
             return cls(of_json(row["query"]), str(row["question"]), str(row["entity"]), names, int(row["depth"]),
                        str(row["kind"]), evidence, {str(k): str(v) for k, v in row["constants"].items()},
-                       int(row["pages"]), str(row["paraphrase"]))  # fmt: skip
+                       int(row["pages"]))  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"a row of questions.jsonl is malformed: {error!r:.200}") from None
 

@@ -42,7 +42,7 @@ def load(folder: str, state: tuple[int, ...]) -> tuple[Web, list[Question]]:
 
 def loaded(folder: Path) -> tuple[Web, list[Question]]:
     """The web and the questions of a build; made again if its files have changed."""
-    files = (folder / name for name in ("web.sqlite", "questions.jsonl", "model.jsonl"))
+    files = (folder / name for name in ("web.sqlite", "questions.jsonl", "model.jsonl", "paraphrases.jsonl"))
     return load(str(folder.resolve()), tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files))
 
 

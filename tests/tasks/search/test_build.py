@@ -18,10 +18,12 @@ from glm5.tasks.search.audit import audit, planted_questions
 from glm5.tasks.search.build import build
 from glm5.tasks.search.checks import Checker, Question
 from glm5.tasks.search.family import SearchFamily
+from glm5.tasks.search.index import Index
 from glm5.tasks.search.query import Either, Link, Node, Not, Query, Range
 from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
 from glm5.tasks.search.records import leaks
-from glm5.tasks.search.web import Web
+from glm5.tasks.search.sources import SOURCES as SOURCES_BY_NAME
+from glm5.tasks.search.web import Web, build_web
 from glm5.tasks.search.wording import clause
 from glm5.tasks.search.wording import question as in_words
 from tests.tasks.search.conftest import RULES, SOURCES
@@ -187,6 +189,30 @@ def test_a_second_build_changes_nothing(built: Path, world: Path, tmp_path: Path
     assert (tmp_path / "questions.jsonl").read_text().splitlines()[1:] == rows
 
 
+def test_a_web_that_has_no_more_questions(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A depth is given up after some rounds without a new question: an ended build stays as it is, and one that was
+    stopped in such a stretch ends as if it had not been."""
+    monkeypatch.setattr("glm5.tasks.search.questions.MOST_EMPTY", 1)
+    monkeypatch.setattr("glm5.tasks.search.questions.ROUND_PIECES", 1)
+    monkeypatch.setattr("glm5.tasks.search.questions.ROUND", 16)
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    rules, graph = Rules(count=500, depths=(2,), filters=1, types=("city",), per_shape=1), Web(built).graph()
+    found = make_questions(tmp_path, graph, rules)
+    ended = (tmp_path / "questions.jsonl").read_bytes()
+    assert 0 < found["questions"] < 500 and json.loads(ended.splitlines()[0])["empty"] == {"2": 1}
+    assert make_questions(tmp_path, graph, rules)["questions"] == found["questions"]
+    assert (tmp_path / "questions.jsonl").read_bytes() == ended
+    (tmp_path / "questions.jsonl").unlink()
+    for _ in range(100):  # stopped after every round
+        try:
+            make_questions(tmp_path, graph, rules, told=_interrupt)
+            break
+        except KeyboardInterrupt:
+            pass
+    assert (tmp_path / "questions.jsonl").read_bytes() == ended
+
+
 def _interrupt(line: str) -> None:
     raise KeyboardInterrupt
 
@@ -228,6 +254,33 @@ def test_damage_is_mended_or_told(tmp_path: Path, world: Path) -> None:
         build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
 
 
+def test_an_index_of_other_pages_is_never_used(tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, both = [SOURCES_BY_NAME["foldoc"]], [SOURCES_BY_NAME[name] for name in ("foldoc", "airports")]
+    build_web(tmp_path, one, [world])
+    pages = Web(tmp_path).index.urls
+    saved = Index.save
+
+    def save_and_stop(index: Index, folder: Path, pages: str) -> None:
+        saved(index, folder, pages)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Index, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        build_web(tmp_path, both, [world])
+    with pytest.raises(DataError, match="made from other pages"):
+        Web(tmp_path)
+    monkeypatch.setattr(Index, "save", saved)
+    told = list[str]()
+    build_web(tmp_path, one, [world], told.append)
+    assert "web: indexing" in told and Web(tmp_path).index.urls == pages
+    for name, text in (("vocab.index.json", "[]"), ("urls.json", "[]"), ("params.index.json", "{")):
+        (tmp_path / "index" / name).write_text(text)
+        with pytest.raises(DataError, match="cannot be used"):
+            Web(tmp_path)
+        build_web(tmp_path, one, [world])
+        assert Web(tmp_path).index.urls == pages
+
+
 def test_sources_that_are_missing(tmp_path: Path, world: Path) -> None:
     lines = list[str]()
     with pytest.raises(DataError, match="None of the sources is on this machine: pip install airportsdata"):
@@ -253,6 +306,17 @@ def test_questions_are_spread(built: Path) -> None:
 def test_processes_do_not_change_the_questions(built: Path, world: Path, tmp_path: Path) -> None:
     build(tmp_path, RULES, only=SOURCES, roots=[world], jobs=2)
     assert (tmp_path / "questions.jsonl").read_text() == (built / "questions.jsonl").read_text()
+
+
+def test_a_first_line_that_lacks_something(built: Path, world: Path, tmp_path: Path) -> None:
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    head, *rows = (built / "questions.jsonl").read_text().splitlines()
+    for key in ("rules", "draws", "empty", "rejects"):
+        lacking = {name: value for name, value in json.loads(head).items() if name != key}
+        (tmp_path / "questions.jsonl").write_text("\n".join([json.dumps(lacking), *rows]) + "\n")
+        with pytest.raises(DataError, match="first line lacks something"):
+            make_questions(tmp_path, Web(built).graph(), RULES)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]\n", '{"web": "x"}\n{"id": 1}\n'])
