@@ -94,7 +94,7 @@ def test_order_of_equal_scores_and_saving(tmp_path: Path) -> None:
     loaded = Index.load(tmp_path / "index", "d")
     assert loaded.search("other same", 60) == index.search("other same", 60)
     (tmp_path / "index" / "urls.json").write_text("[]")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be used"):
         Index.load(tmp_path / "index", "d")
     with pytest.raises(DataError, match="nothing to index"):
         Index.build(["a"], [""], ["..."])
