@@ -56,7 +56,7 @@ def audit(
         "planted": {"planted": len(planted), "rejected": fallen,
                     "reasons": dict(Counter(f"{reason}: {found}" for reason, found in planted))},
         "closed_book_right": guesses,
-        "guessed_after_one_search": after_one_search(web, rng.sample(questions, min(GUESSED, len(questions)))),
+        "after_one_search": after_one_search(web, rng.sample(questions, min(GUESSED, len(questions)))),
         "retrieval_ms": latency(web.index, questions),
         "index_bytes": sum(path.stat().st_size for path in (out / "index").iterdir()),
     }  # fmt: skip
@@ -167,19 +167,21 @@ def closed_book(questions: Sequence[Question]) -> dict[str, int]:
 
 
 def after_one_search(web: Web, questions: Sequence[Question]) -> dict[str, dict[str, int]]:
-    """Right guesses of one who searches once for the whole question and understands nothing but the type that is asked
-    for, by depth: the first link to such an entity in the results, and the first on the page of the first result.
-    Entities that the question names are no guesses. By the rules of questions the one in the results is never right."""
+    """How much one search for the whole question gives, by depth, to one who understands nothing but the type that is
+    asked for: questions for which the first link to such an entity is the answer, in the results (by the rules of
+    questions none) or on their pages, and those for which some link on these pages is. Entities that the question names
+    do not count."""
     found: dict[str, Counter[str]] = {}
     for question in questions:
         browser, link = Browser(web, (question.asked,)), re.compile(rf"<({question.query.root.type}/[^<>\s/]+)>")
         results = browser.search(question.asked, browser.view.results)
-        page = browser.open(browser.returned[0])[0] if browser.returned else ""
-        counts = found.setdefault(str(question.depth), Counter(questions=0, results=0, first_page=0))
+        pages = "\n".join(browser.open(url)[0] for url in tuple(browser.returned))
+        counts = found.setdefault(str(question.depth), Counter(questions=0, results=0, pages=0, linked=0))
         counts["questions"] += 1
-        for place, text in (("results", results), ("first_page", page)):
-            first = next((url for url in link.findall(text) if url not in question.constants), "")
-            counts[place] += first == question.answer
+        for place, text in (("results", results), ("pages", pages)):
+            links = [url for url in link.findall(text) if url not in question.constants]
+            counts[place] += links[:1] == [question.answer]
+        counts["linked"] += question.answer in links
     return {depth: dict(found[depth]) for depth in sorted(found)}
 
 

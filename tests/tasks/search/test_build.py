@@ -37,9 +37,10 @@ def test_the_whole_build_holds(built: Path) -> None:
     assert found["oracle"]["score"] == 1.0 and found["oracle"]["n"] == 40
     assert found["planted"] == {"planted": 20, "rejected": 20, "reasons": found["planted"]["reasons"]}
     assert not any(found["closed_book_right"].values())
-    guesses = found["guessed_after_one_search"]
+    guesses = found["after_one_search"]
     assert sum(one["questions"] for one in guesses.values()) == 40 and set(guesses) == {"2", "3", "4"}
     assert not any(one["results"] for one in guesses.values())
+    assert all(one["pages"] <= one["linked"] <= one["questions"] for one in guesses.values())
 
 
 def test_no_single_search_names_the_answer(built: Path) -> None:
