@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glm5.errors import GradingError, UsageError, nearest
 from glm5.obs.progress import QuietConsole
+
+if TYPE_CHECKING:
+    from glm5.agents.endpoint import Endpoint
 
 OPTIONS: dict[str, Any] = {"context": "none", "keep": 5, "limit": 0, "split": "heldout", "dialect": "openai",
                            "judge": "", "judge_name": "", "session_tokens": 0}  # fmt: skip
@@ -55,9 +58,8 @@ def browse(
     given = {option: value for option, value in options.items() if option not in OPTIONS}
     family = make_family("search", seed, **given)
     assert isinstance(family, SearchFamily)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        _same_settings(out, {"own": own, "family": given, "limits": bounds, "seed": seed, "temperature": temperature})
+    settings = {"own": own, "family": given, "limits": bounds, "seed": seed, "temperature": temperature,
+                "web": family.web.digest}  # fmt: skip
     key = find_key("api", None, key_file)
     with (
         open_model(
@@ -65,6 +67,8 @@ def browse(
         ) as (endpoint, measure),
         QuietConsole().status("starting") as status,
     ):
+        if out is not None:
+            _same_settings(out, settings | _player(model, endpoint))
         judge = _judge(own["judge"], own["judge_name"], find_key("judge", None, None)) if own["judge"] else None
         turns = Limits(bounds["max_turns"], own["session_tokens"])
         agent = SearchAgent(endpoint, policy, turns, measure.count, measure.overhead)
@@ -79,13 +83,25 @@ def browse(
     return found
 
 
+def _player(model: str, endpoint: Endpoint) -> dict[str, Any]:
+    """What tells a model from others: a checkpoint's files, or the address and the name of a served one."""
+    from glm5.eval.suite import fingerprint
+
+    if Path(model).is_dir():
+        return {"checkpoint": model, "files": fingerprint(Path(model))}
+    return {"url": endpoint.base, "name": endpoint.name}
+
+
 def _same_settings(out: Path, settings: dict[str, Any]) -> None:
     """Store the settings of a run, or refuse to go on with another's answers."""
     from glm5.files import atomic_write
 
+    out.mkdir(parents=True, exist_ok=True)
     path, text = out / "settings.json", json.dumps(settings, indent=1, sort_keys=True) + "\n"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise UsageError(f"{out} has answers that were given with other settings ({path}); take another folder.")
+        raise UsageError(
+            f"{out} has answers that were given with other settings, or by another model ({path}); take another folder."
+        )
     atomic_write(path, text)
 
 

@@ -81,18 +81,22 @@ def _filtered(
 ) -> dict[str, Any]:
     from glm5.agents.models import open_model
     from glm5.agents.search import Limits, SearchAgent
+    from glm5.files import exclusive
     from glm5.records import Message
     from glm5.serve.keys import find_key
     from glm5.tasks.search.browser import Browser
     from glm5.tasks.search.checks import Checker
-    from glm5.tasks.search.filters import Judges, filter_questions, paraphrased
+    from glm5.tasks.search.filters import Judges, filter_questions, paraphrase_questions
     from glm5.tasks.search.query import Evaluator
-    from glm5.tasks.search.questions import read_questions, replace_questions
+    from glm5.tasks.search.questions import read_questions
     from glm5.tasks.search.web import Web
     from glm5.tasks.tools.python_tool import default_programs
 
     web, key, found = Web(out), find_key("api", None, key_file), dict[str, Any]()
-    with open_model(model, name, cast("Dialect", dialect), key) as (endpoint, measure):
+    with (
+        exclusive(out, f"another build writes to {out}."),
+        open_model(model, name, cast("Dialect", dialect), key) as (endpoint, measure),
+    ):
 
         def ask(prompt: str) -> str:
             return endpoint.complete([Message("user", prompt)], []).message.content or ""
@@ -104,11 +108,8 @@ def _filtered(
         questions = read_questions(out)
         if paraphrase:
             graph = web.graph()
-            checker = Checker(web, graph, Evaluator(graph))
-            results = [(q, None) if q.paraphrase else paraphrased(q, ask, checker) for q in questions]
-            found["paraphrased"] = sum(bool(question.paraphrase) for question, _ in results)
-            questions = [question for question, _ in results]
-            replace_questions(out, questions)
+            questions = paraphrase_questions(out, questions, ask, Checker(web, graph, Evaluator(graph)))
+            found["paraphrased"] = sum(bool(question.paraphrase) for question in questions)
         return found | filter_questions(out, questions, Judges(ask, play), _told)
 
 

@@ -33,6 +33,8 @@ from glm5.tasks.search.web import Web
 
 MOST_QUERIES = 256
 MOST_RESULTS = 100
+MOST_DOCUMENTS = 5_120
+"""Results of all queries of a request together."""
 MOST_TEXT = 4_000
 MOST_FORBIDDEN = 64
 SNIPPET = 2_048
@@ -53,6 +55,8 @@ class Retrieval:
         if not isinstance(queries, list) or len(queries) > MOST_QUERIES or not all(map(_is_query, queries)):
             raise ApiError(400, f"queries is a list of at most {MOST_QUERIES} texts of at most {MOST_TEXT} characters.")
         num, scored, grams = _number(body, "topk", 3), body.get("return_scores", False), _forbidden(body)
+        if num * len(queries) > MOST_DOCUMENTS:
+            raise ApiError(400, f"topk times the number of queries is at most {MOST_DOCUMENTS}.", param="topk")
         found = list[list[Any]]()
         for query in queries:
             pages = self._found(query, num, grams)
@@ -156,7 +160,11 @@ def _forbidden(body: dict[str, Any]) -> list[frozenset[tuple[str, ...]]]:
     texts = body.get("forbidden_texts", [])
     if not isinstance(texts, list) or len(texts) > MOST_FORBIDDEN or not all(map(_is_query, texts)):
         raise ApiError(400, f"forbidden_texts is a list of at most {MOST_FORBIDDEN} texts.")
-    return [grams for text in texts if (grams := ngrams(text))]
+    by_size: dict[int, set[tuple[str, ...]]] = {}
+    for text in texts:  # sets of one size are one, so that many texts cost no more than one
+        for gram in ngrams(text):
+            by_size.setdefault(len(gram), set()).add(gram)
+    return [frozenset(grams) for grams in by_size.values()]
 
 
 def create_app(
@@ -194,6 +202,8 @@ def create_app(
 def _object(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
+        # Infinity, NaN and halves of characters could not be sent back.
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise ApiError(400, "The body is not JSON.") from None
     if not isinstance(body, dict):

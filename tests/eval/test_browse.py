@@ -18,10 +18,11 @@ from glm5.cli import app
 from glm5.errors import DataError, GradingError
 from glm5.eval.browse import Played, calibration_error, evaluate, metrics
 from glm5.records import Message, ToolCall
+from glm5.tasks.search.build import build
 from glm5.tasks.search.family import SearchFamily
 from glm5.tasks.search.questions import read_questions
 from tests.agents.scripted_model import Say, ScriptedModel
-from tests.tasks.search.conftest import built, world  # noqa: F401 - fixtures
+from tests.tasks.search.conftest import RULES, SOURCES, built, world  # noqa: F401 - fixtures
 
 pytest.importorskip("bm25s")
 
@@ -97,6 +98,26 @@ def test_judges_decide_only_on_what_is_not_a_name(built: Path, names: dict[str, 
     for answer, score in (("good enough", 1.0), ("bad", 0.0), ("fails", None)):
         found = evaluate(family, "rl", 4, SearchAgent(Knows(dict.fromkeys(names, answer))), judge=judge)
         assert found["score"] == score and bool(found["errors"]) == (score is None)
+
+
+def test_answers_of_another_model_are_no_result(built: Path, tmp_path: Path, world: Path) -> None:  # noqa: F811
+    web = tmp_path / "web"
+    web.symlink_to(built)
+
+    def run(model: ScriptedModel, *more: str) -> Any:
+        command = ["eval", model.url, "--suite", "browse", "--problems", "2", "--set", f"folder={web}"]
+        return CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out"), *more])
+
+    with ScriptedModel([Say("Oslo")]) as one, ScriptedModel([Say("Bergen")]) as other:
+        assert run(one).exit_code == 0 and one.bodies
+        played = len(one.bodies)
+        assert run(one).exit_code == 0 and len(one.bodies) == played  # the same model goes on
+        refused = [run(other), run(one, "--name", "b")]
+        web.unlink()
+        build(web, replace(RULES, count=9), only=SOURCES[:2], roots=[world])  # another web at the same path
+        for found in (*refused, run(one)):
+            assert found.exit_code != 0 and "by another model" in str(found.exception)
+        assert len(one.bodies) == played and not other.bodies
 
 
 def test_the_command(built: Path, names: dict[str, str], tmp_path: Path) -> None:  # noqa: F811

@@ -9,7 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from glm5.errors import GradingError
-from glm5.serve.retrieval import create_app
+from glm5.serve.retrieval import _forbidden, create_app
+from glm5.tasks.search.index import quotes
 from glm5.tasks.search.web import Web
 from tests.tasks.search.world import tiny_web
 
@@ -89,6 +90,35 @@ def test_mcp(client: TestClient) -> None:
 def test_wrong_requests(client: TestClient, path: str, body: object) -> None:
     answer = client.post(path, json=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/search", "/get_document", "/mcp"])
+@pytest.mark.parametrize(
+    "value",
+    [r'"\ud800"', "NaN", "1e400", "-Infinity", "[" * 9000, "9" * 5000],
+    ids=["half", "nan", "inf", "minus", "deep", "long"],
+)
+def test_values_that_cannot_be_sent_back(client: TestClient, path: str, value: str) -> None:
+    """Wherever they stand in a body."""
+    for key in ("id", "docid", "query", "method", "other"):
+        body = f'{{"jsonrpc": "2.0", "method": "ping", "query": "x", "queries": [], "{key}": {value}}}'
+        answer = client.post(path, content=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"] == "The body is not JSON."
+
+
+def test_a_request_for_too_much(client: TestClient) -> None:
+    body = {"queries": ["computing built 1951"] * 256, "topk": 100}
+    refused = client.post("/retrieve", json=body)
+    assert refused.status_code == 400 and "at most 5120" in refused.json()["error"]["message"]
+    assert client.post("/retrieve", json=body | {"topk": 20}).status_code == 200
+
+
+def test_many_forbidden_texts_are_one_set_for_each_size() -> None:
+    texts = [" ".join(f"word{i} {j}" for j in range(size)) for i in range(30) for size in (4, 5, 20)]
+    found = _forbidden({"forbidden_texts": texts[:64]})
+    assert sorted(len(next(iter(grams))) for grams in found) == [8, 10, 13]
+    page = " ".join(f"word3 {j}" for j in range(4))
+    assert quotes(page, found) and quotes(f"so {page} on", found) and not quotes(page.replace("3 0", "3 1"), found)
 
 
 def test_what_guards_it(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ tools, and how fast retrieval is."""
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from glm5.tasks.search.questions import read_questions
 from glm5.tasks.search.web import Web
 
 PLANTED = 20
-QUERIES = 1000
+QUERIES = GUESSED = 1000
 
 
 def audit(
@@ -46,7 +47,7 @@ def audit(
     solved = sum(_solved(web, question) for question in chosen)
     interval = wilson(solved, len(chosen))
     planted = [(reason, checker.reject(bad)) for reason, bad in planted_questions(checker, questions, rng)]
-    guesses = closed_book(web.index, questions)
+    guesses = closed_book(questions)
     fallen = sum(found is not None for _, found in planted)
     return {
         "ok": not reasons and interval.value >= 0.95 and fallen == len(planted) and not any(guesses.values()),
@@ -54,7 +55,9 @@ def audit(
         "oracle": interval.plain(),
         "planted": {"planted": len(planted), "rejected": fallen,
                     "reasons": dict(Counter(f"{reason}: {found}" for reason, found in planted))},
-        "closed_book_right": guesses, "retrieval_ms": latency(web.index, questions),
+        "closed_book_right": guesses,
+        "after_one_search": after_one_search(web, rng.sample(questions, min(GUESSED, len(questions)))),
+        "retrieval_ms": latency(web.index, questions),
         "index_bytes": sum(path.stat().st_size for path in (out / "index").iterdir()),
     }  # fmt: skip
 
@@ -143,14 +146,14 @@ def _with(query: Query, constraint: Constraint) -> Query:
     return replace(query, root=replace(query.root, constraints=(*query.root.constraints, constraint)))
 
 
-def closed_book(index: Index, questions: Sequence[Question]) -> dict[str, int]:
+def closed_book(questions: Sequence[Question]) -> dict[str, int]:
     """Right answers on held-out questions of guesses without tools: the answer of the training question that is most
-    like it, the most frequent answer for the type, and the title that a single search shows first."""
+    like it, and the most frequent answer for the type."""
     by_split: dict[str, list[Question]] = {"train": [], "heldout": []}
     for question in questions:
         by_split.setdefault(split_of_answer(question), []).append(question)
     train, held = [*by_split["train"], *by_split.get("rl", [])], by_split["heldout"]
-    found = {"most similar question": 0, "most frequent answer": 0, "first result": 0}
+    found = {"most similar question": 0, "most frequent answer": 0}
     if not train or not held:
         return {}
     near = Index.build([q.names[0] for q in train], [""] * len(train), [q.text for q in train])
@@ -160,8 +163,26 @@ def closed_book(index: Index, questions: Sequence[Question]) -> dict[str, int]:
         hits = near.search(question.asked, 1)
         found["most similar question"] += bool(hits) and right(hits[0].url, question.names)
         found["most frequent answer"] += right(best.get(question.query.root.type, ""), question.names)
-        found["first result"] += any(hit.url == question.answer for hit in index.search(question.asked, 1))
     return found
+
+
+def after_one_search(web: Web, questions: Sequence[Question]) -> dict[str, dict[str, int]]:
+    """How much one search for the whole question gives, by depth, to one who understands nothing but the type that is
+    asked for: questions for which the first link to such an entity is the answer, in the results (by the rules of
+    questions none) or on their pages, and those for which some link on these pages is. Entities that the question names
+    do not count."""
+    found: dict[str, Counter[str]] = {}
+    for question in questions:
+        browser, link = Browser(web, (question.asked,)), re.compile(rf"<({question.query.root.type}/[^<>\s/]+)>")
+        results = browser.search(question.asked, browser.view.results)
+        pages = "\n".join(browser.open(url)[0] for url in tuple(browser.returned))
+        counts = found.setdefault(str(question.depth), Counter(questions=0, results=0, pages=0, linked=0))
+        counts["questions"] += 1
+        for place, text in (("results", results), ("pages", pages)):
+            links = [url for url in link.findall(text) if url not in question.constants]
+            counts[place] += links[:1] == [question.answer]
+        counts["linked"] += question.answer in links
+    return {depth: dict(found[depth]) for depth in sorted(found)}
 
 
 def latency(index: Index, questions: Sequence[Question]) -> dict[str, float]:

@@ -102,17 +102,20 @@ class Browser:
     def search(self, query: str, num: int) -> str:
         """Numbered results: title, address and the snippet that fits the query best."""
         self.searches += 1
-        num = max(1, min(num, self.view.results))
-        pages = list[Page]()
-        for hit in self.web.index.search(query, num * 2 if self._grams else num):
-            page = self.web.page(hit.url)
-            if page is not None and not quotes(page.text, self._grams):
-                pages.append(page)
-        pages = pages[:num]
+        pages = self.found(query, max(1, min(num, self.view.results)))
         self._results = [page.url for page in pages]
         self.returned += self._results
-        shown = (f"[{i}] {p.title} <{p.url}>\n{snippet(p.text, query, self.view.snippet)}" for i, p in enumerate(pages))
-        return "\n".join(shown) or "no results"
+        return "\n".join(f"[{i}] {self.result(page, query)}" for i, page in enumerate(pages)) or "no results"
+
+    def found(self, query: str, num: int) -> list[Page]:
+        """The best pages for a query that may be shown."""
+        hits = self.web.index.search(query, num * 2 if self._grams else num)
+        pages = (page for hit in hits if (page := self.web.page(hit.url)) is not None)
+        return [page for page in pages if not quotes(page.text, self._grams)][:num]
+
+    def result(self, page: Page, query: str) -> str:
+        """What a search shows of a page."""
+        return f"{page.title} <{page.url}>\n{snippet(page.text, query, self.view.snippet)}"
 
     def open(self, url: str) -> tuple[str, bool]:
         """Title, address and text of a page, cut at the limit."""

@@ -3,14 +3,14 @@ away, no answer by a single search, and reachable by the tools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from glm5.errors import DataError
 from glm5.tasks.search.browser import Browser, View
 from glm5.tasks.search.graph import Graph
-from glm5.tasks.search.oracle import Oracle, Unreachable, evidence
+from glm5.tasks.search.oracle import Oracle, Unreachable
 from glm5.tasks.search.query import (
     Constraint,
     Either,
@@ -31,13 +31,11 @@ from glm5.tasks.search.web import Web
 from glm5.tasks.search.wording import clause
 from glm5.tasks.search.wording import question as in_words
 
-TOP = 10
-"""Results among which a single search must not show the answer."""
 Reason = Literal[
     "no answer", "not unique", "wrong answer", "a constraint is not necessary", "gives a name away",
     "ambiguous name", "a single search finds the answer", "wrong depth", "not reachable by the tools",
     "another of the same form", "unnamed type", "wrong list of evidence",
-    "an empty alternative",
+    "an empty alternative", "not the same in both readings",
 ]  # fmt: skip
 
 
@@ -58,6 +56,7 @@ class Question:
     pages: int = 0
     """Pages that the oracle opened."""
     paraphrase: str = ""
+    """The text that a model wrote; it is not part of the row."""
 
     @property
     def id(self) -> str:
@@ -70,7 +69,7 @@ class Question:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "id": self.id, "question": self.text, "paraphrase": self.paraphrase, "answer": self.names[0],
+            "id": self.id, "question": self.text, "answer": self.names[0],
             "names": self.names, "entity": self.answer, "depth": self.depth, "kind": self.kind,
             "evidence": self.evidence, "constants": dict(self.constants), "pages": self.pages,
             "query": to_json(self.query),
@@ -85,20 +84,18 @@ class Question:
                 raise ValueError("it has no answer")
             return cls(of_json(row["query"]), str(row["question"]), str(row["entity"]), names, int(row["depth"]),
                        str(row["kind"]), evidence, {str(k): str(v) for k, v in row["constants"].items()},
-                       int(row["pages"]), str(row["paraphrase"]))  # fmt: skip
+                       int(row["pages"]))  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"a row of questions.jsonl is malformed: {error!r:.200}") from None
 
 
 @dataclass
 class Checker:
-    """Checks questions on one web. Results of searches for single constraints are kept."""
+    """Checks questions on one web."""
 
     web: Web
     graph: Graph
     evaluator: Evaluator
-    top: int = TOP
-    _found: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def reject(self, question: Question, reach: bool = True) -> Reason | None:
         """The first reason against a question, or None. `reach` also lets the oracle answer it."""
@@ -110,6 +107,8 @@ class Checker:
             return "not unique"
         if answers != {question.answer} or question.names[0] != graph.entities[question.answer].name:
             return "wrong answer"
+        if self.evaluator.answers(query, distinct=True) != answers:
+            return "not the same in both readings"
         if not TYPES[query.root.type].answer:
             return "unnamed type"
         if question.depth != depth(query.root):
@@ -139,15 +138,34 @@ class Checker:
                         tuple(self.evidence(query, answer)), constants)  # fmt: skip
 
     def necessary(self, query: Query) -> bool:
-        """Whether the question has another answer, or several, without any one of its constraints."""
-        right = self.evaluator.answers(query)
-        rivals = self._siblings(query, next(iter(right))) if query.best is None and len(right) == 1 else []
-        for _, changed in without_each(query.root):
-            if any(self.evaluator.fits(rival, changed) for rival in rivals):
-                continue  # a second answer, found without the whole set
-            if self.evaluator.answers(replace(query, root=changed)) == right:
-                return False
-        return True
+        """Whether a unique question has another answer, or several, without any one of its constraints, in both
+        readings."""
+        [answer] = self.evaluator.answers(query)
+        rivals = self._siblings(query, answer) if query.best is None else []
+        return all(
+            self._differs(replace(query, root=changed), answer, rivals) for _, changed in without_each(query.root)
+        )
+
+    def _differs(self, query: Query, answer: str, rivals: Sequence[str]) -> bool:
+        """Whether a question has not this one answer, in neither reading. What fits in the narrow reading fits in the
+        wide one too. `rivals` are looked at first: they may be other answers without the whole set."""
+        taken = frozenset(named(query.root))
+
+        def answers_too(entity: str) -> bool:
+            return self._as_good(query, entity, answer) and self.evaluator.fits(entity, query.root, taken)
+
+        if any(map(answers_too, rivals)):
+            return True
+        wide = self.evaluator.node(query.root)
+        return answer not in wide or any(map(answers_too, wide - {answer}))
+
+    def _as_good(self, query: Query, entity: str, answer: str) -> bool:
+        """Whether an entity would be an answer beside or before another; who has no number could be the best."""
+        if query.best is None:
+            return True
+        relation, end = query.best
+        own, other = (self.graph.values(one, relation) for one in (entity, answer))
+        return not own or (float(own[0]) >= float(other[0]) if end == "largest" else float(own[0]) <= float(other[0]))
 
     def _siblings(self, query: Query, answer: str) -> list[str]:
         """Some entities that share a neighbour with the answer: likely answers of a question with less constraints."""
@@ -170,30 +188,41 @@ class Checker:
         yield from found.aliases
 
     def shortcut(self, question: Question) -> bool:
-        """Whether a search for the whole question or for a single constraint has the answer's page among the best."""
-        texts = [question.text, *([question.paraphrase] if question.paraphrase else [])]
+        """Whether a search for the whole question, for a single constraint or for a named entity shows the answer: its
+        name or an alias stands in the titles and snippets that the family shows by default."""
+        browser = Browser(self.web, (question.asked,))
+        texts = [question.asked, question.text, *question.constants.values()]
         texts += [clause(one, self.graph) for one in _all(question.query.root)]
-        return any(question.answer in self._searched(text) for text in dict.fromkeys(texts))
+        return any(self._shown(question, browser, text) for text in dict.fromkeys(texts))
 
-    def _searched(self, text: str) -> frozenset[str]:
-        if text not in self._found:
-            if len(self._found) > 100_000:
-                self._found.clear()
-            self._found[text] = frozenset(hit.url for hit in self.web.index.search(text, self.top))
-        return self._found[text]
+    def _shown(self, question: Question, browser: Browser, query: str) -> bool:
+        for page in browser.found(query, browser.view.results):
+            # Snippets cost time, and are parts of their page.
+            if _names_one(question, f"{page.title} <{page.url}>\n{page.text}") and (
+                _names_one(question, browser.result(page, query))
+            ):
+                return True
+        return False
 
     def evidence(self, query: Query, answer: str) -> Iterator[str]:
-        """The gold chain: one entity per node, from the answer on."""
-        holds: dict[Node, frozenset[str]] = {}
+        """The gold chain, from the answer on: for every hidden node an entity that satisfies it, is linked to its
+        parent's, and differs from those before if any does. A superlative also needs all that it compares."""
+        found = [answer]
 
-        def fill(node: Node) -> None:
-            holds[node] = self.evaluator.node(node)
+        def walk(node: Node, entity: str) -> None:
             for constraint in node.constraints:
                 if isinstance(constraint, Link):
-                    fill(constraint.child)
+                    child, taken = constraint.child, frozenset((*found, *named(query.root)))
+                    ends = self.graph.related(entity, constraint.relation, constraint.reverse)
+                    ends = tuple(end for end in ends if end in self.evaluator.node(child))
+                    if ends:
+                        end = next((end for end in ends if self.evaluator.fits(end, child, taken)), ends[0])
+                        found.append(end)
+                        walk(child, end)
 
-        fill(query.root)
-        return iter(dict.fromkeys(evidence(query, answer, self.graph, holds)))
+        walk(query.root, answer)
+        compared = sorted(self.evaluator.node(query.root)) if query.best is not None else []
+        return iter(dict.fromkeys([*found, *compared]))
 
     def reached(self, question: Question) -> int | None:
         """Pages that the oracle opens to find the right answer, or None if it does not find it."""
@@ -203,6 +232,11 @@ class Checker:
         except Unreachable:
             return None
         return len(oracle.browser.opened) if right else None
+
+
+def _names_one(question: Question, text: str) -> bool:
+    """Whether a text has a link to the answer, or a name of it."""
+    return f"<{question.answer}>" in text or any(leaks(name, text) for name in question.names)
 
 
 def _all(node: Node) -> Iterator[Constraint]:

@@ -42,7 +42,7 @@ def load(folder: str, state: tuple[int, ...]) -> tuple[Web, list[Question]]:
 
 def loaded(folder: Path) -> tuple[Web, list[Question]]:
     """The web and the questions of a build; made again if its files have changed."""
-    files = (folder / name for name in ("web.sqlite", "questions.jsonl", "model.jsonl"))
+    files = (folder / name for name in ("web.sqlite", "questions.jsonl", "model.jsonl", "paraphrases.jsonl"))
     return load(str(folder.resolve()), tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files))
 
 
@@ -188,7 +188,7 @@ class SearchFamily(Family):
         if not all(type(size) is int for size in (results, snippet, page, max_turns)) or max_turns < 1:
             raise ConfigError('families: "search": results, snippet, page and max_turns are whole numbers above 0.')
         self._view = View(results, snippet, page)
-        self._web, questions = loaded(Path(folder))
+        self.web, questions = loaded(Path(folder))
         questions = [q for q in questions if q.depth in (depths or [q.depth]) and q.kind in (kinds or [q.kind])]
         if not questions:
             raise DataError(f'"search": no question in {folder} has the depths {list(depths)} and kinds {list(kinds)}.')
@@ -209,7 +209,7 @@ class SearchFamily(Family):
             raise DataError(f'"search": no question is for the split {split}; build more.')
         for place in range(index, index + len(questions)):
             problem = SearchProblem(
-                questions[place % len(questions)], self._web, self._tools, self._view, self._max_turns, self._strict,
+                questions[place % len(questions)], self.web, self._tools, self._view, self._max_turns, self._strict,
                 self._thinking, self._hint,
             )  # fmt: skip
             if split != "train" or self._demonstrable(problem):

@@ -18,7 +18,7 @@ from typing import Any
 
 from glm5.tasks.search.answers import read_reply, right
 from glm5.tasks.search.checks import Checker, Question
-from glm5.tasks.search.questions import read_filtered
+from glm5.tasks.search.questions import FORM, read_filtered, read_paraphrases
 from glm5.tasks.search.records import leaks, words
 
 TRIES = 8
@@ -86,6 +86,22 @@ def filter_questions(
                 file.write(json.dumps(row) + "\n")
             told(f"filters: {number} of {len(questions)}: {row['reason'] or 'kept'}")
     return dict(Counter(rows[question.id]["reason"] or "kept" for question in questions))
+
+
+def paraphrase_questions(
+    out: Path, questions: Sequence[Question], ask: Callable[[str], str], checker: Checker
+) -> list[Question]:
+    """The questions with paraphrases; those that `OUT/paraphrases.jsonl` does not have yet are asked for."""
+    key = {"form": FORM, "web": checker.web.digest}
+    known, found = {row["id"] for row in read_paraphrases(out, checker.web.digest)}, list[Question]()
+    for question in questions:
+        if question.id not in known:
+            question, reason = paraphrased(question, ask, checker)
+            row = {**key, "id": question.id, "paraphrase": question.paraphrase, "reason": reason}
+            with (out / "paraphrases.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        found.append(question)
+    return found
 
 
 def paraphrased(question: Question, ask: Callable[[str], str], checker: Checker) -> tuple[Question, str | None]:

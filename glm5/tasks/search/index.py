@@ -80,22 +80,25 @@ class Index:
         retriever.index((ids, vocabulary), show_progress=False)
         return cls(retriever, urls)
 
-    def save(self, folder: Path) -> None:
-        """Write the index as arrays and JSON; what was in the folder is replaced."""
+    def save(self, folder: Path, pages: str) -> None:
+        """Write the index as arrays and JSON, with the digest of its pages; what was in the folder is replaced."""
         with publish_dir(folder) as part:
             self._retriever.save(part, show_progress=False)
-            (part / "urls.json").write_text(json.dumps(self.urls), encoding="utf-8")
+            (part / "urls.json").write_text(json.dumps({"pages": pages, "urls": self.urls}), encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> Index:
-        """Raises DataError for a damaged or missing index."""
+    def load(cls, folder: Path, pages: str) -> Index:
+        """The index of the pages with that digest. Raises DataError for a damaged or missing one, and for one of other
+        pages."""
         try:
-            urls = json.loads((folder / "urls.json").read_text(encoding="utf-8"))
-            retriever = _library().BM25.load(folder, mmap=True, allow_pickle=False)
-            if not isinstance(urls, list) or retriever.scores["num_docs"] != len(urls):
-                raise ValueError("its pages are not those of the list of addresses")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DataError(f"The search index {folder} cannot be read: {error}. Build it again.") from error
+            made = json.loads((folder / "urls.json").read_text(encoding="utf-8"))
+            if not isinstance(made, dict) or made["pages"] != pages:
+                raise ValueError("it was made from other pages")
+            urls, retriever = list(map(str, made["urls"])), _library().BM25.load(folder, mmap=True, allow_pickle=False)
+            if retriever.scores["num_docs"] != len(urls) or not isinstance(retriever.vocab_dict, dict):
+                raise ValueError("its parts do not belong together")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"The search index {folder} cannot be used: {error}. Build the web again.") from error
         return cls(retriever, urls)
 
     def search(self, query: str, num: int) -> list[Hit]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from glm5.records import Message, ToolCall
 from glm5.tasks.search.browser import Browser
-from glm5.tasks.search.graph import Graph
 from glm5.tasks.search.pages import read_number
 from glm5.tasks.search.query import Constraint, Either, Equals, Link, Node, Not, Query, Range, Rank
 from glm5.tasks.search.records import plain_name
@@ -199,21 +198,3 @@ def _leads(constraint: Constraint) -> bool:
         case Equals(relation, _):
             return RELATIONS[relation].anchor
     return False
-
-
-def evidence(query: Query, answer: str, graph: Graph, holds: dict[Node, frozenset[str]]) -> Iterator[str]:
-    """The entities of one gold assignment, from the root on: for every hidden node one entity that satisfies it and is
-    linked to its parent's. A superlative also needs all that it compares. `holds` has the set of each node."""
-
-    def walk(node: Node, entity: str) -> Iterator[str]:
-        yield entity
-        for constraint in node.constraints:
-            if isinstance(constraint, Link):
-                ends = [e for e in graph.related(entity, constraint.relation, constraint.reverse)
-                        if e in holds[constraint.child]]  # fmt: skip
-                if ends:
-                    yield from walk(constraint.child, ends[0])
-
-    yield from walk(query.root, answer)
-    if query.best is not None:
-        yield from sorted(holds[query.root])

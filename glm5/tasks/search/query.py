@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,18 +96,25 @@ class Evaluator:
         self._node = functools.lru_cache(maxsize=20_000)(self._eval_node)
         self._constraint = functools.lru_cache(maxsize=20_000)(self._eval_constraint)
 
-    def answers(self, query: Query) -> frozenset[str]:
-        """All answers: one entity if the question is unique."""
-        found = self._node(query.root)
+    def answers(self, query: Query, distinct: bool = False) -> frozenset[str]:
+        """All answers: one entity if the question is unique. With `distinct` in the narrowest reading: all hidden
+        entities differ from each other and from those that the question names, as "a second city" is another one."""
+        found, taken = self._node(query.root), frozenset(named(query.root))
+
+        def fitting(entities: Iterable[str]) -> frozenset[str]:
+            return frozenset(e for e in entities if not distinct or self.fits(e, query.root, taken))
+
         if query.best is None:
-            return found
+            return fitting(found)
         relation, end = query.best
         numbers = self.graph.objects.get(relation, {})
-        if len(found) < 2 or not all(entity in numbers for entity in found):  # who has no number could be the best
-            return frozenset()
-        valued = [(float(numbers[entity][0]), entity) for entity in found]
-        top = max(valued)[0] if end == "largest" else min(valued)[0]
-        return frozenset(entity for value, entity in valued if value == top)
+        if len(found) < 2 or fitting(entity for entity in found if entity not in numbers):
+            return frozenset()  # who has no number could be the best
+        valued = defaultdict[float, list[str]](list)
+        for entity in found & numbers.keys():
+            valued[float(numbers[entity][0])].append(entity)
+        best_first = sorted(valued, reverse=end == "largest")
+        return next((best for value in best_first if (best := fitting(valued[value]))), frozenset())
 
     def node(self, node: Node) -> frozenset[str]:
         return self._node(node)
@@ -145,8 +153,11 @@ class Evaluator:
             case _:
                 return entity in self._constraint(constraint, type)
 
-    def fits(self, entity: str, node: Node) -> bool:
-        """Whether an entity may stand for a node: the same as `entity in self.node(node)`, from the top down."""
+    def fits(self, entity: str, node: Node, taken: frozenset[str] | None = None) -> bool:
+        """Whether an entity may stand for a node: the same as `entity in self.node(node)`, from the top down. With
+        `taken` there must be an entity for each hidden node, all different, and none of these."""
+        if taken is not None:
+            return any(True for _ in self._choices(entity, node, taken))
         if node.entity:
             return entity == node.entity
         if self.graph.entities[entity].type != node.type:
@@ -157,6 +168,35 @@ class Evaluator:
             any(self.fits(end, one.child) for end in self.graph.related(entity, one.relation, one.reverse))
             for one in links
         )
+
+    def _choices(self, entity: str, node: Node, taken: frozenset[str]) -> Iterator[frozenset[str]]:
+        """The ways to choose entities for a node and the hidden ones below it; each with what is then taken."""
+        if node.entity:
+            if entity == node.entity:
+                yield taken
+        elif entity not in taken and self.graph.entities[entity].type == node.type:
+            cheap_first = sorted(node.constraints, key=lambda one: isinstance(one, Link))
+            yield from self._choices_below(entity, tuple(cheap_first), node.type, taken | {entity})
+
+    def _choices_below(
+        self, entity: str, parts: Sequence[Constraint], type: str, taken: frozenset[str]
+    ) -> Iterator[frozenset[str]]:
+        if not parts:
+            yield taken
+            return
+        first, *rest = parts
+        match first:
+            case Link(relation, reverse, child):
+                fitting = self._node(child)  # the wider set spares most ways that lead nowhere
+                for end in self.graph.related(entity, relation, reverse):
+                    for more in self._choices(end, child, taken) if end in fitting else ():
+                        yield from self._choices_below(entity, rest, type, more)
+            case Either(one, other):
+                yield from self._choices_below(entity, (one, *rest), type, taken)
+                yield from self._choices_below(entity, (other, *rest), type, taken)
+            case _:
+                if self.holds(entity, first, type):
+                    yield from self._choices_below(entity, rest, type, taken)
 
     def _eval_constraint(self, constraint: Constraint, type: str) -> frozenset[str]:
         graph = self.graph

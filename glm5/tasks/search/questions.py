@@ -1,8 +1,9 @@
 """Makes the questions of a web: drawn, checked, spread over depths and forms, kept over rebuilds. Resumable.
 
 `OUT/questions.jsonl` begins with a line that says what it was made from and how far it has come; then one question a
-line. It is replaced as a whole after each round, so a build that was stopped goes on after the last round. Which
-questions come out depends on the web, the rules and the seed only, not on the number of processes.
+line. It is replaced as a whole after each round, so a build that was stopped goes on after the last round, and one that
+has ended stays as it is. Which questions a new build makes depends on the web, the rules and the seed only, not on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from glm5.tasks.search.query import Evaluator, named
 from glm5.tasks.search.schema import TYPES
 from glm5.tasks.search.web import Web
 
+FORM = 2
+"""Version of the words and the checks of questions; those of another version are made anew."""
+HEAD = ("rules", "draws", "empty", "rejects")
+"""What the first line of a file of questions has besides the version and the web's digest."""
 ROUND = 48
 """Draws per piece of work; a round has up to ROUND_PIECES pieces per depth."""
 ROUND_PIECES = 8
@@ -123,10 +128,12 @@ def make_questions(
 
     Questions of an earlier web are checked again: those that still hold stay."""
     web = Web(out)
-    made, head = Set(rules), {"web": web.digest, "rules": json.loads(json.dumps(asdict(rules))), "draws": {}}
+    as_rules = json.loads(json.dumps(asdict(rules)))
+    made, head = Set(rules), {"form": FORM, "web": web.digest, "rules": as_rules}
+    draws, empty = Counter[str](), Counter[str]()
     earlier, rows = _read(out / "questions.jsonl")
     again: Counter[str] = Counter()
-    if earlier.get("rules") == head["rules"]:
+    if earlier.get("form") == FORM and earlier["rules"] == head["rules"]:
         checker = Checker(web, graph, Evaluator(graph))
         for row in rows:
             question = Question.of(row)
@@ -135,16 +142,19 @@ def make_questions(
             if reason is None:
                 made.add(question)
         if earlier["web"] == web.digest:
-            made.rejects = Counter(earlier["rejects"])
-        head["draws"] = dict(earlier["draws"])
-    draws: dict[str, int] = head["draws"]
-    empty: Counter[int] = Counter()
+            made.rejects, empty = Counter(earlier["rejects"]), Counter(earlier["empty"])
+        draws = Counter(earlier["draws"])
+
+    def save() -> None:
+        counted = {"draws": draws, "empty": empty, "rejects": made.rejects}
+        _save(out / "questions.jsonl", {**head, **counted}, made.questions)
+
     with _workers(out, graph, rules, jobs) as work:
-        while open_depths := [d for d in rules.depths if made.wanted(d) > 0 and empty[d] < MOST_EMPTY]:
+        while open_depths := [d for d in rules.depths if made.wanted(d) > 0 and empty[str(d)] < MOST_EMPTY]:
             pieces = list[tuple[int, int]]()
             for depth in open_depths:
                 size = max(1, min(ROUND_PIECES, -(-made.wanted(depth) * 6 // ROUND)))
-                first = draws.get(str(depth), 0)
+                first = draws[str(depth)]
                 pieces += [(depth, first + i * ROUND) for i in range(size)]
                 draws[str(depth)] = first + size * ROUND
             before = Counter(question.depth for question in made.questions)
@@ -153,10 +163,10 @@ def make_questions(
                 for row in found:
                     made.add(Question.of(row))
             after = Counter(question.depth for question in made.questions)
-            empty = Counter({d: empty[d] + 1 if after[d] == before[d] else 0 for d in rules.depths})
-            _save(out / "questions.jsonl", {**head, "rejects": dict(made.rejects)}, made.questions)
+            empty = Counter({str(d): empty[str(d)] + 1 if after[d] == before[d] else 0 for d in rules.depths})
+            save()
             told(f"questions: {len(made.questions)} of {rules.count}")
-    _save(out / "questions.jsonl", {**head, "rejects": dict(made.rejects)}, made.questions)
+    save()
     return counts(made.questions) | {
         "draws": sum(draws.values()), "rejects": dict(made.rejects.most_common()), "from before": dict(again),
     }  # fmt: skip
@@ -172,16 +182,18 @@ def counts(questions: list[Question]) -> dict[str, Any]:
 
 
 def read_questions(out: Path) -> list[Question]:
-    """The questions of a build, without those that a model's filters rejected (`OUT/model.jsonl`). Raises DataError if
-    there are none, or they belong to another web."""
+    """The questions of a build with a model's paraphrases (`OUT/paraphrases.jsonl`), without those that its filters
+    rejected (`OUT/model.jsonl`). Raises DataError if there are none, or they belong to another web."""
     head, rows = _read(out / "questions.jsonl")
     if not rows:
         raise DataError(f"{out} has no questions; make them with `glm5 task build search --out {out}`.")
     fallen = {row["id"] for row in read_filtered(out) if row.get("reason")}
     digest = Web(out).digest
-    if head.get("web") != digest:
-        raise DataError(f"The questions in {out} belong to an earlier web; run `glm5 task build search` again.")
-    return [question for question in map(Question.of, rows) if question.id not in fallen]
+    if (head.get("form"), head.get("web")) != (FORM, digest):
+        raise DataError(f"The questions in {out} belong to an earlier web or version; build them again.")
+    texts = {row["id"]: str(row.get("paraphrase", "")) for row in read_paraphrases(out, digest)}
+    questions = (question for question in map(Question.of, rows) if question.id not in fallen)
+    return [replace(question, paraphrase=texts.get(question.id, "")) for question in questions]
 
 
 def read_filtered(out: Path) -> list[dict[str, Any]]:
@@ -189,10 +201,11 @@ def read_filtered(out: Path) -> list[dict[str, Any]]:
     return [row for row in read_rows(out / "model.jsonl") if isinstance(row.get("id"), str)]
 
 
-def replace_questions(out: Path, questions: list[Question]) -> None:
-    """Write questions with their paraphrases in the place of the old ones."""
-    head, _ = _read(out / "questions.jsonl")
-    _save(out / "questions.jsonl", head, questions)
+def read_paraphrases(out: Path, web: str) -> list[dict[str, Any]]:
+    """The rows of the model's paraphrases, also of those that were not taken, which were checked on the web with that
+    digest."""
+    rows = read_rows(out / "paraphrases.jsonl")
+    return [row for row in rows if isinstance(row.get("id"), str) and (row.get("form"), row.get("web")) == (FORM, web)]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -202,6 +215,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             head, *rows = map(json.loads, file)
         if not isinstance(head, dict) or not all(isinstance(row, dict) for row in rows):
             raise ValueError("not a line of objects")
+        if head.get("form") == FORM and not all(isinstance(head.get(key), dict) for key in HEAD):
+            raise ValueError("its first line lacks something")
     except FileNotFoundError:
         return {}, []
     except (OSError, ValueError, RecursionError) as error:

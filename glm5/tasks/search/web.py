@@ -1,8 +1,8 @@
 """The built web on disk: SQLite with content-addressed pages, entities and facts, and the BM25 index beside it.
 
-`OUT/web.sqlite` is the truth; a page is a row that names the SHA-256 of its text. `OUT/index` belongs to the digest of
-all pages that it was made from. `OUT/sources/NAME.jsonl` keeps each source's records, so that a rebuild reads only the
-sources whose files changed.
+`OUT/web.sqlite` is the truth; a page is a row that names the SHA-256 of its text. `OUT/index` has the digest of all
+pages that it was made from; an index of other pages is never used. `OUT/sources/NAME.jsonl` keeps each source's
+records, so that a rebuild reads only the sources whose files changed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Web:
         self._path, self._lock = path, threading.Lock()
         self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, check_same_thread=False)
         weakref.finalize(self, self._database.close)
-        self.index = Index.load(folder / "index")
         try:
             self.digest = self._meta("pages")
         except GradingError as error:
             raise DataError(f"{path} is not a search web: {error}") from error
+        self.index = Index.load(folder / "index", self.digest)
 
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         try:
@@ -119,7 +119,7 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
     with contextlib.closing(sqlite3.connect(out / "web.sqlite")) as db, _readable(out / "web.sqlite"):
         db.executescript(_TABLES)
         known = dict(db.execute("SELECT key, value FROM meta"))
-        if known.get("sources") == whole and (out / "index" / "urls.json").is_file():
+        if known.get("sources") == whole and _is_indexed(out, known.get("pages", "")):
             told("web: unchanged")
             return Built(Web(out).graph(), json.loads(known["told"]) | {"sources": states, "changed": 0})
         told("web: consolidating")
@@ -127,16 +127,25 @@ def build_web(out: Path, sources: Sequence[Source], roots: list[Path], told: Tol
         names = align(records, {})[2]
         told("web: writing pages")
         changes, digest = _write(db, made.graph, render(made.graph, licences, names))
-        if digest != known.get("index"):
+        if not _is_indexed(out, digest):
             told("web: indexing")
             rows = db.execute("SELECT url, title, text FROM pages JOIN texts USING (sha256) ORDER BY url")
-            Index.build(*zip(*rows)).save(out / "index")
+            Index.build(*zip(*rows)).save(out / "index", digest)
         counted = {"pages": len(made.graph.entities), "facts": made.graph.num_facts}
         found = {**counted, **changes, "steps": made.counts}
-        meta = {"sources": whole, "pages": digest, "index": digest, "told": json.dumps(found)}
+        meta = {"sources": whole, "pages": digest, "told": json.dumps(found)}
         with db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
     return Built(made.graph, {**found, "sources": states})
+
+
+def _is_indexed(out: Path, pages: str) -> bool:
+    """Whether there is a sound index of the pages with that digest."""
+    try:
+        Index.load(out / "index", pages)
+    except DataError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -11,12 +11,13 @@ SUPERLATIVES = {"largest": "highest", "smallest": "lowest"}
 
 
 def question(query: Query, graph: Graph) -> str:
-    """The question: one sentence for the root, one more for each hidden entity of the chain, in the order of the path.
+    """The question: a sentence for the root, and one for each hidden entity of the chain, in the order of the path.
 
-    The first link of a node to a hidden entity continues the chain; further ones stand inside the sentence."""
+    The first link of a node to a hidden entity continues the chain; further ones stand inside the sentence. A clause in
+    which a following "and" could be read as its own part is the last of its sentence; each further one has its own."""
     writer = _Writer(graph)
     bare = TYPES[query.root.type].bare
-    first, rest = writer.sentence(query.root)
+    first, rest = writer.sentences(query.root)
     if query.best is None:
         start = f"Which {bare} {first}?"
     else:
@@ -44,9 +45,9 @@ class _Writer:
         self._graph = graph
         self._seen: dict[str, int] = {}
 
-    def sentence(self, node: Node) -> tuple[str, list[str]]:
-        """The clauses of a node, and the sentences about the hidden entities that follow."""
-        clauses, following = list[str](), list[str]()
+    def sentences(self, node: Node, subject: str = "It") -> tuple[str, list[str]]:
+        """The clauses of a node's first sentence, and the further sentences: its own, and about those below it."""
+        closed, open_ended, following = list[str](), list[str](), list[str]()
         self._seen.setdefault(node.type, 1)
         for constraint in node.constraints:
             match constraint:
@@ -54,13 +55,14 @@ class _Writer:
                     bare = TYPES[child.type].bare
                     number = self._seen[child.type] = self._seen.get(child.type, 0) + 1
                     article = TYPES[child.type].noun if number == 1 else f"a {ORDINALS[number - 1]} {bare}"
-                    subject = f"That {bare}" if number == 1 else f"The {ORDINALS[number - 1]} {bare}"
-                    clauses.append(_verb(relation, reverse).format(article))
-                    own, rest = self.sentence(child)
-                    following = [f"{subject} {own}.", *rest]
+                    called = f"That {bare}" if number == 1 else f"The {ORDINALS[number - 1]} {bare}"
+                    closed.append(_verb(relation, reverse).format(article))
+                    own, rest = self.sentences(child, called)
+                    following = [f"{called} {own}.", *rest]
                 case _:
-                    clauses.append(self.inline(constraint))
-        return joined(clauses), following
+                    (open_ended if _open_ended(constraint) else closed).append(self.inline(constraint))
+        own_sentences = [f"{subject} {clause}." for clause in open_ended[1:]]
+        return joined([*closed, *open_ended[:1]]), own_sentences + following
 
     def inline(self, constraint: Constraint) -> str:
         match constraint:
@@ -83,8 +85,19 @@ class _Writer:
     def _noun(self, node: Node) -> str:
         if node.entity:
             return f"the {TYPES[node.type].bare} {self._graph.entities[node.entity].name}"
-        inside = joined([self.inline(one) for one in node.constraints])
+        inside = joined([self.inline(one) for one in sorted(node.constraints, key=_open_ended)])
         return TYPES[node.type].noun + (f" that {inside}" if inside else "")
+
+
+def _open_ended(constraint: Constraint) -> bool:
+    """Whether "and" after a constraint's clause could be read as a part of it."""
+    match constraint:
+        case Link(_, _, child):
+            return not child.entity and bool(child.constraints)
+        case Not() | Either():
+            return True
+        case _:
+            return False
 
 
 def _verb(relation: str, reverse: bool) -> str:

@@ -92,13 +92,13 @@ def test_order_of_equal_scores_and_saving(tmp_path: Path) -> None:
     index = Index.build(urls, [""] * 50, ["same words here"] * 49 + ["other"])
     assert [hit.url for hit in index.search("words", 7)] == urls[:7]
     assert index.search("absent", 5) == [] and index.search("", 5) == [] and index.search("words", 0) == []
-    index.save(tmp_path / "index")
-    index.save(tmp_path / "index")
-    loaded = Index.load(tmp_path / "index")
+    index.save(tmp_path / "index", "d")
+    index.save(tmp_path / "index", "d")
+    loaded = Index.load(tmp_path / "index", "d")
     assert loaded.search("other same", 60) == index.search("other same", 60)
     (tmp_path / "index" / "urls.json").write_text("[]")
-    with pytest.raises(DataError, match="cannot be read"):
-        Index.load(tmp_path / "index")
+    with pytest.raises(DataError, match="cannot be used"):
+        Index.load(tmp_path / "index", "d")
     with pytest.raises(DataError, match="nothing to index"):
         Index.build(["a"], [""], ["..."])
 

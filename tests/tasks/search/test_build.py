@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from glm5.errors import ConfigError, DataError, UsageError
+from glm5.records import ToolCall
+from glm5.tasks.contract import SPLITS
 from glm5.tasks.search.audit import audit, planted_questions
 from glm5.tasks.search.build import build
 from glm5.tasks.search.checks import Checker, Question
-from glm5.tasks.search.query import Either, Link, Node, Query, Range
+from glm5.tasks.search.family import SearchFamily
+from glm5.tasks.search.index import Index
+from glm5.tasks.search.query import Either, Link, Node, Not, Query, Range
 from glm5.tasks.search.questions import Rules, Set, make_questions, read_questions
 from glm5.tasks.search.records import leaks
-from glm5.tasks.search.web import Web
+from glm5.tasks.search.sources import SOURCES as SOURCES_BY_NAME
+from glm5.tasks.search.web import Web, build_web
+from glm5.tasks.search.wording import clause
+from glm5.tasks.search.wording import question as in_words
 from tests.tasks.search.conftest import RULES, SOURCES
 from tests.tasks.search.world import write_world
 
@@ -29,6 +37,34 @@ def test_the_whole_build_holds(built: Path) -> None:
     assert found["oracle"]["score"] == 1.0 and found["oracle"]["n"] == 40
     assert found["planted"] == {"planted": 20, "rejected": 20, "reasons": found["planted"]["reasons"]}
     assert not any(found["closed_book_right"].values())
+    guesses = found["after_one_search"]
+    assert sum(one["questions"] for one in guesses.values()) == 40 and set(guesses) == {"2", "3", "4"}
+    assert not any(one["results"] for one in guesses.values())
+    assert all(one["pages"] <= one["linked"] <= one["questions"] for one in guesses.values())
+
+
+def test_no_single_search_names_the_answer(built: Path) -> None:
+    made = SearchFamily(folder=str(built))
+    problems = [made.problem(split, i) for split in SPLITS for i in range(60)]
+    for problem in {problem.key: problem for problem in problems}.values():
+        for query in (problem.prompt, *problem.question.constants.values()):
+            shown, done = problem.browser().call(ToolCall("search", {"query": query}))
+            assert done and not any(leaks(name, shown) for name in problem.question.names)
+
+
+def test_a_snippet_that_names_the_answer_is_a_shortcut(checker: Checker) -> None:
+    """The country of the only airport of a city is on that airport's page, whose address is not the answer's."""
+    graph = checker.graph
+    for city in graph.of_type["city"]:
+        if len(graph.related(city, "serves", True)) == 1:
+            [country] = graph.related(city, "city_country", False)
+            inner = Link("serves", False, Node("city", entity=city))
+            query = Query(Node("country", (Link("airport_country", True, Node("airport", (inner,))),)))
+            bad = checker.question(query, country, "tree")
+            pages = [
+                hit.url for text in (bad.text, *bad.constants.values()) for hit in checker.web.index.search(text, 3)
+            ]
+            assert country in pages or checker.reject(bad) == "a single search finds the answer"
 
 
 def test_what_the_manifest_tells(built: Path) -> None:
@@ -75,6 +111,60 @@ def test_a_union_needs_two_live_alternatives(checker: Checker) -> None:
     assert other and checker.reject(checker.question(Query(node), country, "union")) == "an empty alternative"
 
 
+def test_an_answer_that_depends_on_what_a_second_one_is(checker: Checker) -> None:
+    """Among a country's cities the capital has the most people, but in "that country has a second city as its capital"
+    it is that second city."""
+    graph, found = checker.graph, Counter[str | None]()
+    for country in graph.of_type["country"]:
+        capital = str(graph.values(country, "capital")[0])
+        for airport in graph.related(capital, "serves", True)[:1]:
+            served = Link("serves", True, Node("airport", entity=airport))
+            land = Node("country", (Link("capital", False, Node("city", (served,))),))
+            query = Query(Node("city", (Link("city_country", False, land),)), ("city_population", "largest"))
+            [best] = checker.evaluator.answers(query)
+            question = checker.question(query, best, "superlative")
+            assert "That country has a second city as its capital. The second city is served by" in question.text
+            reason = checker.reject(question)
+            assert (reason == "not the same in both readings") == (best == capital)
+            found[reason] += 1
+            if best != capital:  # the capital stands for itself in the gold chain
+                assert question.evidence[:3] == (best, country, capital)
+    assert found["not the same in both readings"] > 0 and found[None] > 0
+
+
+def test_a_clause_that_could_take_in_what_follows_ends_its_sentence(checker: Checker) -> None:
+    one, other = (Link("borders", False, Node("country", entity=e)) for e in checker.graph.of_type["country"][:2])
+    area, people = Range("area", 1, 9), Range("population", 1, 9)
+    branch = Link("borders", False, Node("country", (people,)))
+    near = Link("borders", False, Node("country", (Either(one, other), Not(people), area, one, branch)))
+    text = in_words(Query(Node("country", (near, Not(people), branch))), checker.graph)
+    names = [checker.graph.entities[e].name for e in checker.graph.of_type["country"][:2]]
+    assert text == (
+        "Which country borders a second country and is not one that has a population between 1 and 9? It borders a "
+        "country that has a population between 1 and 9. The second country has an area between 1 and 9 square "
+        f"kilometres, borders the country {names[0]}, borders a third country and either borders the country "
+        f"{names[0]} or borders the country {names[1]}. The second country is not one that has a population between 1 "
+        "and 9. The third country has a population between 1 and 9."
+    )
+    inner = Link("city_country", False, Node("country", (Either(one, other), area)))
+    text = clause(inner, checker.graph)
+    assert text.startswith("lies in a country that has an area") and text.endswith(f"the country {names[1]}")
+
+
+def test_questions_of_another_version_are_made_anew(built: Path, tmp_path: Path) -> None:
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    head, *rows = (built / "questions.jsonl").read_text().splitlines()
+    older = json.dumps(json.loads(head) | {"form": 1})
+    (tmp_path / "questions.jsonl").write_text("\n".join([older, *rows[::-1]]) + "\n")
+    with pytest.raises(DataError, match="earlier web or version"):
+        read_questions(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        make_questions(tmp_path, Web(built).graph(), RULES, told=_interrupt)
+    made = (tmp_path / "questions.jsonl").read_text().splitlines()[1:]
+    assert made and made == rows[: len(made)]
+
+
 def test_names_in_texts() -> None:
     assert leaks("Santa Fé", "Not far from santa fe.") and not leaks("Fe", "In Santafé ferrum")
     assert (
@@ -100,6 +190,29 @@ def test_a_second_build_changes_nothing(built: Path, world: Path, tmp_path: Path
     make_questions(tmp_path, graph, RULES)
     assert json.loads(head)["rules"] == json.loads((tmp_path / "questions.jsonl").read_text().splitlines()[0])["rules"]
     assert (tmp_path / "questions.jsonl").read_text().splitlines()[1:] == rows
+
+
+def test_a_web_that_has_no_more_questions(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A depth is given up after some rounds without a new question: an ended build stays as it is, and one that was
+    stopped in such a stretch ends as if it had not been."""
+    monkeypatch.setattr("glm5.tasks.search.questions.MOST_EMPTY", 1)
+    monkeypatch.setattr("glm5.tasks.search.questions.ROUND_PIECES", 1)
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    rules, graph = Rules(count=500, depths=(2,), filters=1, types=("city",), per_shape=1), Web(built).graph()
+    found = make_questions(tmp_path, graph, rules)
+    ended = (tmp_path / "questions.jsonl").read_bytes()
+    assert 0 < found["questions"] < 500 and json.loads(ended.splitlines()[0])["empty"] == {"2": 1}
+    assert make_questions(tmp_path, graph, rules)["questions"] == found["questions"]
+    assert (tmp_path / "questions.jsonl").read_bytes() == ended
+    (tmp_path / "questions.jsonl").unlink()
+    for _ in range(100):  # stopped after every round
+        try:
+            make_questions(tmp_path, graph, rules, told=_interrupt)
+            break
+        except KeyboardInterrupt:
+            pass
+    assert (tmp_path / "questions.jsonl").read_bytes() == ended
 
 
 def _interrupt(line: str) -> None:
@@ -143,6 +256,33 @@ def test_damage_is_mended_or_told(tmp_path: Path, world: Path) -> None:
         build(tmp_path, rules, only=["foldoc", "geonames"], roots=[world])
 
 
+def test_an_index_of_other_pages_is_never_used(tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, both = [SOURCES_BY_NAME["foldoc"]], [SOURCES_BY_NAME[name] for name in ("foldoc", "airports")]
+    build_web(tmp_path, one, [world])
+    pages = Web(tmp_path).index.urls
+    saved = Index.save
+
+    def save_and_stop(index: Index, folder: Path, pages: str) -> None:
+        saved(index, folder, pages)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Index, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        build_web(tmp_path, both, [world])
+    with pytest.raises(DataError, match="made from other pages"):
+        Web(tmp_path)
+    monkeypatch.setattr(Index, "save", saved)
+    told = list[str]()
+    build_web(tmp_path, one, [world], told.append)
+    assert "web: indexing" in told and Web(tmp_path).index.urls == pages
+    for name, text in (("vocab.index.json", "[]"), ("urls.json", "[]"), ("params.index.json", "{")):
+        (tmp_path / "index" / name).write_text(text)
+        with pytest.raises(DataError, match="cannot be used"):
+            Web(tmp_path)
+        build_web(tmp_path, one, [world])
+        assert Web(tmp_path).index.urls == pages
+
+
 def test_sources_that_are_missing(tmp_path: Path, world: Path) -> None:
     lines = list[str]()
     with pytest.raises(DataError, match="None of the sources is on this machine: pip install airportsdata"):
@@ -168,6 +308,17 @@ def test_questions_are_spread(built: Path) -> None:
 def test_processes_do_not_change_the_questions(built: Path, world: Path, tmp_path: Path) -> None:
     build(tmp_path, RULES, only=SOURCES, roots=[world], jobs=2)
     assert (tmp_path / "questions.jsonl").read_text() == (built / "questions.jsonl").read_text()
+
+
+def test_a_first_line_that_lacks_something(built: Path, world: Path, tmp_path: Path) -> None:
+    for name in ("web.sqlite", "index"):
+        (tmp_path / name).symlink_to(built / name)
+    head, *rows = (built / "questions.jsonl").read_text().splitlines()
+    for key in ("rules", "draws", "empty", "rejects"):
+        lacking = {name: value for name, value in json.loads(head).items() if name != key}
+        (tmp_path / "questions.jsonl").write_text("\n".join([json.dumps(lacking), *rows]) + "\n")
+        with pytest.raises(DataError, match="first line lacks something"):
+            make_questions(tmp_path, Web(built).graph(), RULES)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]\n", '{"web": "x"}\n{"id": 1}\n'])

@@ -101,7 +101,8 @@ def test_no_answer_is_in_two_splits(built: Path) -> None:
             problem = made.problem(split, index)
             assert seen.setdefault(problem.question.answer, split) == split == split_of_answer(problem.question)
     questions = read_questions(built)
-    assert {question.answer for question in questions} == set(seen)
+    assert set(seen) <= {question.answer for question in questions}
+    assert {q.answer for q in questions if split_of_answer(q) != "train"} <= set(seen)  # some have no demonstration
     twin = replace(questions[0], answer="source/of-that-name", names=(questions[0].names[0].upper(),))
     assert split_of_answer(twin) == split_of_answer(questions[0])  # entities of one name are in one split
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from glm5.tasks.search.checks import Checker, Question
-from glm5.tasks.search.filters import Judges, filter_questions, judge, paraphrased
+from glm5.tasks.search.filters import Judges, filter_questions, judge, paraphrase_questions, paraphrased
 from glm5.tasks.search.questions import read_questions
 
 
@@ -66,6 +67,32 @@ def test_filtered_questions_are_left_out(built: Path, tmp_path: Path) -> None:
     count = len(asked)
     filter_questions(tmp_path, questions, accept)  # nothing is asked twice
     assert len(asked) == count
+
+
+def test_paraphrases_are_asked_for_once_and_change_no_other_file(built: Path, tmp_path: Path, checker: Checker) -> None:
+    for name in ("web.sqlite", "questions.jsonl"):
+        shutil.copy(built / name, tmp_path / name)
+    (tmp_path / "index").symlink_to(built / "index")
+    questions, asked = read_questions(tmp_path), list[str]()
+    (tmp_path / "model.jsonl").write_text(json.dumps({"id": questions[0].id, "reason": "answered from memory"}) + "\n")
+
+    def ask(prompt: str) -> str:
+        asked.append(prompt)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        text = prompt.partition("\n\n")[2]
+        return "" if len(asked) == 2 else f"Tell me: {text}"
+
+    with pytest.raises(KeyboardInterrupt):
+        paraphrase_questions(tmp_path, read_questions(tmp_path), ask, checker)
+    assert [bool(q.paraphrase) for q in read_questions(tmp_path)[:5]] == [True, False, True, False, False]
+    found = paraphrase_questions(tmp_path, read_questions(tmp_path), ask, checker)
+    assert len(asked) == 1 + len(questions) - 1 and found == read_questions(tmp_path)
+    assert found[3].asked == f"Tell me: {found[3].text}" and [q.id for q in found] == [q.id for q in questions[1:]]
+    assert (tmp_path / "questions.jsonl").read_bytes() == (built / "questions.jsonl").read_bytes()
+    row = json.loads((tmp_path / "paraphrases.jsonl").read_text().splitlines()[0])
+    (tmp_path / "paraphrases.jsonl").write_text(json.dumps(row | {"web": "another"}) + "\n")
+    assert not any(q.paraphrase for q in read_questions(tmp_path))  # it was checked on another web
 
 
 def test_a_paraphrase_keeps_names_and_numbers(question: Question, checker: Checker) -> None:
