@@ -84,7 +84,7 @@ class Steps:
         on_cpu = runner.device.type == "cpu"
         self._plans_ahead = not on_cpu or (overlap and not drafts)
         self._worker = ThreadPoolExecutor(1, "glm5-draw") if self._plans_ahead and on_cpu else None
-        adapts = not runner.exact if not on_cpu else runner.step is not None
+        adapts = runner.step is not None if on_cpu else not runner.exact
         self.draft_count = DraftCount(drafts, adapts=drafts > 0 and adapts)
         self._ahead: list[Span] = []  # spans of the next step, planned during the last draw
         self._failed: list[Request] = []

@@ -36,6 +36,7 @@ from glm5.errors import UsageError
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import build, machine_base, read_context
 from glm5.sandbox.environment import NamespaceEnvironment, RoomFileError, RoomLimits
+from glm5.sandbox.limits import FOREVER_S
 from glm5.sandbox.room_files import RoomFileTooLarge, open_inside
 from glm5.sandbox.room_thread import RoomThread
 
@@ -43,7 +44,6 @@ T = TypeVar("T")
 WORK = "/workspace"
 """The working folder of a room without a Dockerfile."""
 USERS = ("agent", "root", "0")  # a room's one user; a Dockerfile's root is that one too
-FOREVER_S = 7 * 86_400.0
 LIMITS = RoomLimits(output_kb=16 * 1024)
 
 
@@ -165,10 +165,9 @@ class RoomSandbox(SandboxEnvironment):
         most = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         if done.stopped == "output" or max(len(done.stdout), len(done.stderr)) > most:
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, (out or err)[:most])
-        code = done.exit_code if done.exit_code >= 0 else 128 - done.exit_code  # as a shell says it
-        if code == 127 and err.startswith(f"start of {cmd[0]}: [Errno {errno.EACCES}]"):
+        if done.exit_code == 127 and err.startswith(f"start of {cmd[0]}: [Errno {errno.EACCES}]"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cmd[0])
-        return ExecResult(code == 0, code, out, err)
+        return ExecResult(done.exit_code == 0, done.shell_code, out, err)
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         """Write a file. Raises IsADirectoryError, PermissionError."""

@@ -26,8 +26,12 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     return policy.sizes(
         quick,
         steps or (2 if quick else 30),
-        tasks=[{"name": "slides", "options": {"measure": "static" if quick else "browser"}}],
-        demonstrated={"flawed": 0.6, "variety": 1},
+        tasks=[
+            {
+                "name": "slides",
+                "options": {"measure": "static" if quick else "browser", "flawed": 0.6, "variety": 1},
+            }
+        ],
         max_bytes=150_000 if quick else 2_000_000,
         pretrain_steps=0,
         sft_steps=2 if quick else 300,
@@ -43,19 +47,17 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 
 def run(work: Work) -> Outcome:
     """The start, RL from it, or more of the same fine-tuning."""
-    s = work.sizes
-    model = GLM5ForCausalLM(work.config(), seed=work.seed) if work.start is None else work.model()
     rows: list[dict[str, Any]] = []
     if work.variant == "rl":
+        model = work.model()
         stage = policy.stage_of(
-            s, "reasoning", normalize="per_reward", reward_weights=WEIGHTS, average="token", drop_trivial=0.5,
+            work.sizes, "reasoning", normalize="per_reward", reward_weights=WEIGHTS, average="token", drop_trivial=0.5,
             minibatches=2, spread_groups=True,
         )  # fmt: skip
         rows = policy.learn(work, model, stage)
+        policy.keep(work, model)
     else:
-        tasks = [t.model_copy(update={"options": t.options | s["demonstrated"]}) for t in policy.families(s)]
-        policy.tune(work, model, s["sft_steps"], 6e-3, 1e-3, tasks)
-    policy.keep(work, model)
+        model = policy.prepare(work, ("sft",))
     curves = {name: curve(rows, f"reward/{name}") for name in ("compliant", "aspect")} if rows else {}
     return Outcome(measured(work, model), policy.tokens_of(rows), curves)
 
@@ -86,7 +88,7 @@ def training(s: Sizes) -> str:
     """How the runs were trained, for cards."""
     return (
         f"`nano` from random weights, {s['sft_steps']} steps of {s['sft_rows']} rows of compact markup, of which "
-        f"{s['demonstrated']['flawed']:.0%} is flawed; then {s['steps']} updates of {s['prompts']} briefs x "
+        f"{s['tasks'][0]['options']['flawed']:.0%} is flawed; then {s['steps']} updates of {s['prompts']} briefs x "
         f"{s['group']} pages at temperature 1, Muon at a constant rate of {s['lr']:g}, rewards normalised one by one; "
         f"or as many steps of fine-tuning again. Scores are of one page each of {s['problems']} unseen briefs at "
         "temperature 1, measured in Chromium."

@@ -16,6 +16,7 @@ from glm5.sandbox import programs
 from glm5.sandbox.dockerfile import Plan, read_dockerfile
 from glm5.sandbox.dockerfile_build import BuildError, File, build, machine_base, read_context
 from glm5.sandbox.environment import NamespaceEnvironment, RoomLimits, environment_mechanism
+from glm5.sandbox.limits import FOREVER_S
 from glm5.sandbox.room_thread import RoomThread
 
 try:
@@ -23,9 +24,6 @@ try:
     from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 except ImportError as error:
     raise ImportError("harbor is not installed here; it needs Python 3.12 or newer: pip install harbor") from error
-
-FOREVER_S = 7 * 86_400.0
-"""Seconds of a command for which Harbor names no limit; Harbor then limits the agent itself."""
 
 
 class RoomEnvironment(BaseEnvironment):
@@ -116,9 +114,7 @@ class RoomEnvironment(BaseEnvironment):
         if done.stopped == "wall":
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds")
         out, err = (data.decode("utf-8", "replace") for data in (done.stdout, done.stderr))
-        # Harbor knows exit codes of a shell only.
-        code = done.exit_code if done.exit_code >= 0 else 128 - done.exit_code
-        return ExecResult(stdout=out, stderr=err, return_code=code)
+        return ExecResult(stdout=out, stderr=err, return_code=done.shell_code)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         source = Path(source_path)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from glm5.errors import GradingError
 from glm5.sandbox.agent_watch import Use
 
+FOREVER_S = 7 * 86_400.0
+"""Seconds of a program for which a harness names no limit; the harness then limits the agent itself."""
 UNCOUNTED = 4  # processes of our own beside a room's
 
 
@@ -48,3 +50,8 @@ class ExecResult:
     stderr: bytes
     stopped: str | None
     seconds: float
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as a shell says it: 128 and the number of the signal that killed the program."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from glm5.cli import app
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError, Glm5Error, UsageError
 from glm5.model.context import packed_context
@@ -528,3 +530,9 @@ def test_observing_changes_nothing(small: Callable[..., Any]) -> None:
     assert torch.equal(*hidden)
     found = metrics.numbers()
     assert 0 < found["kept_mass"] <= found["kept_mass_oracle"] <= 1 + 1e-5 and 0 <= found["recall"] <= 1
+
+
+def test_the_help_names_every_experiment() -> None:
+    """The command does not import the experiments for its help, which would cost seconds."""
+    said = " ".join(CliRunner().invoke(app, ["reproduce", "--help"]).output.split())
+    assert [name for name in NAMES if name not in said] == []

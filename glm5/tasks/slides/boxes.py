@@ -81,6 +81,11 @@ class Box:
     whole: float = 1.0
 
     @property
+    def is_text(self) -> bool:
+        """Whether it has text of its own that takes room."""
+        return bool(self.text and self.rects) and not self.is_picture
+
+    @property
     def is_picture(self) -> bool:
         return self.tag in PICTURES
 
@@ -111,7 +116,7 @@ class Slide:
     @property
     def texts(self) -> list[Box]:
         """Boxes with text of their own."""
-        return [box for box in self.boxes if box.text and box.rects and not box.is_picture]
+        return [box for box in self.boxes if box.is_text]
 
     @property
     def pictures(self) -> list[Box]:

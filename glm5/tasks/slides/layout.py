@@ -163,11 +163,7 @@ def _columns(slide: Slide) -> list[list[Rect]]:
 
 def _content(slide: Slide) -> list[tuple[int, Box]]:
     """Texts and pictures with the indices of their boxes."""
-    return [
-        (i, box)
-        for i, box in enumerate(slide.boxes)
-        if (box.is_picture or (box.text and box.rects)) and not box.style.hidden
-    ]
+    return [(i, box) for i, box in enumerate(slide.boxes) if (box.is_picture or box.is_text) and not box.style.hidden]
 
 
 def _pieces(box: Box) -> list[Rect]:

@@ -188,7 +188,7 @@ def deceptions(page: Page, slide: Slide, readable: Set[int]) -> list[str]:
     if _RESIZED.search(page.css):
         found.append("fonts that are not of their size")
     letters = sum(len(box.text) for box in slide.texts) or 1
-    unseen = sum(len(box.text) for i, box in enumerate(slide.boxes) if _is_text(box) and i not in readable)
+    unseen = sum(len(box.text) for i, box in enumerate(slide.boxes) if box.is_text and i not in readable)
     unseen += sum(len(box.hidden) for box in slide.boxes)
     if unseen / letters > 0.02 and unseen > 6:
         found.append("text that nobody can read")
@@ -265,13 +265,9 @@ def _said(slide: Slide, readable: Set[int]) -> list[str]:
         return own[0] + "".join(part + text for part, text in zip(parts, own[1:]))
 
     flowing = {i for children in inside.values() for i in children}
-    pieces = [whole(i) for i, box in enumerate(slide.boxes) if i not in flowing and (box.flow or _is_text(box))]
+    pieces = [whole(i) for i, box in enumerate(slide.boxes) if i not in flowing and (box.flow or box.is_text)]
     drawn = [box.text for box in slide.boxes if box.tag == "svg"] + [box.said for box in slide.boxes]
     return [part for piece in [*pieces, *drawn] for part in piece.split("\n") if part.strip()]
-
-
-def _is_text(box: Box) -> bool:
-    return bool(box.text and box.rects and not box.is_picture)
 
 
 def _named(page: Page, brief: Brief | None) -> float:
