@@ -46,8 +46,8 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 }
 SEEDS = (0, 1, 2)
 OUTLIER = 300
-STEPS, ROWS, LENGTH, RATE = 64, 8, 512, 1e-3
-QAT_SCHEMES = ("w4a16", "w4a8")
+STEPS, ROWS, LENGTH, RATE = 256, 8, 512, 1e-3
+QAT_SCHEMES = ("w4a8", "w4a16")
 
 
 def main() -> None:

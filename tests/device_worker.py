@@ -25,6 +25,7 @@ from glm5.launch.pipeline import run_pipeline
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.parallel.ranks import Ranks
 from glm5.records import SamplingParams, TrainSample
+from glm5.reproduce import reproduce
 from glm5.rl.learner import Learner, PolicyBatch
 from glm5.rl.losses import IcePop, KLPenalty, policy_loss
 from glm5.train.loop import TIMES, StageIO, Trainer
@@ -249,8 +250,23 @@ def smoke(folder: str) -> list[str]:
     return waits
 
 
+def experiment(name: str, folder: str) -> dict[str, Any]:
+    """The quick run of an experiment, on the CPU and on the device: the metrics of its first variant, and the place."""
+    found = {}
+    for device in ("cpu", DEVICE):
+        with Pretending([]):
+            result = reproduce(name, quick=True, seeds=1, workers=0, device=device, runs=Path(folder) / device)
+        first = next(iter(result["variants"].values()))
+        found[device] = {metric: values["mean"] for metric, values in first.items()}
+        assert result["machine"].get("device", "cpu") == device
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "experiment":
+        print(json.dumps(experiment(*sys.argv[2:])))
+        sys.exit()
     if sys.argv[1] == "smoke":
         print(json.dumps(smoke(sys.argv[2])))
         sys.exit()

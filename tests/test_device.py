@@ -67,6 +67,18 @@ def test_the_smoke_recipe_runs_on_the_device(forks: Any, tmp_path: Path) -> None
     assert 0 < len(per_step) < len(waits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon-split", "mtp", "lag", "topk", "icepop", "dsa-bonus", "distillation"])
+def test_an_experiment_runs_on_the_device(forks: Any, tmp_path: Path, name: str) -> None:
+    """The first variant, which samples nothing or a start's few answers, measures what it measures on the CPU: losses
+    are close; a few answers, such as the most probable token, are others."""
+    found = json.loads(forks.run(WORKER, "experiment", name, tmp_path, timeout=600).splitlines()[-1])
+    ours, theirs = found.values()
+    close(ours, theirs, 0.05)
+    losses = [key for key in ours if key.endswith("loss") or "_loss@" in key]
+    close({key: ours[key] for key in losses}, {key: theirs[key] for key in losses}, 1e-3)
+
+
 @pytest.mark.parametrize("name", ["toaster", "cuda:x", "meta", "cuda:99", "npu"])
 def test_a_device_that_is_not_here_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(ConfigError, match=f'device = "{name}"'):

@@ -206,6 +206,7 @@ def reproduce(
     minutes: Annotated[float | None, typer.Option(help="Time budget, from which the steps follow.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time, one thread each; default 2.")] = None,
+    device: Annotated[str, typer.Option(help="Where models compute, such as cuda.")] = "cpu",
     runs: Annotated[Path, typer.Option(help="Where runs are kept; finished ones are not repeated.")] = Path(
         "runs/reproduce"
     ),
@@ -217,7 +218,15 @@ def reproduce(
     from glm5.reproduce import summary
 
     result = run(
-        name, quick=quick, seeds=seeds, minutes=minutes, steps=steps, workers=workers, runs=runs, publish=publish
+        name,
+        quick=quick,
+        seeds=seeds,
+        minutes=minutes,
+        steps=steps,
+        workers=workers,
+        device=device,
+        runs=runs,
+        publish=publish,
     )
     if as_json:
         show(result, True)

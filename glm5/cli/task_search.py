@@ -35,6 +35,9 @@ def build_search(
     ] = False,
     depth: Annotated[list[int], typer.Option("--depth", help="Depth; may be repeated. Default: 2 to 6.")] = [],  # noqa: B006
     answers: Annotated[list[str], typer.Option("--type", help="Type of answers, such as city; may be repeated.")] = [],  # noqa: B006
+    kinds: Annotated[
+        list[str], typer.Option("--kind", help="tree, superlative, difference or union; may be repeated.")
+    ] = [],  # noqa: B006
     filters: Annotated[int, typer.Option(min=0, max=8, help="Most blurred constraints of a question.")] = 4,
     per_shape: Annotated[int, typer.Option(min=0, help="Most questions of one form; 0: one in a hundred.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that make questions.")] = 2,
@@ -55,7 +58,7 @@ def build_search(
 
     if paraphrase and model is None:
         raise UsageError("--paraphrase needs --model.")
-    rules = Rules(count, seed, tuple(depth) or DEPTHS, tuple(answers), filters, per_shape)
+    rules = Rules(count, seed, tuple(depth) or DEPTHS, tuple(answers), filters, per_shape, tuple(kinds))
     found = build(out, rules, only=source, roots=root, download=download, jobs=jobs, told=_told)
     if model is not None:
         found["model"] = _filtered(out, model, name, dialect, api_key_file, paraphrase)

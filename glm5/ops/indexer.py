@@ -183,7 +183,7 @@ def _places(ties: Tensor, rule: OtherRule | None) -> Tensor:
     """Rank of each tied key among the ties, from 1: by position, or random for a `rule` with a generator."""
     if rule is None or rule.generator is None:
         return ties.cumsum(-1)
-    order = torch.rand(ties.shape[-1], generator=rule.generator).argsort()
+    order = torch.rand(ties.shape[-1], generator=rule.generator).argsort().to(ties.device)
     return ties[..., order].cumsum(-1)[..., order.argsort()]
 
 

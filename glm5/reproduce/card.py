@@ -107,10 +107,17 @@ def _questions(experiment: Experiment, result: dict[str, Any]) -> str:
         ends = "open: one seed" if found["low"] is None else f"{_signed(found['low'])} to {_signed(found['high'])}"
         if entry["expected"] == "equal":
             ends += f" (margin {entry['margin']:.3g})"
+        elif entry.get("least"):
+            ends += f" (of interest from {entry['least']:.3g})"
         rows.append(
             f"| {text} | {label} | {sides[0]} - {sides[1]} | {_signed(found['mean'])} | {ends} | {_verdict(entry)} |"
         )
     return "\n".join(rows)
+
+
+def _where(machine: dict[str, Any]) -> str:
+    processor: str = machine["processor"]
+    return f"{machine['device']}, beside {processor}" if "device" in machine else processor
 
 
 def _verdict(entry: dict[str, Any]) -> str:
@@ -159,7 +166,7 @@ def _what(experiment: Experiment, result: dict[str, Any]) -> str:
             f"- Text: Python's standard library, {corpus['train_tokens']:,} tokens for training and "
             f"{corpus['held_out_tokens']:,} held out ({corpus['held_out_documents']} files, chosen by the hash of "
             f"their path), vocabulary {corpus['vocab']}; SHA-256 of all texts {corpus['sha256'][:16]}….",
-            f"- On: {machine['processor']}, one thread per run; torch {software['torch']}, Python "
+            f"- On: {_where(machine)}, one thread per run; torch {software['torch']}, Python "
             f"{software['python']}; {result['seconds']['total'] / 60:,.0f} minutes of all runs together.",
         ]
     )

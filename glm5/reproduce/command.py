@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from glm5 import __version__
+from glm5.device import choose_device
 from glm5.errors import ConfigError, Glm5Error, UsageError, nearest
 from glm5.files import atomic_write, publish_dir
 from glm5.reproduce import verdict
@@ -39,6 +40,7 @@ def reproduce(
     minutes: float | None = None,
     steps: int | None = None,
     workers: int | None = None,
+    device: str = "cpu",
     runs: Path = Path("runs/reproduce"),
     publish: Path | None = None,
 ) -> dict[str, Any]:
@@ -46,8 +48,8 @@ def reproduce(
 
     Finished runs are kept, so calling again resumes, and more `seeds` add runs. `steps` is the length of training. With
     `minutes`, a trial chooses `steps` such that all runs should fit; after that time no run starts. `quick` only proves
-    that everything works; its folder is separate. `workers=0` runs in this process, one run after the other. `publish`
-    is a folder that gets a copy as `publish/NAME`.
+    that everything works; its folder is separate. `workers=0` runs in this process, one run after the other.
+    `device` is where models compute (see `choose_device`). `publish` is a folder that gets a copy as `publish/NAME`.
 
     Raises UsageError for an unknown name, ConfigError for a folder with another plan, Glm5Error for a failed run, and
     without any complete seed.
@@ -59,11 +61,12 @@ def reproduce(
     hands = workers if workers is not None else 0 if quick else WORKERS
     if count < 1 or hands < 0 or (steps is not None and steps < 2) or (minutes is not None and minutes <= 0):
         raise UsageError("--seeds takes 1 or more, --workers 0 or more, --steps 2 or more, --minutes more than 0.")
+    device = str(choose_device(device))
     folder, began = runs / (f"{name}-quick" if quick else name), time.monotonic()
     deadline = None if minutes is None else began + 60 * minutes
     if minutes is not None and not (folder / PLAN).exists():
-        steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes)
-    plan = _claim(experiment, folder, quick, steps, fixed=minutes is None)
+        steps = _fitting_steps(experiment, folder, quick, count, hands, 60 * minutes, device)
+    plan = _claim(experiment, folder, quick, steps, minutes is None, device)
     report = run_all(experiment, folder, range(count), hands, _say, deadline)
     if report.failed:
         why = "; ".join(f"{title(key)} ({reason})" for key, reason in report.failed.items())
@@ -110,7 +113,7 @@ def assemble(experiment: Experiment, folder: Path, plan: dict[str, Any], seeds: 
         "tokens": {variant: found[0]["tokens"] for variant, found in runs.items()},
         "corpus": plan["corpus"],
         "software": {"glm5": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": machine(),
+        "machine": machine() | device_name(plan["device"]),
         "seconds": {"total": sum(map(sum, seconds.values())), "runs": seconds},
     }
 
@@ -139,6 +142,14 @@ def machine() -> dict[str, Any]:
     return {"processor": model, "cores": os.cpu_count() or 1, "threads_per_run": 1, "system": platform.system()}
 
 
+def device_name(device: str) -> dict[str, str]:
+    """The accelerator of the runs; nothing for a CPU."""
+    if device == "cpu":
+        return {}
+    kind = torch.device(device)
+    return {"device": torch.cuda.get_device_name(kind) if kind.type == "cuda" else device}
+
+
 def _known(name: str) -> Experiment:
     if name not in EXPERIMENTS:
         raise UsageError(
@@ -147,7 +158,9 @@ def _known(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None, fixed: bool) -> dict[str, Any]:
+def _claim(
+    experiment: Experiment, folder: Path, quick: bool, steps: int | None, fixed: bool, device: str = "cpu"
+) -> dict[str, Any]:
     """Write down the plan, or check that the folder was started with the same one. `fixed=False` takes the folder's
     number of steps."""
     path = folder / PLAN
@@ -155,6 +168,7 @@ def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None,
     if path.exists():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
+            before.setdefault("device", "cpu")
             before["sizes"] = {_OLD_NAMES.get(key, key): value for key, value in before["sizes"].items()}
             known = int(before["sizes"]["steps"])
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -163,19 +177,22 @@ def _claim(experiment: Experiment, folder: Path, quick: bool, steps: int | None,
             steps = known
     sizes = experiment.sizes(quick, steps)
     corpus = build_corpus(folder / "corpus", sizes["vocab"], sizes["max_bytes"])
-    plan = {"name": experiment.name, "quick": quick, "sizes": sizes, "corpus": corpus}
+    plan = {"name": experiment.name, "quick": quick, "sizes": sizes, "corpus": corpus, "device": device}
     plan = json.loads(json.dumps(plan))
     if before is not None and before != plan and any(folder.glob("runs/*/*")):
         differs = [key for key in plan["sizes"] if before.get("sizes", {}).get(key) != plan["sizes"][key]]
+        differs += [key for key in ("corpus", "device") if before.get(key) != plan[key]]
         raise ConfigError(
-            f"{folder} was started with another plan ({', '.join(differs) or 'another corpus'} differ). "
+            f"{folder} was started with another plan ({', '.join(differs) or 'its name'} differ). "
             "Give the same options, choose another --runs, or delete it."
         )
     atomic_write(path, json.dumps(plan, indent=1) + "\n")
     return plan
 
 
-def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int, workers: int, seconds: float) -> int:
+def _fitting_steps(
+    experiment: Experiment, folder: Path, quick: bool, seeds: int, workers: int, seconds: float, device: str = "cpu"
+) -> int:
     """How many steps fit, from a trial of a few steps of every variant, side by side as in the real runs."""
     trial = folder / "trial"
     sizes = experiment.sizes(quick, None)
@@ -186,7 +203,8 @@ def _fitting_steps(experiment: Experiment, folder: Path, quick: bool, seeds: int
     trial.mkdir(parents=True)
     (trial / "corpus").symlink_to((folder / "corpus").resolve())
     small = experiment.sizes(quick, TRIAL_STEPS)
-    atomic_write(trial / PLAN, json.dumps({"name": experiment.name, "quick": quick, "sizes": small, "corpus": {}}))
+    plan = {"name": experiment.name, "quick": quick, "sizes": small, "corpus": {}, "device": device}
+    atomic_write(trial / PLAN, json.dumps(plan))
     report = run_all(experiment, trial, [0], workers, _say)
     if report.failed:
         raise Glm5Error(f"The trial failed: {'; '.join(report.failed.values())}. Its logs are {trial}/runs/*/log.txt.")

@@ -37,7 +37,9 @@ def run(work: Work) -> Outcome:
     folders = [run_folder(_runs(work), "first", work.seed) / "model", work.start]
     first, later = map(str, folders)
     stage = policy.stage_of(s, "distill", name="distill", teachers={EARLY: first, LATE: later})
-    teachers = {str(folder): ModelTeacher(folder, s["row_length"], exact=False) for folder in folders}
+    teachers = {
+        str(folder): ModelTeacher(folder, s["row_length"], exact=False, device=model.device) for folder in folders
+    }
     rows = policy.learn(work, model, stage, "distill", algorithm=Distillation(stage, teachers))
     found = policy.outcome(work, model, rows)
     before, lost = (_score(work, variant) for variant in ("first", "later"))

@@ -59,7 +59,7 @@ def run(work: Work) -> Outcome:
     )
     # Stages of one name draw the same batches: after the base comes the same text, dense or sparse.
     if work.variant == "base":
-        model = GLM5ForCausalLM(work.config(), seed=work.seed)
+        model = work.fresh_model()
         rates = dict(lr=s["lr"], final_lr=s["final_lr"], warmup=max(1, steps // 50))
     else:
         model, rates = work.model(), dict(lr=s["final_lr"], schedule="constant")

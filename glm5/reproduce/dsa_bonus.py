@@ -48,6 +48,7 @@ EXPERIMENT = Experiment(
             "dense",
             "higher",
             main=True,
+            least=0.02,
             left_base="sparse-start",
             right_base="dense-start",
         ),

@@ -26,7 +26,7 @@ TOKENS_AT_ONCE = 4096
 DRAFTS = 3
 
 
-def held_out_batches(shard: Shard, rows: int, length: int) -> Iterator[Batch]:
+def held_out_batches(shard: Shard, rows: int, length: int, device: torch.device) -> Iterator[Batch]:
     """The same packed rows of held-out text for every model, in parts that have the counts of the whole."""
     loader = StreamLoader(shard, rows=rows, row_length=length, seed=0)
     if rows > loader.rows_per_epoch:
@@ -34,7 +34,7 @@ def held_out_batches(shard: Shard, rows: int, length: int) -> Iterator[Batch]:
     whole = loader.batch(0)
     counts, size = whole.counts(), max(1, TOKENS_AT_ONCE // length)
     for start in range(0, rows, size):
-        yield replace(whole.rows(start, min(rows, start + size)), step=counts)
+        yield replace(whole.rows(start, min(rows, start + size)), step=counts).to(device)
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def text_numbers(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int, d
     and `head_logit`: the median over all heads of the trunk of each head's largest logit."""
     metrics = StepMetrics()
     heads: dict[int, Tensor] = {}
-    for batch in held_out_batches(shard, rows, length):
+    for batch in held_out_batches(shard, rows, length, model.device):
         ctx = packed_context(batch.documents, exact=False)
         ctx.max_logits = {}
         metrics.merge([language_loss(model, batch, ctx, mtp_weight=float(depths > 0), mtp_depths=depths)[1]])
@@ -73,7 +73,7 @@ def block_loss(model: GLM5ForCausalLM, shard: Shard, ends: list[tuple[int, int]]
     rows = max(1, TOKENS_AT_ONCE // length)
     for start in range(0, len(ends), rows):
         texts = [shard.document(index)[end - length : end].astype(int) for index, end in ends[start : start + rows]]
-        ids = torch.tensor([text.tolist() for text in texts])
+        ids = torch.tensor([text.tolist() for text in texts], device=model.device)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, -block:] = True
         batch = Batch(ids, torch.zeros_like(ids), mask)
@@ -93,7 +93,7 @@ class KeptAttention(IndexerLoss):
         low = float("-inf")
         ours = scores.masked_fill(~valid, low).topk(self.topk, dim=-1).indices
         best = target.masked_fill(~valid, -1.0).topk(self.topk, dim=-1).indices
-        slots = torch.arange(valid.shape[-1]).expand_as(valid)
+        slots = torch.arange(valid.shape[-1], device=valid.device).expand_as(valid)
         near = slots.masked_fill(~valid, -1).topk(self.topk, dim=-1).indices
         mass = target.masked_fill(~valid, 0.0).sum(-1).clamp_min(1e-20)
         chosen = torch.zeros_like(valid).scatter_(-1, ours, True)
@@ -112,7 +112,7 @@ def kept_attention(model: GLM5ForCausalLM, shard: Shard, rows: int, length: int,
     """Attention mass that the indexer's top k keep under dense attention, mean over queries with more keys than that;
     `recall` is the share of the k most attended keys that it finds."""
     metrics = StepMetrics()
-    for batch in held_out_batches(shard, rows, length):
+    for batch in held_out_batches(shard, rows, length, model.device):
         ctx = packed_context(batch.documents, exact=False)
         ctx.observer, ctx.attend_dense = KeptAttention(batch, topk, metrics), True
         model.model(batch.ids, ctx)

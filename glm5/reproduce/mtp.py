@@ -5,7 +5,6 @@ from __future__ import annotations
 from glm5.config.optim import OptimConfig
 from glm5.config.recipe import PretrainStage
 from glm5.eval.text import bits_per_byte
-from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.reproduce.measure import DRAFTS, acceptance, pinned_prompts, text_numbers
 from glm5.reproduce.plan import Experiment, Figure, Outcome, Question, Sizes, Variant, Work
 from glm5.train import pretrain
@@ -48,7 +47,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 def run(work: Work) -> Outcome:
     """Pre-train with one or three depths; in both cases draft three tokens with the same layer."""
     s = work.sizes
-    model = GLM5ForCausalLM(work.config(), seed=work.seed)
+    model = work.fresh_model()
     optim = OptimConfig(
         steps=s["steps"],
         lr=s["lr"],

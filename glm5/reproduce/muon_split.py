@@ -74,9 +74,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
 def run(work: Work) -> Outcome:
     """Pre-train one variant and measure held-out loss and attention logits."""
     s = work.sizes
-    model = GLM5ForCausalLM(
-        work.config(**s["variants"][work.variant if work.variant != "mla-split" else "mla"]), seed=work.seed
-    )
+    model = work.fresh_model(**s["variants"][work.variant if work.variant != "mla-split" else "mla"])
     if work.variant not in SPLIT:
         whole_matrices(model)
     optim = OptimConfig(
@@ -108,7 +106,8 @@ def run(work: Work) -> Outcome:
     found |= attention_sizes(model.config)
     found["parameters"] = sum(p.numel() for p in model.parameters())
     if model.config.attention_type == "mla":
-        found["head_update_ratio"] = head_update_ratio(model, next(held_out_batches(shard, 4, s["row_length"])))
+        batch = next(held_out_batches(shard, 4, s["row_length"], model.device))
+        found["head_update_ratio"] = head_update_ratio(model, batch)
     curves = {"loss": loss, "max_logit": highest, "head_logit": head_logits(work)}
     return Outcome(found, s["steps"] * s["rows"] * s["row_length"], curves)
 

@@ -13,6 +13,7 @@ from glm5.config.recipe import GradientStage
 from glm5.data.shards import Shard, open_shard
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.metrics import MetricsWriter, read_metrics
+from glm5.parallel.ranks import Ranks
 from glm5.train.loop import StageIO
 
 METRICS = "metrics.jsonl"
@@ -37,8 +38,9 @@ class Question:
     """A statement about `left - right` of a metric, the two variants paired by seed.
 
     `left_base` and `right_base` are subtracted first, to compare two gaps. "equal" means within `margin` times the mean
-    of `right`. `chance` names a metric that `right` must exceed; otherwise the question has no answer. The verdict on
-    the whole experiment uses only the `main` questions.
+    of `right`. `least` is the smallest difference that would matter for "lower" or "higher", in the metric's unit: an
+    interval below it is a no. `chance` names a metric that `right` must exceed; otherwise the question has no answer.
+    The verdict on the whole experiment uses only the `main` questions.
     """
 
     text: str
@@ -47,6 +49,7 @@ class Question:
     right: str
     expect: Literal["lower", "higher", "equal"]
     margin: float = 0.0
+    least: float = 0.0
     main: bool = False
     left_base: str | None = None
     right_base: str | None = None
@@ -78,7 +81,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """One run: a variant, a seed, its own folder, the corpus, and the checkpoint that it continues, or None."""
+    """One run: a variant, a seed, its own folder, the corpus, the checkpoint that it continues, or None, and where it
+    computes."""
 
     sizes: Sizes
     variant: str
@@ -86,10 +90,16 @@ class Work:
     folder: Path
     corpus: Path
     start: Path | None = None
+    device: str = "cpu"
 
     @property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.corpus / "tokenizer")
+
+    @property
+    def ranks(self) -> Ranks:
+        """The one process of this run, with its device."""
+        return Ranks(self.device)
 
     def shard(self, split: str) -> Shard:
         return open_shard(self.corpus / "data", split, self.tokenizer, verify=False)
@@ -104,13 +114,17 @@ class Work:
         """The model that this run continues."""
         if self.start is None:
             raise ValueError(f"{self.variant} continues no other variant")
-        return GLM5ForCausalLM.from_pretrained(self.start)
+        return self.ranks.load(self.start)
+
+    def fresh_model(self, **changes: Any) -> GLM5ForCausalLM:
+        """A model with new weights, the same on every device, from `config(**changes)`."""
+        return self.ranks.fresh(self.config(**changes), self.seed)
 
     def train(self, runner: Callable[..., Any], model: GLM5ForCausalLM, stage: GradientStage) -> Points:
         """Run a stage (`pretrain.run` or `dsa_adapt.run`), which resumes from its own state; saves the model and
         returns its loss curve."""
         with MetricsWriter(self.folder / METRICS) as metrics:
-            io = StageIO(stage.name, self.folder, metrics, lambda steps, numbers: None)
+            io = StageIO(stage.name, self.folder, metrics, lambda steps, numbers: None, self.ranks)
             runner(model, stage, self.shard("train"), self.tokenizer, io, self.seed)
         model.eval()
         model.save_pretrained(self.folder / "model")

@@ -145,7 +145,7 @@ def task_labels(tasks: Sequence[str]) -> dict[str, str]:
 def prepare(work: Work, parts: tuple[Part, ...]) -> GLM5ForCausalLM:
     """Train the model through `parts`, each with its own folder to resume from; saves the result as the run's model."""
     s = work.sizes
-    model = GLM5ForCausalLM(work.config(), seed=work.seed) if work.start is None else work.model()
+    model = work.fresh_model() if work.start is None else work.model()
     rows = dict(rows=s["rows"], row_length=s["row_length"])
     for part in parts:
         if part == "pretrain":
@@ -244,7 +244,7 @@ def stage_io(work: Work, name: str, metrics: str | None = None) -> Iterator[Stag
     folder = work.folder / name
     folder.mkdir(exist_ok=True)
     with MetricsWriter(work.folder / metrics if metrics else folder / METRICS) as writer:
-        yield StageIO(name, folder, writer, lambda steps, numbers: None)
+        yield StageIO(name, folder, writer, lambda steps, numbers: None, work.ranks)
 
 
 def stage_of(s: Sizes, kind: str, **own: Any) -> Any:

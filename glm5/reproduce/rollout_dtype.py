@@ -39,10 +39,12 @@ EXPERIMENT = Experiment(
     run=run,
     training=policy.training,
     questions=(
-        Question("RL on int8 rollouts solves more than its start", "sampled", "int8", "start", "higher", main=True),
-        Question("RL on FP8 rollouts solves more than its start", "sampled", "fp8", "start", "higher", main=True),
-        Question("int8 rollouts cost", "sampled", "int8", "bfloat16", "lower"),
-        Question("FP8 rollouts cost", "sampled", "fp8", "bfloat16", "lower"),
+        Question("RL on int8 rollouts solves more than its start", "sampled", "int8", "start", "higher", least=0.02,
+                 main=True),
+        Question("RL on FP8 rollouts solves more than its start", "sampled", "fp8", "start", "higher", least=0.02,
+                 main=True),
+        Question("int8 rollouts cost", "sampled", "int8", "bfloat16", "lower", least=0.02),
+        Question("FP8 rollouts cost", "sampled", "fp8", "bfloat16", "lower", least=0.02),
         Question("int8 differs more from the learner than bf16", "mismatch_kl", "int8", "bfloat16", "higher"),
         Question("FP8 differs more from the learner than int8", "mismatch_kl", "fp8", "int8", "higher"),
     ),
@@ -64,4 +66,4 @@ EXPERIMENT = Experiment(
         "large models; FP8 is rounding of weights and activations, with sums in fp32.",
         "Held-out scores are those of the learner's weights, sampled in fp32.",
     ),
-)
+)  # fmt: skip

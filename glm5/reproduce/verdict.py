@@ -17,12 +17,12 @@ Values = Mapping[str, Mapping[str, Sequence[float]]]
 """variant -> metric -> one value per seed, all in the same order."""
 
 
-def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
+def judge(expect: str, difference: Interval, margin: float = 0.0, least: float = 0.0) -> str:
     """The verdict of an interval on a difference.
 
-    "lower" and "higher" are supported if the whole interval lies on that side of 0, and not supported if it lies on the
-    other. "equal" is supported if it lies within [-margin, margin], and not if it lies outside. Otherwise the verdict
-    is undecided.
+    "lower" and "higher" are supported if the whole interval lies on that side of 0, and not supported if none of it
+    reaches `least`, the smallest difference that would matter, on that side. "equal" is supported if it lies within
+    [-margin, margin], and not if it lies outside. Otherwise the verdict is undecided.
     """
     low, high = difference.low, difference.high
     if expect == "equal":
@@ -30,8 +30,7 @@ def judge(expect: str, difference: Interval, margin: float = 0.0) -> str:
         return SUPPORTED if inside else CONTRADICTED if outside else UNDECIDED
     if expect not in ("lower", "higher"):
         raise ValueError(f'a question expects "lower", "higher" or "equal", not "{expect}"')
-    below, above = high < 0, low > 0
-    right, wrong = (below, above) if expect == "lower" else (above, below)
+    right, wrong = (high < 0, low > -least) if expect == "lower" else (low > 0, high < least)
     return SUPPORTED if right else CONTRADICTED if wrong else UNDECIDED
 
 
@@ -45,7 +44,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
     left, right = of(question.left, question.left_base), of(question.right, question.right_base)
     difference = paired_difference(left, right)
     margin = question.margin * abs(sum(right) / len(right))
-    found = judge(question.expect, difference, margin)
+    found = judge(question.expect, difference, margin, question.least)
     guessing = question.chance is not None and not above(right, values[question.right][question.chance])
     return {
         "question": question.text,
@@ -55,6 +54,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
         **({"left_base": question.left_base, "right_base": question.right_base} if question.left_base else {}),
         "expected": question.expect,
         "margin": margin,
+        "least": question.least,
         "difference": plain(difference),
         "values": [a - b for a, b in zip(left, right, strict=True)],
         "main": question.main,
@@ -69,12 +69,12 @@ def outlook(entry: Mapping[str, Any]) -> str:
     values, mean, expect = entry["values"], entry["difference"]["mean"], entry["expected"]
     if entry["verdict"] != UNDECIDED or "note" in entry or len(values) < 2:
         return ""
-    gap = abs(abs(mean) - entry["margin"]) if expect == "equal" else abs(mean)
-    supports = abs(mean) < entry["margin"] if expect == "equal" else (mean > 0) == (expect == "higher")
     spread = stdev(values)
     for n in range(2, MOST_SEEDS + 1):
-        if t_quantile(0.95, n - 1) * spread < gap * math.sqrt(n):
-            return f"about {n:,} seeds would decide, {'for' if supports else 'against'} it"
+        half = t_quantile(0.95, n - 1) * spread / math.sqrt(n)
+        found = judge(expect, Interval(mean, mean - half, mean + half, n), entry["margin"], entry.get("least", 0.0))
+        if found != UNDECIDED:
+            return f"about {n:,} seeds would decide, {'for' if found == SUPPORTED else 'against'} it"
     return f"more than {MOST_SEEDS:,} seeds would be needed"
 
 

@@ -52,7 +52,9 @@ def run_one(folder: Path, variant: str, seed: int) -> None:
         after = experiment.variant(variant).after
         start = run_folder(folder, after, seed) / "model" if after else None
         began, processor = time.perf_counter(), time.process_time()
-        outcome = experiment.run(Work(plan["sizes"], variant, seed, own, folder / "corpus", start))
+        outcome = experiment.run(
+            Work(plan["sizes"], variant, seed, own, folder / "corpus", start, plan.get("device", "cpu"))
+        )
         seconds = {"wall": time.perf_counter() - began, "processor": time.process_time() - processor}
         seconds |= _training_seconds(own)
         result = {"variant": variant, "seed": seed, **asdict(outcome), "seconds": seconds}

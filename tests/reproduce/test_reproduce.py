@@ -37,7 +37,7 @@ LOWER = Question("a is lower", "loss", "a", "b", "lower", main=True)
 
 
 @pytest.mark.parametrize(
-    ("expect", "low", "high", "margin", "found"),
+    ("expect", "low", "high", "margin", "found"),  # the margin of "equal", the least that matters of the others
     [
         ("lower", -2.0, -0.1, 0.0, "supported"),
         ("lower", -2.0, 0.0, 0.0, "undecided"),
@@ -46,6 +46,13 @@ LOWER = Question("a is lower", "loss", "a", "b", "lower", main=True)
         ("higher", 0.1, 2.0, 0.0, "supported"),
         ("higher", -2.0, -0.1, 0.0, "not supported"),
         ("higher", -math.inf, math.inf, 0.0, "undecided"),
+        ("higher", -0.1, 0.29, 0.3, "not supported"),
+        ("higher", -0.1, 0.31, 0.3, "undecided"),
+        ("higher", 0.01, 0.29, 0.3, "supported"),
+        ("lower", -0.29, 0.1, 0.3, "not supported"),
+        ("lower", -0.31, 0.1, 0.3, "undecided"),
+        ("lower", -0.29, -0.01, 0.3, "supported"),
+        ("lower", -math.inf, math.inf, 0.3, "undecided"),
         ("equal", -0.1, 0.2, 0.2, "supported"),
         ("equal", -0.1, 0.3, 0.2, "undecided"),
         ("equal", 0.21, 0.3, 0.2, "not supported"),
@@ -54,7 +61,8 @@ LOWER = Question("a is lower", "loss", "a", "b", "lower", main=True)
     ],
 )
 def test_what_an_interval_settles(expect: str, low: float, high: float, margin: float, found: str) -> None:
-    assert verdict.judge(expect, Interval((low + high) / 2, low, high, 3), margin) == found
+    sizes = {"margin" if expect == "equal" else "least": margin}
+    assert verdict.judge(expect, Interval((low + high) / 2, low, high, 3), **sizes) == found
 
 
 def test_paired_interval_by_hand() -> None:
@@ -73,11 +81,15 @@ def test_paired_interval_by_hand() -> None:
     assert found["verdict"] == "supported" and found["values"] == pytest.approx([-1.9, -2.0, -2.1])
 
 
-@pytest.mark.parametrize("expect, margin", [("lower", 0.0), ("higher", 0.0), ("equal", 0.1), ("equal", 1.5)])
-def test_how_many_seeds_would_decide(expect: str, margin: float) -> None:
+@pytest.mark.parametrize(
+    "expect, margin, least",
+    [("lower", 0.0, 0.0), ("lower", 0.0, 0.5), ("higher", 0.0, 0.0), ("higher", 0.0, 2.5), ("equal", 0.1, 0.0),
+     ("equal", 1.5, 0.0)],
+)  # fmt: skip
+def test_how_many_seeds_would_decide(expect: str, margin: float, least: float) -> None:
     """The same three values, as often as it takes to make the interval decide, with the same standard deviation."""
     three = [-1.0, 1.0, 3.0]
-    question = replace(LOWER, expect=expect, margin=margin)  # type: ignore[arg-type]
+    question = replace(LOWER, expect=expect, margin=margin, least=least)  # type: ignore[arg-type]
     entry = verdict.answer(question, {"a": {"loss": [2.0, 4.0, 6.0]}, "b": {"loss": [3.0, 3.0, 3.0]}})
     assert entry["values"] == three and entry["verdict"] == "undecided"
     said = re.fullmatch(r"about (\d+) seeds would decide, (for|against) it", verdict.outlook(entry))
@@ -85,13 +97,13 @@ def test_how_many_seeds_would_decide(expect: str, margin: float) -> None:
 
     def decided(n: int) -> str:
         half = t_quantile(0.95, n - 1) * 2.0 / math.sqrt(n)
-        return verdict.judge(expect, Interval(1.0, 1.0 - half, 1.0 + half, n), entry["margin"])
+        return verdict.judge(expect, Interval(1.0, 1.0 - half, 1.0 + half, n), entry["margin"], least)
 
     number, verdicts = int(said[1]), {"for": "supported", "against": "not supported"}
     assert decided(number) == verdicts[said[2]] and decided(number - 1) == "undecided"
     assert verdict.outlook(entry | {"verdict": "supported"}) == verdict.outlook(entry | {"note": "x"}) == ""
     even = verdict.answer(question, {"a": {"loss": [-4.0, 4.0]}, "b": {"loss": [0.001, 0.0]}})
-    assert "more than 1,000 seeds" in verdict.outlook(even) or expect == "equal"
+    assert "more than 1,000 seeds" in verdict.outlook(even) or expect == "equal" or least
 
 
 def test_gaps_margins_and_chance() -> None:

@@ -52,12 +52,14 @@ class Step:
 
 @dataclass
 class Drawer:
-    """Draws candidates. `types` restricts the answers; `filters` the number of blurred constraints."""
+    """Draws candidates. `types` restricts the answers and `kinds` the questions; `filters` the number of blurred
+    constraints."""
 
     graph: Graph
     evaluator: Evaluator
     types: tuple[str, ...] = ()
     filters: int = MOST_FILTERS
+    kinds: tuple[str, ...] = ()
 
     @cached_property
     def _roots(self) -> dict[str, list[str]]:
@@ -85,7 +87,8 @@ class Drawer:
         """A query of that depth, its answer and its kind; or why this draw came to nothing."""
         if not self._roots:
             return "no type to ask for"
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        shares = {kind: share for kind, share in KINDS.items() if not self.kinds or kind in self.kinds}
+        kind = rng.choices(list(shares), list(shares.values()))[0]
         types = sorted(self._roots)
         if kind == "superlative":
             types = [type for type in types if any(RELATIONS[name].subject == type for name in SUPERLATIVE)]

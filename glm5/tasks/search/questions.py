@@ -26,7 +26,7 @@ from typing import Any
 from glm5.errors import ConfigError, DataError
 from glm5.files import atomic_write, read_rows
 from glm5.tasks.search.checks import Checker, Question, shape
-from glm5.tasks.search.draw import DEPTHS, MOST_FILTERS, Drawer
+from glm5.tasks.search.draw import DEPTHS, KINDS, MOST_FILTERS, Drawer
 from glm5.tasks.search.graph import Graph
 from glm5.tasks.search.query import Evaluator, named
 from glm5.tasks.search.schema import TYPES
@@ -47,7 +47,8 @@ PER_ANSWER, PER_ENTITY = 2, 30
 
 @dataclass(frozen=True)
 class Rules:
-    """What to make. `types` restricts the answers (none: all), `filters` the blurred constraints of a question."""
+    """What to make. `types` restricts the answers and `kinds` the questions (none: all), `filters` the blurred
+    constraints of a question."""
 
     count: int = 5000
     seed: int = 0
@@ -56,6 +57,7 @@ class Rules:
     filters: int = MOST_FILTERS
     per_shape: int = 0
     """Questions of one form; 0 is one in a hundred, but at least ten."""
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError for rules that make nothing."""
@@ -64,6 +66,8 @@ class Rules:
         if unknown := [type for type in self.types if type not in TYPES or not TYPES[type].answer]:
             known = ", ".join(type for type in TYPES if TYPES[type].answer)
             raise ConfigError(f"search questions: {unknown[0]!r:.40} cannot be asked for; take some of {known}.")
+        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
+            raise ConfigError(f"search questions: {unknown[0]!r:.40} is not a kind; take some of {', '.join(KINDS)}.")
         if not 0 <= self.filters <= 8:
             raise ConfigError("search questions: filters is 0 to 8.")
 
@@ -237,7 +241,7 @@ class _Worker:
     def __init__(self, web: Web, graph: Graph, rules: Rules) -> None:
         self._rules = rules
         evaluator = Evaluator(graph)
-        self._drawer = Drawer(graph, evaluator, rules.types, rules.filters)
+        self._drawer = Drawer(graph, evaluator, rules.types, rules.filters, rules.kinds)
         self._checker = Checker(web, graph, evaluator)
 
     def __call__(self, piece: tuple[int, int]) -> Piece:
