@@ -172,6 +172,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graphs, small cache": (dict(graphs=True, cache_tokens=256), dict(temperature=0.0)),
     "graphs, drafts": (dict(graphs=True, speculative=2), dict(temperature=0.9)),
     "graphs, dense": (dict(graphs=True, use_dsa=False), dict(temperature=0.0)),
+    "graphs, dense, unequal lengths": (dict(graphs=True, use_dsa=False), dict(temperature=0.0)),
     "small cache": (dict(cache_tokens=256, host_cache_bytes=1 << 22), dict(temperature=0.0)),
 }
 
@@ -204,6 +205,8 @@ def generate(device: str, waits: Waits, name: str) -> dict[str, Any]:
     start, tokens, logprobs, tops = list(range(5, 75)), [], [], []
     for turn in range(3 if "small" in name else 2):
         prompts = [start + [i, turn] if "small" not in name else [turn + i] * 70 for i in range(3)]
+        if "unequal" in name:
+            prompts = [prompt[9 * i :] for i, prompt in enumerate(prompts)]
         asked = SamplingParams(max_tokens=6, seed=5, ignore_eos=True, **params)
         requests = [r for prompt in prompts for r in engine.submit(prompt, asked)]
         while not all(r.done for r in requests):

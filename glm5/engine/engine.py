@@ -34,8 +34,9 @@ from glm5.seeds import derive_seed
 CACHE_BYTES = 1 << 29
 """Default size of the pool; larger if one request of maximum length needs more. Memory is allocated on demand."""
 
-CHUNK = 512
-"""Default limit of the tokens per step, prefill and decoding together."""
+CHUNK, CHUNK_ON_DEVICE = 512, 4096
+"""Default limits of the tokens per step, prefill and decoding together: on a CPU, and on an accelerator, which a few
+hundred tokens leave idle."""
 
 
 class Engine:
@@ -52,7 +53,8 @@ class Engine:
     finished requests for reuse. `host_cache_bytes` is the space in host memory for evicted pages; with 0 they are
     dropped. `speculative` is the number of tokens that the MTP layer drafts per step, with `exact=False` the largest
     (see `DraftCount`; the tokens of a seed then depend on measured times); it changes no distribution and no greedy
-    token. `chunk` bounds the tokens of one step. `overlap` plans the next step while tokens are drawn; on an
+    token. `chunk` bounds the tokens of one step; None is `CHUNK`, and `CHUNK_ON_DEVICE` on an
+    accelerator. `overlap` plans the next step while tokens are drawn; on an
     accelerator it is always on. While requests draft it has no effect, because the next plan depends on how many are
     accepted. `graphs` captures decoding on a CUDA device as CUDA graphs. `cache_dtype` "int8" keeps latents and index
     keys of a model with DSA in int8, with a scale per token and layer, on a CPU and with `exact=False`; None keeps the
@@ -72,7 +74,7 @@ class Engine:
         prefix_cache: bool = True,
         host_cache_bytes: int = 0,
         speculative: int = 0,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         overlap: bool = False,
         graphs: bool = True,
         cache_dtype: str | None = None,
@@ -91,7 +93,9 @@ class Engine:
                 CACHE_BYTES // token_bytes(config, model.dtype, self._packed), max_batch * (self.max_length + PAGE)
             )
             cache_tokens = max(cache_tokens, self.max_length + ahead)
-        elif cache_tokens <= PAGE + ahead or chunk < 1 or max_batch < 1:
+        if chunk is None:
+            chunk = CHUNK if model.device.type == "cpu" else CHUNK_ON_DEVICE
+        if cache_tokens <= PAGE + ahead or chunk < 1 or max_batch < 1:
             raise EngineError(f"cache_tokens must be above {PAGE + ahead}, chunk and max_batch at least 1.")
         self.max_length = min(self.max_length, cache_tokens - ahead)
         self.cache_tokens, self.chunk = cache_tokens, chunk

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.device import put
-from glm5.engine.graphs import Capture, DecodeGraphs
+from glm5.engine.graphs import Capture, DecodeGraphs, power_of_two
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.request import Request
 from glm5.model.context import ForwardContext, paged_context
@@ -21,6 +21,8 @@ from glm5.ops.decode_step import Draws
 from glm5.ops.pages import Pages
 
 SHIFT = PAGE.bit_length() - 1
+NARROWEST = 16
+"""Numbers of tokens of a request are rounded up to a power of two of at least this where they are padded."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
     Sparse MLA, and any MLA in exact mode, takes all tokens in one flat batch without padding. Other attention needs
-    rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result.
+    rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result. On an
+    accelerator, where a pass costs the host more than padding costs the device, lengths are rounded up first.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Runner:
         selecting = config.attention_type == "mla" and (config.selects_keys or exact)
         self.flat = selecting and not config.has_recurrent_layers
         self.device = model.device
+        self.pads = not self.flat and not config.has_recurrent_layers and self.device.type != "cpu"
         self.spare_row = rows  # for a sequence outside the scheduler
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
         memory = lambda: (self.table, pool.cache.latents, pool.cache.index_keys)  # noqa: E731
@@ -106,8 +110,33 @@ class Runner:
     def _run(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         for feed in feeds:
             self._table(feed.request)
-        alike = len({len(feed.ids) for feed in feeds}) == 1
-        if alike and self.graphs is not None:
+        counts = [len(feed.ids) for feed in feeds]
+        if len(set(counts)) == 1:
+            return self._forward(feeds, hidden, first_key)
+        if self.flat:
+            return self._eager(feeds, hidden, first_key)
+        pads = self.pads and hidden is None
+        groups: dict[int, list[int]] = {}
+        for i, (feed, count) in enumerate(zip(feeds, counts, strict=True)):
+            width = power_of_two(count, NARROWEST) if pads and count > 1 and feed.later is None else count
+            groups.setdefault(width, []).append(i)
+        ends = list(accumulate(counts))
+        out: Tensor | None = None
+        for width, mine in sorted(groups.items()):
+            at = put(torch.cat([torch.arange(ends[i] - counts[i], ends[i]) for i in mine]), self.device)
+            own = [feeds[i] for i in mine]
+            if any(counts[i] != width for i in mine):
+                part = self._padded(own, width, first_key)
+            else:
+                part = self._forward(own, None if hidden is None else hidden[at], first_key)
+            out = part.new_empty(ends[-1], part.shape[1]) if out is None else out
+            out[at] = part
+        assert out is not None
+        return out
+
+    def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+        """The pass over feeds of equal length, as a CUDA graph if there is one."""
+        if self.graphs is not None:
             replayed = self.graphs(
                 _columns(feeds, first_key),
                 lambda ids: self._fill_in(ids, feeds),
@@ -119,23 +148,24 @@ class Runner:
             )
             if replayed is not None:
                 return replayed
-        if self.flat or alike:
-            return self._forward(feeds, hidden, first_key)
-        counts = [len(feed.ids) for feed in feeds]
-        ends = list(accumulate(counts))
-        out: Tensor | None = None
-        for count in sorted(set(counts)):
-            mine = [i for i, own in enumerate(counts) if own == count]
-            at = put(torch.cat([torch.arange(ends[i] - count, ends[i]) for i in mine]), self.device)
-            part = self._forward([feeds[i] for i in mine], None if hidden is None else hidden[at], first_key)
-            out = part.new_empty(ends[-1], part.shape[1]) if out is None else out
-            out[at] = part
-        assert out is not None
-        return out
+        return self._eager(feeds, hidden, first_key)
 
-    def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+    def _eager(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         ids, ctx = self._inputs(feeds, first_key)
         return forward_pass(self.model, ids, hidden, ctx)
+
+    def _padded(self, feeds: Sequence[Feed], width: int, first_key: int) -> Tensor:
+        """The pass over feeds of at most `width` tokens, each filled up with copies of its last token, whose latents go
+        to the dummy page and whose states are left out. No real token comes after a copy, so none sees it."""
+        columns, real, longest = [list[int]() for _ in range(4)], list[int](), 0
+        for number, feed in enumerate(feeds):
+            count = len(feed.ids)
+            for column, own in zip(columns, _columns([feed], first_key), strict=True):
+                column += own + [0 if column is columns[-1] else own[-1]] * (width - count)
+            real += range(number * width, number * width + count)
+            longest = max(longest, feed.start + count)
+        tokens = put(columns, self.device)
+        return self._pass(tokens, None, count=width, longest=longest, first_key=first_key)[put(real, self.device)]
 
     def _inputs(self, feeds: Sequence[Feed], first_key: int) -> tuple[Tensor, ForwardContext]:
         """Token ids [B, T], and the context."""

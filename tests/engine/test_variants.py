@@ -54,6 +54,29 @@ def test_greedy_equals_decoding_without_a_cache(name: str) -> None:
     assert [done.token_ids for done in found] == expected
 
 
+@pytest.mark.parametrize("name", ["gqa", "swa"])
+def test_rows_of_unequal_length_in_one_padded_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: prompts of 17 to 30 tokens are one pass of 32, beside requests that decode already. The
+    second round finds prefixes in the cache, of which the last token is computed again."""
+    model = make(name)
+    prompts = [[(7 * i * i + 3 * n) % 40 for i in range(n)] for n in (17, 30, 21, 3, 25, 2)]
+    engine = Engine(model, max_batch=6, exact=False)
+    engine.runner.pads = True
+    widths, whole = list[int](), engine.runner._padded
+    monkeypatch.setattr(
+        engine.runner, "_padded", lambda feeds, width, *more: widths.append(width) or whole(feeds, width, *more)
+    )
+    for prompt in prompts[4:]:
+        engine.submit(prompt, GREEDY)
+    for _ in range(3):
+        engine.step()
+    for _ in range(2):
+        found = engine.generate(prompts, GREEDY)
+        for prompt, done in zip(prompts, found, strict=True):
+            assert done.token_ids == by_full_forward(model, prompt, GREEDY.max_tokens)
+    assert {16, 32} <= set(widths) and engine.stats()["hit_tokens"] > 0
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_scores_are_those_of_generation(name: str) -> None:
     engine = Engine(make(name))
