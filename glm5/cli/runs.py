@@ -198,7 +198,7 @@ def reproduce(
         str,
         typer.Argument(
             help="One of muon-split, mtp, dsa, lag, topk, icepop, rollout-dtype, dsa-bonus, reasoning-rl, "
-            "distillation, general-rewards, slides."
+            "distillation, general-rewards, slides; or all."
         ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,
@@ -215,24 +215,19 @@ def reproduce(
 ) -> None:
     """Test one of the paper's claims at small scale (resumes)."""
     from glm5.reproduce import reproduce as run
-    from glm5.reproduce import summary
+    from glm5.reproduce import reproduce_all, summary
 
-    result = run(
-        name,
-        quick=quick,
-        seeds=seeds,
-        minutes=minutes,
-        steps=steps,
-        workers=workers,
-        device=device,
-        runs=runs,
+    options: dict[str, Any] = dict(
+        quick=quick, seeds=seeds, minutes=minutes, steps=steps, workers=workers, device=device, runs=runs,
         publish=publish,
-    )
+    )  # fmt: skip
+    results = reproduce_all(**options) if name == "all" else {name: run(name, **options)}
     if as_json:
-        show(result, True)
+        show(results if name == "all" else results[name], True)
         return
-    typer.echo(summary(result))
-    typer.echo(f"Card: {runs / (f'{name}-quick' if quick else name) / 'card.md'}")
+    for one, result in results.items():
+        typer.echo(summary(result))
+        typer.echo(f"Card: {runs / (f'{one}-quick' if quick else one) / 'card.md'}")
 
 
 @app.command()

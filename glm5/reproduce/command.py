@@ -91,6 +91,25 @@ def reproduce(
     return result
 
 
+def reproduce_all(**options: Any) -> dict[str, dict[str, Any]]:
+    """All experiments one after the other, with the options of `reproduce`: their results by name. One that fails does
+    not keep the others from running; Glm5Error then names it at the end."""
+    results: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for number, name in enumerate(EXPERIMENTS, start=1):
+        _say(f"{name}, {number} of {len(EXPERIMENTS)}")
+        try:
+            results[name] = reproduce(name, **options)
+        except UsageError:
+            raise
+        except Glm5Error as error:
+            failed[name] = str(error)
+            _say(f"{name} failed: {error}")
+    if failed:
+        raise Glm5Error(f"{len(failed)} of {len(EXPERIMENTS)} experiments failed: {', '.join(failed)}; see above.")
+    return results
+
+
 def assemble(experiment: Experiment, folder: Path, plan: dict[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
     """The result object from finished runs."""
     runs = {variant.name: [_need(folder, variant.name, seed) for seed in seeds] for variant in experiment.variants}

@@ -544,6 +544,26 @@ def test_observing_changes_nothing(small: Callable[..., Any]) -> None:
     assert 0 < found["kept_mass"] <= found["kept_mass_oracle"] <= 1 + 1e-5 and 0 <= found["recall"] <= 1
 
 
+def test_all_go_on_after_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def one(name: str, **options: Any) -> dict[str, Any]:
+        asked.append((name, options))
+        if name == "mtp":
+            raise Glm5Error("no room")
+        return {"name": name}
+
+    monkeypatch.setattr(command, "reproduce", one)
+    with pytest.raises(Glm5Error, match=rf"1 of {len(NAMES)} experiments failed: mtp"):
+        command.reproduce_all(quick=True)
+    assert [name for name, _ in asked] == list(EXPERIMENTS) and all(o == {"quick": True} for _, o in asked)
+    monkeypatch.setattr(command, "reproduce", lambda name, **options: {"name": name})
+    assert list(command.reproduce_all()) == list(EXPERIMENTS)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="--seeds"):
+        command.reproduce_all(seeds=0)
+
+
 def test_the_help_names_every_experiment() -> None:
     """The command does not import the experiments for its help, which would cost seconds."""
     said = " ".join(CliRunner().invoke(app, ["reproduce", "--help"]).output.split())
