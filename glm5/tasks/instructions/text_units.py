@@ -22,8 +22,9 @@ LOOKS_LIKE = str.maketrans(
 SPELLED = re.compile(r"[\U0001f1e6-\U0001f1ff]{3}")  # three or more flag letters; a flag has two
 ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "mt", "no", "vs", "e.g", "i.e"))
 CLOSING = """["'”’»)\\]」』]*"""
-SENTENCE_END = re.compile(  # a mark before a space; in scripts without spaces also before the next character
-    rf"[.!?؟]+{CLOSING}(?=\s|$)|[!?]+{CLOSING}(?=[\u3000-\u30ff\u3400-\u9fff])|[。।॥]+{CLOSING}"
+# A mark before a space; in scripts without spaces also before the next character. A run of marks is tried once.
+SENTENCE_END = re.compile(
+    rf"(?<![.!?؟])[.!?؟]+{CLOSING}(?=\s|$)|(?<![!?])[!?]+{CLOSING}(?=[\u3000-\u30ff\u3400-\u9fff])|[。।॥]+{CLOSING}"
 )
 # What may stand within a sentence: "p.m.", "U.S.", "etc.", or a quotation that ends in a mark.
 _WITHIN = re.compile(rf"(?:\b(?:[a-z]\.[a-z]|etc|approx|inc|ltd|jr|sr|ca)\.|[.!?](?!$){CLOSING})$", re.IGNORECASE)
