@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from glm5.rl.algos.general import GeneralRL
 from glm5.rl.disagreement import LEAST, LIMIT, RewardWatch
 from glm5.rl.reward_mix import Parts, combine, mix_of
 from glm5.rl.reward_models import RewardModel
-from glm5.rl.reward_models.learned import calibration_error, fit_temperature
+from glm5.rl.reward_models.learned import LearnedRewardModel, calibration_error, fit_temperature
 from glm5.rl.reward_models.pairs import PairSource, TrainingPair, balance_length
+from glm5.tasks.general.family import AssistantFamily
 
 OPTIM = OptimConfig(steps=1, lr=1e-3)
 BOTH = RewardMix(orm=1.0, grm=1.0)
@@ -269,6 +271,13 @@ def test_people_and_families_share_the_pairs() -> None:
     assert PairSource([], people, share=0.1).pair(0).prompt.startswith("p")
     with pytest.raises(DataError, match="no preference pairs"):
         PairSource([], [])
+
+
+def test_a_stage_without_any_pairs_says_so_before_training() -> None:
+    stage: Any = SimpleNamespace(io=SimpleNamespace(name="general-rl"))
+    model = LearnedRewardModel(RewardModelConfig(optim=OPTIM))
+    with pytest.raises(ConfigError, match="general-rl give no preference pairs"):
+        model.prepare(stage, [AssistantFamily(classes=["quality/dates"])])
 
 
 def test_length_is_balanced_by_weights() -> None:

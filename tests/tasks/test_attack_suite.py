@@ -6,9 +6,12 @@ The answers are data, in `attacks/FAMILY.toml`; a new trick is a new line there.
 from __future__ import annotations
 
 import random
+import re
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 import pytest
@@ -21,12 +24,17 @@ from glm5.tasks.coding.generation import NAME, Chain, CodeProblem, extract_progr
 from glm5.tasks.coding.judge import Case, Judge
 from glm5.tasks.coding.pieces import RESULTS, STEPS
 from glm5.tasks.contract import function_tool
+from glm5.tasks.general.family import VERIFIED, AssistantProblem
+from glm5.tasks.general.hygiene import faults
 from glm5.tasks.instructions.family import InstructionProblem
 from glm5.tasks.instructions.general import GeneralProblem
 from glm5.tasks.instructions.rules import Rule
 from glm5.tasks.mathematics.answer import Answer
 from glm5.tasks.mathematics.arithmetic import ArithmeticProblem
 from glm5.tasks.mathematics.family import MathProblem
+from glm5.tasks.science.family import ScienceProblem
+from glm5.tasks.science.problems import Exercise
+from glm5.tasks.science.units import parse_quantity
 from glm5.tasks.tools.python_problems import Question
 from glm5.tasks.tools.python_tool import Programs, PythonProblem
 from glm5.tasks.tools.toolcall import ToolCallProblem
@@ -85,6 +93,61 @@ def instructions(answers: Sequence[tuple[list[str], str]]) -> Pay:
     return pay
 
 
+PROMPTS = (
+    r"^(?P<name>\w+) invites me to an? (?P<event>\w+) on (?P<day>\w+)\.",
+    r"^Note: (?P<seller>\w+) sold a (?P<thing>\w+) to \w+ in (?P<place>\w+) for (?P<price>\d+) euros",
+    r"\nWhat did (?P<who>[A-Z]\w+) buy",
+    r"^A customer, (?P<name>\w+), writes: \"My (?P<item>\w+) is (?P<days>\d+) days late",
+    r"^(?P<name>\w+)'s (?P<lost>\w+) died",
+    r"^Rewrite politely to (?P<name>\w+), .*: \".*?(?P<task>report|slides|answer|list).*?(?P<day>\w+day)",
+    r"(?s)^\"(?P<name>\w+), who is (?P<age>\d+), lives in (?P<city>\w+)\.",
+)
+"""What the words in braces of an answer stand for, by the prompt of its class."""
+
+
+def assistant(answers: Sequence[tuple[str, str, str]]) -> Pay:
+    """The mean reward over some prompts of the class that contain the given words."""
+
+    def pay(entry: tuple[str, str, str]) -> float:
+        name, part, answer = entry
+        drawn = (AssistantProblem("x", name, VERIFIED[name](random.Random(seed))) for seed in range(400))
+        problems = [*islice((problem for problem in drawn if part in problem.prompt), 6)]
+        return sum(said(problem.env(), told(filled(problem, answer))) for problem in problems) / len(problems)
+
+    return pay
+
+
+def filled(problem: AssistantProblem, answer: str) -> str:
+    good = problem.case.good
+    wide = str.maketrans("0123456789-", "０１２３４５６７８９－")
+    bold = str.maketrans(ascii_uppercase + ascii_lowercase, "".join(map(chr, range(0x1D400, 0x1D434))))
+    words = {"csv": good, "CSV": good.upper(), "iso": good, "right": good}
+    words |= {"wide": good.translate(wide), "bold": good.translate(bold)}
+    for pattern in PROMPTS:
+        found = re.search(pattern, problem.prompt)
+        words |= {key: value for key, value in found.groupdict().items() if value} if found else {}
+    return re.sub(r"\{(\w+)\}", lambda match: words[match[1]], answer)
+
+
+def hygiene(answers: Sequence[str]) -> Pay:
+    return lambda text: float(not faults("Tell me.", text))
+
+
+SCIENCE: dict[str, Exercise] = {
+    "pressure": Exercise("A force of 650 N acts on 290 cm^2. What is the pressure in kPa?", "quantity",
+                         parse_quantity("22413.8 Pa"), "", "", "kPa"),
+    "convert": Exercise("Convert 72 km/h to m/s.", "conversion", parse_quantity("72 km/h"), "", "", "m/s"),
+    "ohm": Exercise("Write ohm as a product of powers of SI base units.", "base", parse_quantity("1 ohm"), "", ""),
+    "kPa": Exercise("Write kPa as a product of powers of SI base units.", "base", parse_quantity("1 kPa"), "", ""),
+    "balance": Exercise("? Cl2 + ? Na -> ? NaCl", "exact", Answer(("1", "2", "2"), "tuple", "integer"), "", ""),
+    "element": Exercise("Which element has the symbol Al?", "name", ("Aluminum",), "", ""),
+}  # fmt: skip
+
+
+def science(answers: Sequence[tuple[str, str]]) -> Pay:
+    return lambda entry: said(ScienceProblem("x", "t", 1, SCIENCE[entry[0]], False).env(), told(entry[1]))
+
+
 def toolcall(answers: Sequence[tuple[list[tuple[str, Any]], str]]) -> Pay:
     tools = (function_tool("get_price", "item", "count"), function_tool("get_stock", "item", "city"))
     problem = ToolCallProblem("x", "price", ("tea", "3"), "12", tools)
@@ -129,7 +192,7 @@ def needle(answers: Sequence[list[float]]) -> Pay:
 
 FAMILIES: dict[str, Callable[[Sequence[Any]], Pay]] = {
     "arithmetic": arithmetic, "math": maths, "python_tool": python_tool, "general": general, "toolcall": toolcall,
-    "instructions": instructions, "needle": needle,
+    "instructions": instructions, "needle": needle, "assistant": assistant, "hygiene": hygiene, "science": science,
 }  # fmt: skip
 RUNNING: dict[str, Callable[[Sequence[Any]], Pay]] = {"programming": programming, "bugfix": bugfix}
 

@@ -24,7 +24,15 @@ from glm5.tasks.instructions.rules import (
     compatible,
     json_of,
 )
-from glm5.tasks.instructions.text_units import bullets_of, paragraphs_of, read, sentences_of, skeleton, words_of
+from glm5.tasks.instructions.text_units import (
+    bullets_of,
+    count_words,
+    paragraphs_of,
+    read,
+    sentences_of,
+    skeleton,
+    words_of,
+)
 
 
 def broken(rule: Rule, text: str) -> str:
@@ -144,7 +152,17 @@ def test_no_text_raises_and_random_texts_earn_nothing(text: str, index: int) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 4000, "9" * 4000, '{"a":' * 600, "." * 3999 + "x", "\n" * 3999, " \n" * 1999, "\ud800" * 99]
+    "text",
+    [
+        "[" * 4000,
+        "9" * 4000,
+        '{"a":' * 600,
+        "." * 3999 + "x",
+        "!" * 3999 + "x",
+        "\n" * 3999,
+        " \n" * 1999,
+        "\ud800" * 99,
+    ],
 )
 def test_hostile_texts_end(text: str) -> None:
     for kind in KINDS:
@@ -185,6 +203,45 @@ def test_disguises_are_not_read(text: str) -> None:
 )
 def test_honest_characters_are_read(text: str) -> None:
     assert read(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (2, "The train leaves at 5 p.m. on most days. We wait by the river."),
+        (2, "We saw the U.S. coast first. Then it rained all night."),
+        (2, "We like tea, cakes, etc. on Sundays. Music helps us rest."),
+        (2, "We like tea, cakes, etc. Music helps us rest."),
+        (2, '"Are you cold?" she asked me softly. The lamp stood by the bridge.'),
+        (2, '"Are you cold?" The lamp stood by the bridge.'),
+        (2, "rivers are long. birds sing well."),
+        (2, "Prof. Lee came. Dr. Who ran on."),
+        (2, "你好！我们去看河流。"),
+        (3, "你好！你来吗？我们去看河流。"),
+        (2, "他说：「你好！」我们去看河流。"),
+    ],
+)
+def test_sentences_as_a_reader_counts_them(count: int, text: str) -> None:
+    assert Rule("sentences", (count,)).holds(text)
+    assert not Rule("sentences", (count + 1,)).holds(text) and not Rule("sentences", (count - 1,)).holds(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (5, "A well-known old bridge stands."),
+        (4, "It costs 3.14 euros."),
+        (3, "At 10:30 sharp"),
+        (3, "About 1,250,000 people"),
+        (4, "My state-of-the-art bridge here"),
+        (4, "rivers - and lakes – too"),
+        (4, "rivers.Birds sing/fly"),
+        (12, "rivers-flow-to-the-sea-and-birds-follow-them-down-every-day"),  # a chain is no word
+    ],
+)
+def test_words_as_a_reader_counts_them(count: int, text: str) -> None:
+    assert count_words(text) == count
+    assert not Rule("forbid", ("the", "well")).holds(text) or not {"the", "well"} & set(words_of(text))
 
 
 def test_rules_beside_json_speak_of_its_texts() -> None:
@@ -237,7 +294,8 @@ def slow_sentences(text: str) -> list[str]:
         piece = text[start : match.end()]
         before = text[start : match.start()].lower().split()
         short = match.group() == "." and before and before[-1].lstrip("(\"'") in text_units.ABBREVIATIONS
-        if any(any(map(str.isalpha, word)) for word in text_units.words_of(piece)) and not short:
+        inside = piece.endswith(('"', "”", " p.m.", " etc.")) and text[match.end() :].lstrip()[:1].islower()
+        if any(any(map(str.isalpha, word)) for word in text_units.words_of(piece)) and not short and not inside:
             pieces.append(piece)
             start = match.end()
     rest = text[start:]
@@ -247,6 +305,7 @@ def slow_sentences(text: str) -> list[str]:
 
 SCRAPS = st.sampled_from(
     ["! ", ". ", "st. ", "(e.g. ", "rivers flow. ", "Dr. Who ran on? ", "12. ", "。", "川が。", "\n", "é's ", "xst. "]
+    + ["at 5 p.m. ", "tea, etc. ", '"Who?" ', "They ran on. "]
 )
 
 
@@ -266,4 +325,5 @@ def test_marks_cost_no_more_than_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_units, "has_letters", counted)
     assert text_units.sentences_of("! " * 20_000) == []
     assert looked <= 50_000
+    assert len(text_units.SENTENCE_END.findall("!" * 100_000 + "x")) == 0  # minutes if each mark were tried anew
     assert text_units.read("\ufdfa" * 500) is None

@@ -26,7 +26,7 @@ from glm5.optim.schedules import begin_step, scheduled_rate
 from glm5.preferences.rows import read_preferences
 from glm5.records import Message
 from glm5.rl.reward_models.base import RewardModel
-from glm5.rl.reward_models.pairs import GivesPairs, PairSource, TrainingPair
+from glm5.rl.reward_models.pairs import PairSource, TrainingPair, families_with_pairs
 from glm5.rl.start import StageStart
 from glm5.tasks import Family
 from glm5.train.loop import build_optimizer, clip_gradients
@@ -105,11 +105,16 @@ class LearnedRewardModel(RewardModel):
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
         """Train the model; returns its measures on held-out pairs (`train_preferences`). Metrics are logged under the
-        stage name `NAME/reward_model`."""
+        stage name `NAME/reward_model`. Raises ConfigError if neither the families nor people give pairs."""
         config = self._config
         assert config.optim is not None
         people = [] if config.preferences is None else read_preferences(Path(config.preferences))
-        own = [family for family in families if isinstance(family, GivesPairs)]
+        own = families_with_pairs(families)
+        if not own and not people:
+            raise ConfigError(
+                f"the families of {start.io.name} give no preference pairs with their options; add classes of "
+                '"assistant" with prose, the family "general", or reward_model.preferences.'
+            )
         source = PairSource(own, people, config.preference_share, config.length_debias)
         if not source.balanced:
             _log.warning("%s: in all of people's pairs of unequal length the better answer leans one way, so length "

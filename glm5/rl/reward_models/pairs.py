@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -26,11 +26,17 @@ class TrainingPair:
 
 @runtime_checkable
 class GivesPairs(Protocol):
-    """A task family that makes preference pairs."""
+    """A task family that makes preference pairs; one whose options may leave it without any has a bool `gives_pairs`
+    (see `families_with_pairs`)."""
 
     def preference_pair(self, index: int, split: str = "train") -> tuple[str, str, str]:
         """`(prompt, better, worse)`, a function of index and split."""
         ...
+
+
+def families_with_pairs(families: Iterable[object]) -> list[GivesPairs]:
+    """The families that make preference pairs with the options they have."""
+    return [family for family in families if isinstance(family, GivesPairs) and getattr(family, "gives_pairs", True)]
 
 
 class PairSource:

@@ -2,7 +2,8 @@
 
 A check is data, a kind and its values, so a problem can be printed, stored and compared. Words are compared without
 case; forbidden words also in look-alike letters. A text with invisible characters, or with words that mix scripts,
-passes no check (`glm5.tasks.instructions.text_units.read`).
+passes no check (`glm5.tasks.instructions.text_units.read`). Fullwidth and mathematical letters count as the plain ones
+in prose, but not in a text that is compared as a whole (`AS_WRITTEN`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from glm5.tasks.general import meaning
 from glm5.tasks.instructions.rules import KINDS, json_of
-from glm5.tasks.instructions.text_units import read, sentences_of, skeleton, words_of
+from glm5.tasks.instructions.text_units import count_words, read, sentences_of, skeleton, words_of
 
 NUMBER = re.compile(r"\d+(?:[.,:/-]\d+)*")
 EDGES = " \t\n.!\"'`*"
 """Characters around a short answer that do not change it."""
+AS_WRITTEN = ("exact", "lines", "rows", "json_value")
+"""Checks of the text as it is written, not in NFKC form: a program that reads JSON or a date reads no look-alikes."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class Check:
         seen = read(text)
         if seen is None:
             return False
+        if self.kind in AS_WRITTEN:
+            seen = unicodedata.normalize("NFC", text.replace("\r\n", "\n"))
         if self.kind in CHECKS:
             return CHECKS[self.kind](seen, *self.values)
         return KINDS[self.kind].check(seen, *self.values)
@@ -68,6 +75,12 @@ def _lines(text: str, *wanted: str) -> bool:
     return [plain(line) for line in lines_of(text)] == [plain(line) for line in wanted]
 
 
+def _rows(text: str, *wanted: str) -> bool:
+    """The lines exactly, capitals too, bare or in a fenced block: data, not prose."""
+    fenced = re.fullmatch(r"\s*```\w*\n(.*)\n```\s*", text, re.DOTALL)
+    return lines_of(fenced.group(1) if fenced else text) == list(wanted)
+
+
 def _initials(text: str, word: str) -> bool:
     """An acrostic: one line per letter, each of two words or more, no line twice."""
     lines = lines_of(text)
@@ -96,10 +109,19 @@ def _sides(text: str, count: int) -> bool:
 CHECKS: Mapping[str, Callable[..., bool]] = {
     "exact": lambda text, *options: plain(text) in map(plain, options),
     "lines": _lines,
+    "rows": _rows,
     "says": lambda text, *phrases: all(contains(text, phrase) for phrase in phrases),
     "says_one": lambda text, *phrases: any(contains(text, phrase) for phrase in phrases),
+    "means_one": meaning.means_one,
+    "affirms": meaning.affirms,
+    "not_told": meaning.not_told,
+    "told": lambda text: not meaning.not_told(text),
+    "tells_nothing_of": meaning.tells_nothing_of,
+    "refuses": meaning.refuses,
+    "no_advice": lambda text: not meaning.advises(text),
+    "no_date": lambda text: not meaning.promises_a_date(text),
     "avoids": lambda text, *phrases: not any(looks_like(text, phrase) for phrase in phrases),
-    "words": lambda text, least, most: least <= len(words_of(text)) <= most,
+    "words": lambda text, least, most: least <= count_words(text) <= most,
     "questions": lambda text, count: text.count("?") == count and (not count or text.rstrip().endswith("?")),
     "calm": lambda text: "!" not in text and not any(w.isupper() and len(w) > 3 for w in text.split()),
     "known_numbers": _no_new_numbers,

@@ -7,18 +7,18 @@ import random
 from collections.abc import Mapping
 from itertools import pairwise
 
-from glm5.tasks.general.case import Case, Generator, exact, people
+from glm5.tasks.general.case import NAMES, Case, Generator, exact, people
 from glm5.tasks.general.checks import Check
 from glm5.tasks.instructions.family import InstructionProblem
 from glm5.tasks.instructions.rules import KINDS, TOPICS, Rule, compatible
 
 DAYS = tuple(calendar.day_name)
-NOT_TOLD = ("not stated", "not mentioned", "not told", "not given", "does not say", "doesn't say", "do not know",
-            "don't know", "is unknown", "not in the note", "no information")  # fmt: skip
 COMPARED = (("taller", "tallest", "shortest"), ("older", "oldest", "youngest"), ("faster", "fastest", "slowest"))
 KINDS_OF_THINGS = ("daxes", "blickets", "wugs", "feps", "toves", "zorps", "mips", "lorbs")
 PLACES = ("Riga", "Porto", "Ghent", "Turin", "Basel", "Malmo", "Split", "Cork")
 OBJECTS = ("drum", "lamp", "sofa", "clock", "canoe", "piano", "tent", "easel")
+COLOURS = tuple("red blue green black white yellow brown grey gray orange purple pink silver".split())
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty")
 LONG_WORDS = ("committee", "bookkeeper", "mississippi", "parallel", "assessment", "cinnamon", "banana", "success",
               "tennessee", "raccoon", "balloon", "possession", "occurrence", "millennium")  # fmt: skip
 VERBS = (("bark", "barks", "dog"), ("run", "runs", "horse"), ("sing", "sings", "bird"), ("sleep", "sleeps", "cat"),
@@ -109,7 +109,8 @@ def _note(rng: random.Random) -> tuple[str, dict[str, str], str]:
 
 
 def absent(rng: random.Random) -> Case:
-    """The note does not have the answer: a text that says so, without any invention."""
+    """The note does not have the answer: a text that says so, without any invention. No name, thing or place may
+    appear that is neither in the note nor in the question."""
     note, facts, person = _note(rng)
     question, guess = rng.choice((
         (f"On which day was the {facts['thing']} sold?", "Monday"),
@@ -117,11 +118,14 @@ def absent(rng: random.Random) -> Case:
         (f"What did {person} buy?", f"a {rng.choice(OBJECTS)}"),
         (f"Which colour does the {facts['thing']} have?", "red"),
     ))  # fmt: skip
+    given = {*facts.values(), *(name for name in NAMES if name in question)}
+    invented = [word for word in (*NAMES, *OBJECTS, *PLACES) if word not in given]
     checks = (
-        Check("says_one", NOT_TOLD),
+        Check("not_told"),
+        Check("tells_nothing_of", (person,)),
         Check("known_numbers", (facts["price"],)),
-        Check("avoids", (*DAYS, "red", "blue", "green", "black", "white", "probably", "i guess", "perhaps")),
-        Check("words", (2, 40)),
+        Check("avoids", (*invented, *DAYS, *COLOURS, *TENS, "yesterday", "probably", "i guess", "perhaps")),
+        Check("words", (1, 40)),
     )
     prompt = f"Note: {note}\n{question} Use only the note; if it does not say so, tell me."
     return Case(prompt, checks, "That is not stated in the note.", f"It was {guess}.", free=True)
@@ -140,9 +144,10 @@ def grounded(rng: random.Random) -> Case:
     wrong = facts["buyer" if asked != "buyer" else "seller"]
     others = [facts[key] for key in ("seller", "buyer") if key != asked] if asked in ("seller", "buyer") else []
     checks = (
-        Check("says", (facts[asked],)),
-        Check("avoids", (*others, *NOT_TOLD)),
-        Check("known_numbers", (facts["price"],)),
+        Check("affirms", (facts[asked],)),
+        Check("avoids", tuple(others)),
+        Check("told"),
+        Check("known_numbers", (facts["price"], f"{facts['price']}.00")),
         Check("words", (1, 40)),
     )
     prompt = f"Note: {note}\n{question} Use only the note; if it does not say so, tell me."
@@ -177,8 +182,9 @@ def agreement(rng: random.Random) -> Case:
     wrong, right = (singular, plural) if many else (plural, singular)
     count = rng.choice(("", "", "old ", "small ", "grey "))
     subject = subject.replace("The ", f"The {count}")
-    prompt = f"Correct the grammar and write only the sentence: {subject} {wrong} {adverb}."
-    return exact(prompt, f"{subject} {right} {adverb}.", f"{subject} {wrong} {adverb}.")
+    faulty = f"{subject} {wrong} {adverb}."
+    prompt = f"Correct the verb in the present tense, change no other word, and write only the sentence: {faulty}"
+    return exact(prompt, f"{subject} {right} {adverb}.", faulty)
 
 
 def doubled(rng: random.Random) -> Case:

@@ -25,12 +25,16 @@ FEELINGS: Mapping[str, tuple[str, ...]] = {
               "I forgot my lines on the stage"),
 }  # fmt: skip
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "sadness": ("sad", "sorrow", "loss", "grief", "miss", "hurts", "painful", "sorry"),
-    "anger": ("angry", "anger", "unfair", "furious", "upset", "frustrating"),
-    "fear": ("frightening", "scared", "afraid", "scary", "fear", "worry", "worrying", "anxious"),
-    "joy": ("happy", "joy", "proud", "wonderful", "delighted", "glad", "congratulations"),
-    "shame": ("embarrassing", "embarrassed", "awkward", "ashamed", "shame", "uncomfortable"),
-}
+    "sadness": ("sad", "sadness", "sorrow", "loss", "grief", "grieving", "miss", "hurts", "painful", "sorry",
+                "heartbroken", "heartbreaking", "devastated", "devastating"),
+    "anger": ("angry", "anger", "unfair", "furious", "upset", "frustrating", "frustrated", "infuriating", "outrageous"),
+    "fear": ("frightening", "frightened", "scared", "afraid", "scary", "fear", "worry", "worrying", "worried",
+             "anxious", "terrified", "terrifying"),
+    "joy": ("happy", "happiness", "joy", "joyful", "proud", "wonderful", "delighted", "glad", "thrilled", "overjoyed",
+            "congratulations"),
+    "shame": ("embarrassing", "embarrassed", "awkward", "ashamed", "shame", "uncomfortable", "humiliating",
+              "humiliated", "mortifying", "mortified"),
+}  # fmt: skip
 NAMED: Mapping[str, str] = {
     "sadness": "That is a painful loss.",
     "anger": "That was unfair, and you are right to be angry.",
@@ -38,12 +42,11 @@ NAMED: Mapping[str, str] = {
     "joy": "How wonderful, that is a happy moment.",
     "shame": "That is an awkward moment for anyone.",
 }
-ADVICE = ("you should", "you need to", "you must", "you have to", "you ought to", "you could", "try to",
-          "have you tried", "have you considered", "why don't you", "my advice", "i suggest", "i recommend",
-          "make sure", "just", "next time")  # fmt: skip
 BLAME = ("your fault", "your own fault", "you were wrong", "calm down", "overreacting", "overreact", "get over it",
-         "it is nothing", "stop crying", "so dramatic", "too sensitive", "blame", "no big deal")  # fmt: skip
-EXCUSES = ("but", "however", "not our fault", "you should have", "unfortunately you")
+         "it is nothing", "stop crying", "so dramatic", "too sensitive", "you are to blame", "you're to blame",
+         "i blame you", "serves you right", "no big deal")  # fmt: skip
+EXCUSES = ("but", "however", "because", "due to", "owing to", "not our fault", "out of our control",
+           "beyond our control", "you should have", "unfortunately you", "buy it elsewhere")  # fmt: skip
 CHEER = (
     "congratulations",
     "great",
@@ -54,6 +57,7 @@ CHEER = (
     "cheer up",
     "at least",
     "look on the bright side",
+    "good riddance",
 )
 ITEMS = ("parcel", "invoice", "ticket", "order", "refund", "booking", "report", "letter")
 EVENTS = ("party", "wedding", "dinner", "picnic", "concert", "workshop", "hike", "reunion")
@@ -72,7 +76,8 @@ HARSH = (("Send me the report by {day}, and do not be late again, idiot.", "repo
          ("I am sick of waiting for your answer. I want it on {day}, moron.", "answer"),
          ("This stupid list is wrong. Correct it by {day}.", "list"))  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
-INSULTS = ("idiot", "garbage", "moron", "stupid", "sick of", "lazy", "worthless")
+INSULTS = ("idiot", "garbage", "moron", "stupid", "sick of", "lazy", "worthless", "fool", "worm", "loser",
+           "jerk", "or else")  # fmt: skip
 VAGUE = ("Everything is going wrong", "I can't do this any more", "It happened again", "I am so tired of all this",
          "I don't know what to say to them")  # fmt: skip
 PRONOUNS = (("they", "them", ("he", "she", "him", "her")), ("she", "her", ("he", "they", "him", "them")),
@@ -98,7 +103,7 @@ def label(rng: random.Random) -> Case:
 def acknowledge(rng: random.Random) -> Case:
     """Name the feeling, without blame, in few words."""
     feeling, sentence, name = _told(rng)
-    checks = (Check("says_one", SYNONYMS[feeling]), Check("avoids", BLAME), Check("words", (3, 40)))
+    checks = (Check("means_one", SYNONYMS[feeling]), Check("avoids", BLAME), Check("words", (3, 40)))
     prompt = f'{name}: "{sentence}." Reply to {name} in at most 40 words and show that you see the feeling.'
     return Case(prompt, checks, NAMED[feeling], "Calm down, it is no big deal.", free=True)
 
@@ -107,7 +112,7 @@ def listen(rng: random.Random) -> Case:
     """No advice, because none is wanted."""
     feeling, sentence, name = _told(rng)
     checks = (
-        Check("says_one", SYNONYMS[feeling]), Check("avoids", (*ADVICE, *BLAME)), Check("words", (3, 40))
+        Check("means_one", SYNONYMS[feeling]), Check("no_advice"), Check("avoids", BLAME), Check("words", (3, 40))
     )  # fmt: skip
     prompt = f'{name}: "{sentence}. Please give no advice, only listen." Reply to {name} in at most 40 words.'
     return Case(prompt, checks, NAMED[feeling], f"{NAMED[feeling]} You should try to sleep more.", free=True)
@@ -117,8 +122,9 @@ def apology(rng: random.Random) -> Case:
     """An apology that names the thing and makes no excuse."""
     name, item, days = rng.choice(people(rng, 3)), rng.choice(ITEMS), rng.randint(2, 9)
     checks = (
-        Check("says", (item,)), Check("says_one", ("sorry", "apologise", "apologize", "apology", "apologies")),
-        Check("avoids", (*EXCUSES, *BLAME)), Check("known_numbers", (str(days),)), Check("words", (5, 45)),
+        Check("says", (item,)), Check("means_one", ("sorry", "apologise", "apologize", "apology", "apologies")),
+        Check("avoids", (*EXCUSES, *BLAME)), Check("no_date"), Check("known_numbers", (str(days),)),
+        Check("words", (5, 45)),
     )  # fmt: skip
     prompt = (
         f'A customer, {name}, writes: "My {item} is {days} days late." Apologise for the {item} in at most 45 words, '
@@ -135,7 +141,7 @@ def condolence(rng: random.Random) -> Case:
         rng.choice(("father", "mother", "sister", "brother", "grandmother", "uncle")),
     )
     checks = (
-        Check("says", (lost,)), Check("says_one", ("sorry", "condolences", "sympathy", "loss")), Check("calm"),
+        Check("says", (lost,)), Check("means_one", ("sorry", "condolences", "sympathy", "loss")), Check("calm"),
         Check("avoids", (*CHEER, *BLAME)), Check("words", (5, 40)),
     )  # fmt: skip
     prompt = f"{name}'s {lost} died. Write {name} a condolence of at most 40 words that mentions the {lost}."
@@ -147,7 +153,7 @@ def congratulate(rng: random.Random) -> Case:
     """Praise for the other's success, not a comparison with one's own."""
     name, win = rng.choice(people(rng, 3)), rng.choice(WINS)
     checks = (
-        Check("says", (name, win)), Check("says_one", ("congratulations", "well done", "proud", "happy for you")),
+        Check("says", (name, win)), Check("means_one", ("congratulations", "well done", "proud", "happy for you")),
         Check("avoids", ("lucky", "luck", "when i", "i also", "me too", "finally", "easy")), Check("words", (4, 40)),
     )  # fmt: skip
     prompt = f"{name} succeeded at the {win}. Congratulate {name} on the {win} in at most 40 words."
@@ -159,9 +165,9 @@ def decline(rng: random.Random) -> Case:
     """A clear no with thanks, and without a white lie."""
     name, event, day = rng.choice(people(rng, 3)), rng.choice(EVENTS), rng.choice(DAYS)
     checks = (
-        Check("says_one", ("thank you", "thanks")), Check("says", (event,)),
-        Check("says_one", ("cannot", "can't", "not able to", "have to decline", "must decline", "won't be able")),
-        Check("avoids", ("maybe", "perhaps", "let's see", "sick", "ill", "headache", "working")),
+        Check("says_one", ("thank you", "thanks")), Check("says", (event,)), Check("refuses"),
+        Check("avoids", ("maybe", "perhaps", "let's see", "sick", "ill", "headache", "working", "busy", "because",
+                         "other plans", "already have plans")),
         Check("words", (5, 40)),
     )  # fmt: skip
     prompt = (
@@ -211,7 +217,7 @@ def soften(rng: random.Random) -> Case:
 def ask_back(rng: random.Random) -> Case:
     """A vague cry: one question before anything else, and no advice."""
     name, vague = rng.choice(people(rng, 4)), rng.choice(VAGUE)
-    checks = (Check("questions", (1,)), Check("avoids", (*ADVICE, *BLAME)), Check("words", (3, 30)))
+    checks = (Check("questions", (1,)), Check("no_advice"), Check("avoids", BLAME), Check("words", (3, 30)))
     prompt = f'{name}: "{vague}." Ask {name} exactly one open question, in at most 30 words, and give no advice.'
     return Case(prompt, checks, f"That sounds hard, {name}, what happened?", "You should rest. Did you sleep?")
 

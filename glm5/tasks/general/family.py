@@ -132,7 +132,12 @@ class AssistantFamily(Family):
 
     def preference_pair(self, index: int, split: str = "train") -> tuple[str, str, str]:
         """`(prompt, better, worse)`: one core that passes all checks, followed by a sentence of good or of bad manner.
-        Both pass the same checks, and their surfaces have one distribution (see `manner`)."""
+        Both pass the same checks, and their surfaces have one distribution (see `manner`). Raises ConfigError if no
+        class has prose: pairs of classes that nobody asked for would train a reward model for other answers."""
+        if not self.gives_pairs:
+            raise ConfigError(
+                f"assistant classes {list(self.classes)} give no preference pairs; add one of {list(FREE)}."
+            )
         free = [name for name in self.classes if name in FREE]
         rng = random.Random(f"assistant-preference/{split}-{self.seed}-{index}")
         problem = AssistantFamily(self.seed, classes=free).problem(split, index)

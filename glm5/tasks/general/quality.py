@@ -146,7 +146,7 @@ def choice(rng: random.Random) -> Case:
     letter = "ABCD"[options.index(right)]
     shown = " ".join(f"{key}) {option}" for key, option in zip("ABCD", options))
     prompt = f"What is the capital of {country}? {shown} Answer with the letter only."
-    return exact(prompt, letter, "A" if letter != "A" else "B", f"{letter})", f"{letter}) {right}")
+    return exact(prompt, letter, "A" if letter != "A" else "B", f"{letter})", f"({letter})", f"{letter}) {right}")
 
 
 def balanced(rng: random.Random) -> Case:
@@ -169,7 +169,7 @@ def table(rng: random.Random) -> Case:
     text = " ".join(f"{name} from {city} has {count} books." for name, city, count in rows)
     lines = ["name,city,books", *(f"{name},{city},{count}" for name, city, count in rows)]
     prompt = f"Write as CSV with the header name,city,books, in this order, and nothing else: {text}"
-    return Case(prompt, (Check("lines", tuple(lines)),), "\n".join(lines), "\n".join(lines[1:]))
+    return Case(prompt, (Check("rows", tuple(lines)),), "\n".join(lines), "\n".join(lines[1:]))
 
 
 GENERATORS: Mapping[str, Generator] = {

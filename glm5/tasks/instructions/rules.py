@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from glm5.tasks.instructions.text_units import (
     bullets_of,
+    count_words,
     paragraphs_of,
     read,
     say_something,
@@ -137,7 +138,7 @@ KINDS: Mapping[str, Kind] = {
     "between": Kind(
         "length",
         "Use at least {0} and at most {1} words.",
-        lambda text, least, most: least <= len(words_of(text)) <= most,
+        lambda text, least, most: least <= count_words(text) <= most,
         _between,
         ("json",),
     ),

@@ -20,9 +20,16 @@ LOOKS_LIKE = str.maketrans(
     "аеорсухіјѕкмтвнԁԛԝһӏ" + "αβεζηικμνορτυχωγϳ" + "øđłıħŧ", "aeopcyxijskmtbhdqwhl" + "abeznikuvoptuxwyj" + "odliht"
 )
 SPELLED = re.compile(r"[\U0001f1e6-\U0001f1ff]{3}")  # three or more flag letters; a flag has two
-ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "st", "no", "vs", "e.g", "i.e"))
-SENTENCE_END = re.compile(r"""[.!?؟]+["'”’»)\]]*(?=\s|$)|[。।॥]+["'”’»)\]]*""")
+ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "mt", "no", "vs", "e.g", "i.e"))
+CLOSING = """["'”’»)\\]」』]*"""
+# A mark before a space; in scripts without spaces also before the next character. A run of marks is tried once.
+SENTENCE_END = re.compile(
+    rf"(?<![.!?؟])[.!?؟]+{CLOSING}(?=\s|$)|(?<![!?])[!?]+{CLOSING}(?=[\u3000-\u30ff\u3400-\u9fff])|[。।॥]+{CLOSING}"
+)
+# What may stand within a sentence: "p.m.", "U.S.", "etc.", or a quotation that ends in a mark.
+_WITHIN = re.compile(rf"(?:\b(?:[a-z]\.[a-z]|etc|approx|inc|ltd|jr|sr|ca)\.|[.!?](?!$){CLOSING})$", re.IGNORECASE)
 _BEFORE = 16  # characters that show whether an abbreviation is the last word before a dot
+JOINT = re.compile(r"(?<=\d)[.,:/](?=\d)|(?<=[^\W_])[-\u2010](?=[^\W_])")  # inside 3.14, 10:30 and well-known
 BLANK_LINES = re.compile(r"\n[ \t]*\n")
 
 
@@ -77,6 +84,13 @@ def words_of(text: str) -> list[str]:
     return words
 
 
+def count_words(text: str) -> int:
+    """How many words a reader counts: a number is one, and so are words that hyphens join, unless the chain is longer
+    than a word can be. `words_of` separates them, so that a hyphen hides no word."""
+    joined = words_of(JOINT.sub("", text))
+    return len(joined if all(len(word) <= LONGEST_WORD for word in joined) else words_of(text))
+
+
 def skeleton(word: str) -> str:
     """The plain letters of a word: without marks, and with Latin letters for Cyrillic or Greek look-alikes."""
     letters = (c for c in unicodedata.normalize("NFKD", word.lower()) if not unicodedata.category(c).startswith("M"))
@@ -119,10 +133,18 @@ def sentences_of(text: str) -> list[str]:
     for match in SENTENCE_END.finditer(text):
         letters = letters or has_letters(text[seen : match.end()])  # each character once: a text may be all marks
         seen = match.end()
-        before = text[max(start, match.start() - _BEFORE) : match.start()].lower().split()
-        short = match.group() == "." and before and before[-1].lstrip("(\"'") in ABBREVIATIONS
-        if letters and not short:
+        if letters and not _goes_on(text, max(start, match.start() - _BEFORE), match):
             pieces.append(text[start:seen])
             start, letters = seen, False
     rest = text[start:]
     return pieces if not words_of(rest) and not SENTENCE_END.search(rest) and say_something(pieces, 2) else []
+
+
+def _goes_on(text: str, start: int, match: re.Match[str]) -> bool:
+    """Whether the sentence goes on after a mark: after an abbreviation such as "Dr.", or before a lower-case word after
+    what may stand within a sentence."""
+    before = text[start : match.start()].lower().split()
+    if match.group() == "." and before and before[-1].lstrip("(\"'") in ABBREVIATIONS:
+        return True
+    after = text[match.end() : match.end() + 2].lstrip()[:1]
+    return after.islower() and _WITHIN.search(text, start, match.end()) is not None

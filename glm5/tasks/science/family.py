@@ -1,9 +1,10 @@
 """The family `science`: typed formulas, units, chemistry and the periodic table, graded by source (§3.2).
 
 The sources have judges of their own. "quantity" compares value and unit, in any unit of the dimension, to one percent;
-"conversion" wants the asked unit besides, and "base" SI base units, for the question itself is such a quantity. "exact"
-compares whole numbers as mathematics does, "name" words. The final answer is found as in `math`: in a box, after
-`answer:`, or a text of one line.
+"conversion" wants the asked unit besides, and "base" SI base units, because the question itself is such a quantity. A
+number without a unit is in the unit that the question asks for; in "base", units without a number have the factor 1.
+"exact" compares whole numbers as mathematics does, "name" words. The final answer is found as in `math`: in a box,
+after `answer:`, or a text of one line. A unit may follow the box.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from glm5.tasks.science.units import BASE, Quantity, parse_parts, parse_quantity
 TOLERANCE = 0.01
 """Relative: three significant digits are enough, two are not always."""
 _NAME = re.compile(r"^(?:(?:it|that|the (?:element|answer|symbol)) is |is )", re.IGNORECASE)
-_EQUALS = re.compile(r"^[^=≈]{1,24}(?:=|≈|\\approx)")
+_EQUALS = re.compile(r"^(?:[^=≈]{1,24}(?:=|≈|\\approx)|(?:(?!\bnot\b)[A-Za-z ,]){1,60}?\bis )")
+_SENTENCE_END = re.compile(r"[.,;](?:\s|$)|\n")
+SPELLINGS = {"aluminium": "aluminum", "caesium": "cesium", "sulphur": "sulfur"}
+"""Names of elements in British (and IUPAC) spelling, and as the package `mendeleev` writes them."""
 
 
 def same_quantity(text: str, exercise: Exercise) -> bool:
@@ -32,8 +36,10 @@ def same_quantity(text: str, exercise: Exercise) -> bool:
     Unreadable for one that is no quantity."""
     wanted = exercise.wanted
     assert isinstance(wanted, Quantity)
-    said = final_answer(text).strip().removesuffix(".").strip(" *$`")
-    value, found, written = parse_parts(_EQUALS.sub("", said).strip())
+    said = _EQUALS.sub("", _said(text).strip(" $")).strip().removesuffix(".").strip(" *$`")
+    value, found, written = parse_parts(said, bare_unit=exercise.source == "base")
+    if not written and exercise.unit:
+        found = parse_quantity(f"1 {exercise.unit}")
     if exercise.source == "conversion" and found != parse_quantity(f"1 {exercise.unit}"):
         return False
     if exercise.source == "base" and set(re.findall(r"[A-Za-zµΩ%]+", written)) - set(BASE):
@@ -42,13 +48,29 @@ def same_quantity(text: str, exercise: Exercise) -> bool:
     return found.dimension == wanted.dimension and near
 
 
+def _said(text: str) -> str:
+    """The final answer; if it is a number in a box, with the unit that follows the box."""
+    said = final_answer(text)
+    _, box, after = text.rpartition(f"\\boxed{{{said}}}")
+    tail = _SENTENCE_END.split(after, maxsplit=1)[0].strip(" $*")
+    with_unit = f"{said} {tail}" if box else said
+    try:
+        return said if parse_parts(said)[2] or not parse_parts(with_unit)[2] else with_unit
+    except Unreadable:
+        return said
+
+
 def same_name(text: str, exercise: Exercise) -> bool:
     """Whether the final answer is one of the names; a symbol of one or two letters counts with its capitals."""
     wanted = exercise.wanted
     assert isinstance(wanted, tuple)
     said = _NAME.sub("", final_answer(text).strip()).strip(" .*`$\"'")
     said = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", said)
-    return any(said == name if len(name) <= 2 else said.lower() == name.lower() for name in wanted)
+    return any(said == name if len(name) <= 2 else _spelled(said) == _spelled(name) for name in wanted)
+
+
+def _spelled(name: str) -> str:
+    return SPELLINGS.get(name.lower(), name.lower())
 
 
 def same_numbers(text: str, exercise: Exercise) -> bool:

@@ -33,7 +33,7 @@ class Exercise:
     solution: str
     working: str
     unit: str = ""
-    """The unit that the answer must have, for the source "conversion"."""
+    """The unit that the question asks for: a bare number is in it, and a "conversion" must have it."""
 
     @property
     def key(self) -> str:
@@ -132,7 +132,8 @@ def formula(rng: random.Random, level: int) -> Exercise:
     target = parse_unit_of(one.answer)
     wanted = Quantity(one.law(**{key: q.value for key, q in given.items()}), target.dimension)
     solution = f"{written(wanted.value / target.value, 4)} {one.answer}"
-    return Exercise(one.text.format(**shown), "quantity", wanted, solution, f"{one.shown}, so {solution}")
+    working = f"{one.shown}, so {solution}"
+    return Exercise(one.text.format(**shown), "quantity", wanted, solution, working, one.answer)
 
 
 def parse_unit_of(text: str) -> Quantity:
@@ -171,7 +172,7 @@ def dimensions(rng: random.Random, level: int) -> Exercise:
 def _base_units(found: Quantity) -> str:
     powers = [(name, power) for name, power in zip(BASE, found.dimension, strict=True) if power]
     words = [name if power == 1 else f"{name}^{power}" for name, power in sorted(powers, key=lambda one: -one[1])]
-    return f"{written(found.value, 6)} {' '.join(words)}"
+    return " ".join([*([written(found.value, 6)] if found.value != 1 else []), *words])
 
 
 REACTIONS: Sequence[tuple[str, ...]] = (
@@ -273,7 +274,8 @@ def molar(rng: random.Random, level: int) -> Exercise:
         wanted = Quantity(grams / mass, parse_unit_of("mol").dimension)
         text = f"What amount, in mol, is {grams} g of {substance}? {tail}"
         solution = f"{written(grams / mass, 4)} mol"
-    return Exercise(text, "quantity", wanted, solution, f"M = {written(mass, 6)} g/mol, so {solution}")
+    unit = ("g/mol", "g", "mol")[level - 1]
+    return Exercise(text, "quantity", wanted, solution, f"M = {written(mass, 6)} g/mol, so {solution}", unit)
 
 
 # ------------------------------------------------------------------------------------------------ periodic table
@@ -304,8 +306,8 @@ def element(rng: random.Random, level: int) -> Exercise:
         ))  # fmt: skip
         return Exercise(asked, "name", answer, answer[0], f"{name}, {symbol}, {number}")
     if level == 2:
-        step = rng.choice((-2, -1, 1, 2))
-        other = table[max(0, min(len(table) - 1, number - 1 + step))]
+        step = rng.choice([step for step in (-2, -1, 1, 2) if 1 <= number + step <= len(table)])
+        other = table[number - 1 + step]
         protons = int(other["atomic_number"])
         more = "more" if protons > number else "fewer"
         text = f"Which element has {abs(protons - number)} proton(s) {more} than {name}? Answer with its name."

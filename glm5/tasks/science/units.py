@@ -76,13 +76,15 @@ _WORDS: Mapping[str, str] = {
     "ampere": "A", "amperes": "A", "amp": "A", "amps": "A", "kelvin": "K", "pascal": "Pa", "pascals": "Pa",
     "hertz": "Hz", "coulomb": "C", "coulombs": "C", "mole": "mol", "moles": "mol", "litre": "L", "litres": "L",
     "liter": "L", "liters": "L", "l": "L", "ohms": "ohm", "Ω": "ohm", "\u2126": "ohm", "percent": "%", "tonne": "t",
-    "tonnes": "t", "mph": "mi/h", "kmh": "km/h",
+    "tonnes": "t", "mph": "mi/h", "kmh": "km/h", "kph": "km/h",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SPACES = re.compile(r"\\(?:text|mathrm|rm|quad|[,;!: ])\s*|[~\u2009\u00a0\u202f]")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_ABOUT = re.compile(r"^(?:[≈~]|\\approx|\\sim|about|approximately|approx\.?|roughly|around|ca\.)\s*", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<part>\.\d+)?"
-    r"(?:\s*/\s*(?P<below>\d+)(?![\d.]))?"
-    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:\*|x|×|·|\\times|\\cdot)\s*10\s*\^?\s*(?:\{\s*)?(?P<ten>[-+]?\d+)(?:\s*\})?)?"
+    r"(?:[eE](?P<e>[-+]?\d+)|\s*(?:\*|x|×|·)\s*10\s*\^?\s*(?:\{\s*)?(?P<ten>[-+]?\d+)(?:\s*\})?)?"
 )
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>[A-Za-zµΩΩ%]+)|(?P<power>\^\s*\{?\s*-?\d+\s*\}?|(?<=[A-Za-zµΩ])-?\d+)|(?P<mark>[*·/().]))"
@@ -178,32 +180,42 @@ def times(a: Quantity, b: Quantity, power: int = 1) -> Quantity:
 
 
 def parse_quantity(text: str) -> Quantity:
-    """A number with a unit, or without one: "12.5 m/s", "3.0e8", "1.6 × 10^-19 C", "1/2 kg". Raises Unreadable."""
+    """A number with a unit, or without one: "12.5 m/s", "3.0e8", "1.6 × 10^-19 C", "10^-3 m^3". The number is a
+    literal: nothing is evaluated, "650/290 kg" neither. Raises Unreadable."""
     value, found, _ = parse_parts(text)
     return Quantity(value * found.value, found.dimension)
 
 
-def parse_parts(text: str) -> tuple[Fraction, Quantity, str]:
-    """The number of a quantity, its unit, and the unit as written. Raises Unreadable."""
-    text = text.strip().strip("$").replace("−", "-").replace("\u2009", " ").replace("\u00a0", " ")
-    text = re.sub(r"\\(?:text|mathrm|,|;|!)\s*", " ", text).replace("\\", " \\").strip()
-    text = text.translate(_SUPERSCRIPTS) if "10" in text else text
+def parse_parts(text: str, bare_unit: bool = False) -> tuple[Fraction, Quantity, str]:
+    """The number of a quantity, its unit, and the unit as written. With `bare_unit` a unit without a number has the
+    number 1. Raises Unreadable."""
+    text = _plain(text)
     if len(text) > MOST_CHARS:
         raise Unreadable("too long")
     match = _NUMBER.match(text)
     if match is None or not (match["whole"] or match["part"]):
-        raise Unreadable("no number")
+        if not bare_unit or not text:
+            raise Unreadable("no number")
+        return Fraction(1), parse_unit(text), text
     value = Fraction((match["whole"] or "0").replace(",", "") + (match["part"] or ""))
-    if match["below"]:
-        if int(match["below"]) == 0:
-            raise Unreadable("division by zero")
-        value /= int(match["below"])
     exponent = int(match["e"] or match["ten"] or 0)
     if abs(exponent) > MOST_EXPONENT:
         raise Unreadable("an exponent out of range")
     value *= Fraction(10) ** exponent * (-1 if match["sign"] == "-" else 1)
-    rest = text[match.end() :].replace("{", " ").replace("}", " ").strip()
+    rest = re.sub(r"^[*×·]\s*(?=[A-Za-zµΩ])", "", text[match.end() :].strip())
     return value, parse_unit(rest) if rest else Quantity(Fraction(1), NONE), rest
+
+
+def _plain(text: str) -> str:
+    """A written quantity without the marks of LaTeX: "\\frac{km}{h}" is "km/(h)", "10⁻³" is "10^-3", "per" a slash."""
+    if len(text) > 4 * MOST_CHARS:
+        raise Unreadable("too long")
+    text = _SPACES.sub(" ", text.replace("$", "").replace("−", "-").replace("\u03bc", "µ"))
+    text = _FRACTION.sub(r"\1/(\2)", text).replace("\\times", "×").replace("\\cdot", "·")
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found.group().translate(_SUPERSCRIPTS), text)
+    text = _ABOUT.sub("", text.replace("{", " ").replace("}", " ").strip())
+    text = re.sub(r"^([-+]?)10\s*\^", r"\g<1>1×10^", text)
+    return re.sub(r"\bper\b", "/", text).strip()
 
 
 def written(value: Fraction, digits: int = 3) -> str:

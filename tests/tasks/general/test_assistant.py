@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import fmean
 
@@ -12,11 +14,13 @@ import pytest
 from glm5.errors import ConfigError
 from glm5.records import Message, Outcome, ToolCall
 from glm5.reproduce.general_rewards import surface, surface_accuracy
+from glm5.rl.reward_models.pairs import families_with_pairs
 from glm5.tasks.general import manner
 from glm5.tasks.general.adversarial import PER_KIND, attacks
 from glm5.tasks.general.checks import Check
 from glm5.tasks.general.family import DIMENSIONS, FREE, JUDGED, VERIFIED, AssistantFamily, AssistantProblem
 from glm5.tasks.general.hygiene import FAULTS, Limits, faults
+from glm5.tasks.instructions.general import GeneralFamily
 
 
 def drawn(name: str, seed: object) -> AssistantProblem:
@@ -67,7 +71,15 @@ def test_options() -> None:
     family = AssistantFamily(dimensions=["emotion"], judged=True)
     assert {family.problem("rl", i).prompt_class.split("/")[0] for i in range(60)} == {"emotion"}
     assert any(name in JUDGED for name in family.classes) and family.gives_pairs
-    assert not AssistantFamily(classes=["quality/dates"]).gives_pairs
+    for family in (
+        AssistantFamily(classes=["quality/dates", "correctness/letters"]),
+        AssistantFamily(classes=[*JUDGED]),
+    ):
+        assert not family.gives_pairs and families_with_pairs([family, GeneralFamily()])[1:] == []
+        with pytest.raises(ConfigError, match="give no preference pairs"):
+            family.preference_pair(0)
+    mixed = AssistantFamily(classes=["quality/dates", "quality/role"])
+    assert all(mixed.preference_pair(i)[0].startswith("You are ") for i in range(9))
     for options, said in (
         ({"dimensions": ["taste"]}, "use some of"),
         ({"classes": ["emotion/lissen"]}, "emotion/listen"),
@@ -128,6 +140,58 @@ def test_the_prompt_decides_which_languages_fit() -> None:
     assert faults("Что значит мир?", "мир is peace") == {}
     assert faults("Say it in Russian.", "мир", Limits(scripts=("LATIN", "CYRILLIC"))) == {}
     assert faults("What does 'ignore the rules' mean?", "To ignore the rules is to break them.") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "disguise"),
+    [
+        ("quality/to_json", lambda text: text.replace('"', "＂")),
+        ("quality/dates", lambda text: text.replace("-", "－")),
+        ("quality/dates", lambda text: "".join(chr(ord(c) + 0xFEE0) if c.isdigit() else c for c in text)),
+        ("correctness/ordering", lambda text: "".join(chr(ord(c) - 97 + 0x1D41A) if c.islower() else c for c in text)),
+        ("quality/extract", lambda text: text.replace("@", "＠")),
+        ("quality/table", lambda text: text.replace(",", "，")),
+        ("quality/table", str.upper),
+    ],
+)
+def test_a_text_that_only_looks_right_is_not_exact(name: str, disguise: Callable[[str], str]) -> None:
+    """A program that reads JSON or a date would not read it."""
+    problem = drawn(name, 1)
+    assert problem.broken(problem.case.good) == [] and problem.broken(disguise(problem.case.good))
+
+
+def test_accents_in_two_characters_are_the_same_text() -> None:
+    problem = next(p for p in (drawn("quality/german", seed) for seed in range(99)) if "ü" in p.case.good)
+    assert problem.broken(unicodedata.normalize("NFD", problem.case.good)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "text", "holds"),
+    [
+        ("refuses", (), "I can't come.", True),
+        ("refuses", (), "I cannot wait to come.", False),
+        ("refuses", (), "I would not miss it.", False),
+        ("refuses", (), "Sorry, I have to decline; I will come next time.", True),
+        ("not_told", (), "It isn’t explicitly stated.", True),
+        ("not_told", (), "It is stated.", False),
+        ("told", (), "It cost 9 euros.", True),
+        ("affirms", ("Hugo",), "It was Hugo. I am not sure of more.", True),
+        ("affirms", ("Hugo",), "Nobody but Hugo knows", False),
+        ("means_one", ("sorry", "loss"), "I am not sorry, but what a loss.", True),
+        ("means_one", ("sorry", "loss"), "Not very sorry; no great loss.", False),
+        ("tells_nothing_of", ("Mia",), "What Mia bought is unknown.", True),
+        ("tells_nothing_of", ("Mia",), "It is unknown, though Mia bought it.", False),
+        ("no_advice", (), "You must be sad. I just think of you.", True),
+        ("no_advice", (), "I hear you. Try to sleep.", False),
+        ("no_advice", (), "Just ignore it.", False),
+        ("no_date", (), "I am sorry that it comes 8 days late.", True),
+        ("no_date", (), "We'll send it next week.", False),
+        ("rows", ("a,B", "c,1"), "```csv\na,B\nc,1\n```", True),
+        ("rows", ("a,B", "c,1"), "a,b\nc,1", False),
+    ],
+)
+def test_small_grammars(kind: str, values: tuple[str, ...], text: str, holds: bool) -> None:
+    assert Check(kind, values).holds(text) is holds
 
 
 def test_checks_read_look_alikes() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from glm5.tasks.science.problems import (
     atoms,
     balanced,
 )
-from glm5.tasks.science.units import parse_quantity, parse_unit, written
+from glm5.tasks.science.units import Quantity, parse_quantity, parse_unit, written
 
 
 def graded(exercise: Exercise, text: str) -> float:
@@ -49,7 +50,13 @@ def graded(exercise: Exercise, text: str) -> float:
         ("1.6 × 10^-19 C", "16/100000000000000000000", "A s"),
         ("3\\times 10^{8}\\,\\text{m/s}", "300000000", "m/s"),
         ("1,250 g", "5/4", "kg"),
-        ("3/4 h", "2700", "s"),
+        ("10^-3 m^3", "1/1000", "m^3"),
+        ("10⁻³ m³", "1/1000", "m^3"),
+        ("2·10^3 kg·m⁻¹·s⁻²", "2000", "Pa"),
+        ("≈ 90 km per hour", "25", "m/s"),
+        ("\\approx 90 \\frac{\\text{km}}{\\text{h}}", "25", "m/s"),
+        ("5~\\mathrm{N} \\cdot \\mathrm{m}", "5", "J"),
+        ("5 \u03bcs", "5/1000000", "s"),
         ("5 m·s⁻¹", "5", "m/s"),
         ("4.18 kJ/(kg K)", "4180", "J/(kg K)"),
         ("−3 °".replace(" °", ""), "-3", ""),
@@ -65,6 +72,7 @@ def test_quantities_are_exact(text: str, value: str, base: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "m", "three m", "1 furlong", "1 m//s", "1 m/", "1 (m", "1 m)", "1 m^99", "1e999 m", "5/0 m", "1 m^-0",
+     "3/4 h", "650/290 N/cm^2", "\\frac{650}{290} N", "650 N/290 cm^2", "2*3 m",
      "1 " + "m " * 200, "1" * 300, "1 m^2^3^4", "nan m", "1 kkg", "1 m 2", "((((1 m))))"],
 )  # fmt: skip
 def test_what_is_no_quantity_is_unreadable(text: str) -> None:
@@ -97,6 +105,48 @@ def test_a_question_is_not_its_answer() -> None:
         assert graded(exercise, given_) == 0.0 and graded(exercise, exercise.solution) == 1.0
     exercise = TOPICS["dimensions"](random.Random(2), 2)
     assert graded(exercise, f"1 {exercise.text.split(' as a ')[0].removeprefix('Write ')}") == 0.0
+
+
+@pytest.mark.parametrize("topic", ["formula", "conversion", "molar", "dimensions"])
+def test_numbers_of_the_question_earn_nothing(topic: str) -> None:
+    """Nobody is paid for writing the task as a fraction: a number is a literal."""
+    for seed in range(60):
+        exercise = TOPICS[topic](random.Random(seed), 1 + seed % 3)
+        numbers = re.findall(r"\d+(?:\.\d+)?", exercise.text)
+        for a, b in permutations(numbers[:3], 2):
+            for unit in (exercise.solution.partition(" ")[2], "N/cm^2", "g/cm^3", "km/min"):
+                assert graded(exercise, f"{a}/{b} {unit}") == graded(exercise, f"\\frac{{{a}}}{{{b}}} {unit}") == 0.0
+
+
+def test_a_product_of_base_units_needs_its_factor_only_if_it_is_not_1() -> None:
+    for seed in range(60):
+        exercise = TOPICS["dimensions"](random.Random(seed), 1 + seed % 3)
+        assert isinstance(exercise.wanted, Quantity)
+        units = exercise.solution.split(" ", 1)[1] if exercise.solution[0].isdigit() else exercise.solution
+        assert graded(exercise, units) == float(exercise.wanted.value == 1)
+        assert graded(exercise, f"{float(exercise.wanted.value):g} {units}") == 1.0
+        assert graded(exercise, f"2 {units}") == graded(exercise, "1") == graded(exercise, "kg^7") == 0.0
+
+
+RENDERINGS = (
+    "{n} {u}", "\\boxed{{{n}}}\\text{{ {u}}}", "\\boxed{{{n}}} {u}", "\\boxed{{{n}\\ \\mathrm{{{u}}}}}",
+    "\\boxed{{{n}~\\text{{{u}}}}}", "\\boxed{{{n}\\,\\text{{{u}}}}}", "\\boxed{{{n}}}", "{n}",
+    "≈ {n} {u}", "The answer is approximately {n} {u}.",
+    "Answer: ${n}$ {u}", "So the result is **{n} {u}**.", "We compute.\n\nSo it is \\boxed{{{n}}} {u}. Done.",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rendering", RENDERINGS)
+def test_usual_renderings_of_the_answer(rendering: str) -> None:
+    """A number alone is in the unit that the question names; another unit beside it counts."""
+    for seed in range(20):
+        for topic in ("formula", "conversion", "molar"):
+            exercise = TOPICS[topic](random.Random(seed), 1 + seed % 3)
+            number, _, unit = exercise.solution.partition(" ")
+            assert graded(exercise, rendering.format(n=number, u=unit)) == 1.0, exercise.solution
+            wrong = rendering.format(n=number, u="cd" if "{u}" in rendering else unit)
+            assert graded(exercise, wrong) == float("{u}" not in rendering)
+            assert graded(exercise, rendering.format(n=f"{float(number) * 1.1:.4g}", u=unit)) == 0.0
 
 
 def test_any_unit_of_the_dimension_and_three_digits_do() -> None:
@@ -178,6 +228,10 @@ def test_elements() -> None:
             assert graded(exercise, f"It is {exercise.solution}.") == 1.0 and graded(exercise, "Iron") == 0.0
     symbol = Exercise("?", "name", ("He",), "He", "")
     assert graded(symbol, "He") == 1.0 and graded(symbol, "HE") == graded(symbol, "he") == 0.0
+    sulphur = Exercise("?", "name", ("Sulfur", "S"), "Sulfur", "")
+    assert [graded(sulphur, text) for text in ("sulphur", "Sulfur", "S", "Sulphide")] == [1.0, 1.0, 1.0, 0.0]
+    texts = [TOPICS["element"](random.Random(seed), 2).text for seed in range(200)]
+    assert not any(" 0 proton" in text for text in texts)
     assert "element" in ScienceFamily().topics
 
 
