@@ -197,8 +197,8 @@ def reproduce(
     name: Annotated[
         str,
         typer.Argument(
-            help="One of muon-split, mtp, dsa, lag, topk, icepop, rollout-dtype, dsa-bonus, reasoning-rl, "
-            "distillation, general-rewards, slides; or all."
+            help="One of muon-split, mtp, dsa, efficient-attention, lag, topk, icepop, rollout-dtype, dsa-bonus, "
+            "reasoning-rl, distillation, general-rewards, slides; or all."
         ),
     ],
     quick: Annotated[bool, typer.Option("--quick", help="Seconds, not hours: shows that it runs only.")] = False,

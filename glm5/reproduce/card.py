@@ -103,6 +103,8 @@ def _questions(experiment: Experiment, result: dict[str, Any]) -> str:
             f"({entry[side]} - {entry[f'{side}_base']})" if f"{side}_base" in entry else entry[side]
             for side in ("left", "right")
         ]
+        if other := entry.get("right_metric"):
+            sides[1] += f", {experiment.labels[other]}"
         found = entry["difference"]
         ends = "open: one seed" if found["low"] is None else f"{_signed(found['low'])} to {_signed(found['high'])}"
         if entry["expected"] == "equal":

@@ -6,6 +6,7 @@ from glm5.reproduce import (
     distillation,
     dsa,
     dsa_bonus,
+    efficient_attention,
     general_rewards,
     icepop,
     lag,
@@ -19,7 +20,8 @@ from glm5.reproduce import (
 from glm5.reproduce.plan import Experiment
 
 _MODULES = (
-    muon_split, mtp, dsa, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation, general_rewards, slides
+    muon_split, mtp, dsa, efficient_attention, lag, topk, icepop, rollout_dtype, dsa_bonus, reasoning, distillation,
+    general_rewards, slides,
 )  # fmt: skip
 
 EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}

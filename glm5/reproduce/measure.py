@@ -19,6 +19,7 @@ from glm5.errors import DataError
 from glm5.model.context import packed_context
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.seeds import derive_seed
+from glm5.tasks.needle import needle_text
 from glm5.train.losses import IndexerLoss, language_loss, target_logprobs
 from glm5.train.step_metrics import StepMetrics
 
@@ -83,6 +84,32 @@ def block_loss(model: GLM5ForCausalLM, shard: Shard, ends: list[tuple[int, int]]
         total -= float(logprobs.double().sum())
         count += logprobs.numel()
     return total / count
+
+
+@torch.no_grad()
+def retrieval(
+    model: GLM5ForCausalLM, tokenizer: Tokenizer, length: int, problems: int, seed: int = 0
+) -> tuple[float, float]:
+    """Share of held-out needle texts of `length` bytes whose whole value is the likeliest continuation, token by token,
+    with depths from the first to the last line; and the mean log-probability of a value, in nats."""
+    texts = [needle_text(seed, i, length, i / max(1, problems - 1), split="heldout") for i in range(problems)]
+    rows = [(tokenizer.encode(prompt), tokenizer.encode(answer)) for prompt, answer in texts]
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    right, total = 0, 0.0
+    step = max(1, TOKENS_AT_ONCE // width)
+    for some in (rows[at : at + step] for at in range(0, problems, step)):
+        ids, documents = torch.zeros(len(some), width, dtype=torch.long), torch.full((len(some), width), -1)
+        for row, (prompt, answer) in enumerate(some):
+            whole = prompt + answer
+            ids[row, : len(whole)], documents[row, : len(whole)] = torch.tensor(whole), 0
+        hidden = model.model(ids.to(model.device), packed_context(documents.to(model.device), exact=False))
+        logits = hidden[: ids.numel()] @ model.lm_head.weight.T
+        scores = logits.float().log_softmax(-1).view(*ids.shape, -1).cpu()
+        for row, (prompt, answer) in enumerate(some):
+            own = scores[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]
+            right += own.argmax(-1).tolist() == answer
+            total += float(own[range(len(answer)), answer].sum())
+    return right / problems, total / problems
 
 
 class KeptAttention(IndexerLoss):

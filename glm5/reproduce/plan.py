@@ -54,6 +54,8 @@ class Question:
     left_base: str | None = None
     right_base: str | None = None
     chance: str | None = None
+    right_metric: str | None = None
+    """The metric of `right`, if it is another one."""
 
 
 @dataclass(frozen=True)

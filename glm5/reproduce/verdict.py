@@ -37,11 +37,12 @@ def judge(expect: str, difference: Interval, margin: float = 0.0, least: float =
 def answer(question: Question, values: Values) -> dict[str, Any]:
     """The paired difference of a question with its 95 % interval over seeds, and the verdict."""
 
-    def of(variant: str, base: str | None) -> list[float]:
-        own = list(values[variant][question.metric])
-        return own if base is None else [a - b for a, b in zip(own, values[base][question.metric], strict=True)]
+    def of(variant: str, base: str | None, metric: str) -> list[float]:
+        own = list(values[variant][metric])
+        return own if base is None else [a - b for a, b in zip(own, values[base][metric], strict=True)]
 
-    left, right = of(question.left, question.left_base), of(question.right, question.right_base)
+    left = of(question.left, question.left_base, question.metric)
+    right = of(question.right, question.right_base, question.right_metric or question.metric)
     difference = paired_difference(left, right)
     margin = question.margin * abs(sum(right) / len(right))
     found = judge(question.expect, difference, margin, question.least)
@@ -52,6 +53,7 @@ def answer(question: Question, values: Values) -> dict[str, Any]:
         "left": question.left,
         "right": question.right,
         **({"left_base": question.left_base, "right_base": question.right_base} if question.left_base else {}),
+        **({"right_metric": question.right_metric} if question.right_metric else {}),
         "expected": question.expect,
         "margin": margin,
         "least": question.least,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,10 +24,21 @@ from glm5.cli import app
 from glm5.data.packing import Batch
 from glm5.errors import ConfigError, Glm5Error, UsageError
 from glm5.model.context import packed_context
-from glm5.reproduce import EXPERIMENTS, command, muon_split, reproduce, runner, summary, verdict, worker
-from glm5.reproduce.measure import KeptAttention, block_loss, blocks, pinned_prompts, repetition
+from glm5.reproduce import (
+    EXPERIMENTS,
+    command,
+    efficient_attention,
+    muon_split,
+    reproduce,
+    runner,
+    summary,
+    verdict,
+    worker,
+)
+from glm5.reproduce.measure import KeptAttention, block_loss, blocks, pinned_prompts, repetition, retrieval
 from glm5.reproduce.plan import Experiment, Outcome, Question, Work, thinned
 from glm5.stats import Interval, t_quantile
+from glm5.tasks.needle import needle_text
 from glm5.train.step_metrics import StepMetrics
 
 NAMES = sorted(EXPERIMENTS)
@@ -118,6 +130,9 @@ def test_gaps_margins_and_chance() -> None:
     assert found["margin"] == pytest.approx(0.02 * 5.4) and found["verdict"] == "supported"
     assert verdict.answer(replace(within, margin=0.01), values)["verdict"] == "not supported"
 
+    other = Question("", "loss", "a", "a", "lower", right_metric="early")
+    assert verdict.answer(other, {"a": {"loss": [1.0, 2.0], "early": [3.0, 4.0]}})["values"] == [-2.0, -2.0]
+
     scored = {"a": {"s": [0.5, 0.5], "chance": [0.25, 0.25]}, "b": {"s": [0.26, 0.24], "chance": [0.25, 0.25]}}
     asked = Question("", "s", "b", "b", "equal", 0.1, chance="chance")
     assert verdict.answer(asked, scored)["verdict"] == "undecided"
@@ -149,6 +164,7 @@ def test_questions_name_variants_that_exist(name: str) -> None:
     for question in experiment.questions:
         named = {question.left, question.right, question.left_base, question.right_base} - {None}
         assert named <= set(variants) and question.metric in experiment.labels
+        assert question.right_metric is None or question.right_metric in experiment.labels
         assert (question.margin > 0) == (question.expect == "equal")
     for place, variant in enumerate(experiment.variants):
         assert variant.after is None or variant.after in variants[:place]
@@ -542,6 +558,39 @@ def test_observing_changes_nothing(small: Callable[..., Any]) -> None:
     assert torch.equal(*hidden)
     found = metrics.numbers()
     assert 0 < found["kept_mass"] <= found["kept_mass_oracle"] <= 1 + 1e-5 and 0 <= found["recall"] <= 1
+
+
+def test_beam_search_finds_the_layers_that_matter_least() -> None:
+    """Scores that add up over layers: the best pattern is known, and a wide beam cannot miss it. A beam that sees few
+    candidates still changes two layers a step, half of them in the end."""
+    worth = [5, 1, 7, 2, 8, 3, 9, 4, 6, 0]
+    scored: list[str] = []
+
+    def score(pattern: str) -> tuple[float, float]:
+        scored.append(pattern)
+        return sum(w for w, kind in zip(worth, pattern, strict=True) if kind == "F"), 0.0
+
+    found = efficient_attention.beam_search(10, score, Random(0), candidates=10_000)
+    assert found == "".join("S" if w < 5 else "F" for w in worth)
+    assert {pattern.count("S") for pattern in scored} == {2, 4, 5} and len(scored) == len(set(scored))
+    scored.clear()
+    few = efficient_attention.beam_search(10, score, Random(0), candidates=6)
+    assert few.count("S") == 5 and len(scored) == 18
+
+
+def test_a_value_is_retrieved_only_if_all_its_tokens_are_likeliest(small: Any, tokenizer: Any) -> None:
+    """Against the model's own greedy continuation, one prompt at a time."""
+    model, length, problems = small(vocab_size=tokenizer.vocab_size), 80, 6
+    found, mean = retrieval(model, tokenizer, length, problems, seed=3)
+    right, total = 0, 0.0
+    for index in range(problems):
+        prompt, answer = needle_text(3, index, length, index / (problems - 1), split="heldout")
+        ids, wanted = tokenizer.encode(prompt), tokenizer.encode(answer)
+        with torch.no_grad():
+            scores = model(torch.tensor([ids + wanted])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        right += scores.argmax(-1).tolist() == wanted
+        total += float(scores[range(len(wanted)), wanted].sum())
+    assert found == right / problems and mean == pytest.approx(total / problems, rel=1e-4)
 
 
 def test_all_go_on_after_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
