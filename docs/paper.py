@@ -20,6 +20,7 @@ VERDICTS = {
     "built": "built, tested",
     "measured": "measured",
     "apart": "cannot be tested here",
+    "ready": "built, not run",
     "missing": "not built yet",
 }
 HEAD = """# The paper, claim by claim
@@ -28,15 +29,16 @@ Made by `docs/paper.py` from `docs/claims.toml` and the results in `docs/results
 
 "Supported", "not supported" and "undecided" are verdicts of experiments at small scale, whose questions and sizes were
 fixed before they ran; how many seeds would decide assumes that difference and spread stay. "Built, tested" is a part of
-the system that does what the paper describes. "Measured" are figures of our own, in [docs/verified.md](verified.md).
+the system that does what the paper describes; "built, not run" is an experiment without a result. "Measured" are
+figures of our own, in [docs/verified.md](verified.md).
 """
 
 
 def claims() -> list[dict[str, str]]:
-    """The claims in the order of the file, each with exactly one answer."""
+    """The claims in the order of the file, each with exactly one answer; `since` says what has changed after a card."""
     found: list[dict[str, str]] = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claims"]
     for claim in found:
-        if claim.keys() - {"section", "claim"} not in [{kind} for kind in ("card", *VERDICTS)]:
+        if claim.keys() - {"section", "claim", "since"} not in [{kind} for kind in ("card", *VERDICTS)]:
             raise ValueError(f"{claim}: a claim has section, claim and one of card, {', '.join(VERDICTS)}")
     return found
 
@@ -49,12 +51,13 @@ def result_of(name: str) -> dict[str, Any]:
 def row(claim: Mapping[str, str]) -> tuple[str, str]:
     """Verdict and answer."""
     if "card" not in claim:
-        (kind,) = claim.keys() - {"section", "claim"}
+        (kind,) = claim.keys() - {"section", "claim", "since"}
         return VERDICTS[kind], claim[kind]
     result = result_of(claim["card"])
     main = [entry for entry in result["verdict"]["questions"] if entry["main"]]
     said = "; ".join(f"{entry['question']}: {_answer(entry)}" for entry in main)
-    return result["verdict"]["claim"], f"{said}. [Card](results/{claim['card']}/{CARD}): `{command(result)}`"
+    since = f". {claim['since']}" if "since" in claim else ""
+    return result["verdict"]["claim"], f"{said}. [Card](results/{claim['card']}/{CARD}): `{command(result)}`{since}"
 
 
 def _answer(entry: Mapping[str, Any]) -> str:
