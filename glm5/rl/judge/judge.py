@@ -196,7 +196,7 @@ def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
     does not exist."""
     tokens, temperature, template = config.max_tokens, config.temperature, config.template
     backend: Backend
-    if config.model.startswith(("http://", "https://")):
+    if config.remote:
         key = _key(config.key_file)
         backend = EndpointBackend(
             config.model,
@@ -210,7 +210,7 @@ def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
             structured=config.structured,
         )
     else:
-        folder, device = start.checkpoint(config.model), start.io.ranks.device
+        folder, device = start.judge_checkpoint(config.model), start.io.ranks.device
         backend = EngineBackend(folder, max_tokens=tokens, temperature=temperature, template=template, device=device)
     return Judge(
         backend,
