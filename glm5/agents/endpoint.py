@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -41,22 +41,25 @@ PAUSES_S = (0.5, 2.0, 8.0, 20.0)
 class EndpointError(EngineError):
     """The model's server refused a request, could not be reached, or answered something that is not a reply.
     `refused`: it answered that it will not answer this request. `too_long`: it seems to have refused it for the length
-    of its prompt."""
+    of its prompt. `tries`: the requests for an answer that were made."""
 
     refused = False
     too_long = False
+    tries = 0
 
 
 @dataclass(frozen=True)
 class Reply:
     """One answer. `broken` has, by the number of a call, what the model wrote as arguments if that is not a JSON
-    object; the call's arguments are then empty. Token counts are the server's; 0 if it does not tell them."""
+    object; the call's arguments are then empty. Token counts are the server's; 0 if it does not tell them. `tries`
+    counts the requests that it took."""
 
     message: Message
     finish_reason: str = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0
     broken: Mapping[int, str] = field(default_factory=dict)
+    tries: int = 1
 
 
 class Model(Protocol):
@@ -140,14 +143,19 @@ class Endpoint:
         body = self._wire.request(self.name, messages, tools) | self._options
         data = json.dumps(body, ensure_ascii=True).encode()
         told = on_delta or (lambda kind, text: None)
-        for pause in (*self._pauses, None):
+        for tries, pause in enumerate((*self._pauses, None), 1):
             try:
-                return self._once(data, told)
+                return replace(self._once(data, told), tries=tries)
             except _MayPass as error:
                 told("wait", "")
                 if pause is None:
-                    raise EndpointError(str(error)) from error
+                    failed = EndpointError(str(error))
+                    failed.tries = tries
+                    raise failed from error
                 time.sleep(pause)
+            except EndpointError as error:
+                error.tries = tries
+                raise
         raise AssertionError("the last pause is None")
 
     def _once(self, data: bytes, on_delta: wire.OnDelta) -> Reply:

@@ -39,7 +39,7 @@ def prefer(
         if export is not None or agreement:
             found: dict[str, object] = {}
             if export is not None:
-                found["exported"] = votes.export(export)
+                found["exported"] = votes.export(export, source)
             if agreement:
                 from glm5.preferences.report import agreement_report
 

@@ -406,6 +406,8 @@ class RunRecipe(Frozen):
             _check_families(stage)
             if isinstance(stage, DistillStage):
                 _check_teachers(stage, teachers)
+            if isinstance(stage, GeneralStage):
+                _check_judge(stage, teachers)
             names.add(stage.name)
             if not isinstance(stage, TokenizerStage):
                 teachers.add(stage.name)
@@ -440,6 +442,16 @@ def _check_families(stage: Stage) -> None:
             raise ValueError(
                 f'only stages of kind "distill" have teachers; remove `teacher` from {family.name} in {stage.name}'
             )
+
+
+def _check_judge(stage: GeneralStage, known: Collection[str]) -> None:
+    """Raise ValueError for a judge that is neither a server, nor a path, nor one of the known names."""
+    judge = stage.judge
+    if judge is not None and not (judge.remote or is_path(judge.model) or judge.model in known):
+        raise ValueError(
+            f'{stage.name}: judge.model = "{judge.model}" is neither the URL of a server, nor a path with a slash, nor '
+            'an earlier stage, nor "start" in a run that has a `start`' + nearest(judge.model, known)
+        )
 
 
 def _check_teachers(stage: DistillStage, known: Collection[str]) -> None:

@@ -69,7 +69,9 @@ class JudgeConfig(Frozen):
     Prompts without one compare the answers of a group with each other."""
     most_calls: int = Field(20_000, ge=1)
     most_tokens: int = Field(50_000_000, ge=1)
-    """Limits of what the stage may ask of the judge, also over interruptions. Beyond them the judge fails."""
+    """Limits of what the stage may ask of the judge, also over interruptions: requests with all repetitions, and tokens
+    (an estimate if the server does not tell). Beyond them the judge fails. They are checked before every
+    4 * `concurrency` questions, which may exceed them."""
     concurrency: int = Field(8, ge=1)
     seconds: float = Field(120.0, gt=0)
     """Maximum silence of the server."""
@@ -80,7 +82,14 @@ class JudgeConfig(Frozen):
     def _both_orders(self) -> Self:
         if self.samples % 2:
             raise ValueError(f"judge.samples = {self.samples} is odd; half of the verdicts have the answers swapped")
+        if self.template == "short" and (self.rubric != RUBRIC or self.rubrics):
+            raise ValueError('judge.template = "short" has no instructions; remove `rubric` and `rubrics`')
         return self
+
+    @property
+    def remote(self) -> bool:
+        """Whether the judge is a server."""
+        return self.model.startswith(("http://", "https://"))
 
 
 class RewardMix(Frozen):

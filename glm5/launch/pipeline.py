@@ -27,7 +27,7 @@ from glm5.data.shards import verify_shards
 from glm5.errors import CheckpointError, ConfigError, MissingExtraError
 from glm5.eval.harness import evaluate
 from glm5.files import atomic_write, exclusive, publish_dir, recover_dir
-from glm5.launch.stages import CORPUS, RunState, check_indexers, check_teachers, run_stage, runner_of, units
+from glm5.launch.stages import CORPUS, DONE, RunState, check_indexers, check_inputs, run_stage, runner_of, units
 from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.model.hf_weights import write_checkpoint
 from glm5.obs import PipelineProgress, check_sinks, logged, open_metrics
@@ -39,7 +39,6 @@ from glm5.rl.prompts import PromptStream
 from glm5.tasks import make_family
 from glm5.train.loop import StageIO
 
-DONE = "stage.json"
 MODEL = "model"
 
 
@@ -62,7 +61,7 @@ def run_pipeline(recipe: RunRecipe, *, verbose: bool = False) -> Path:
 def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int) -> Path:
     ranks.on_main(lambda: _claim(run, recipe))
     entries: list[dict[str, Any]] = []
-    folders = {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}
+    folders = _folders(recipe)
     expected = {stage.name: stage.expected_seconds for stage in recipe.stages}
     console = None if ranks.main else Console(quiet=True)
     ranks.on_main(lambda: write_environment(run))
@@ -103,6 +102,12 @@ def _run(state: RunState, recipe: RunRecipe, run: Path, ranks: Ranks, heard: int
 
     ranks.on_main(publish)
     return run
+
+
+def _folders(recipe: RunRecipe) -> dict[str, Path]:
+    """The stages' folders by their names."""
+    run = Path(recipe.runs) / recipe.name
+    return {stage.name: run / f"{index:02d}-{stage.name}" for index, stage in enumerate(recipe.stages)}
 
 
 def _prepare(folder: Path) -> bool:
@@ -202,7 +207,7 @@ def _start(recipe: RunRecipe, ranks: Ranks) -> RunState:
     )
     if source:
         state.tokenizer = Tokenizer.load(source)
-    check_teachers(state)
+    check_inputs(state, _folders(recipe))
     return state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from glm5.config.model import GLM5Config
 from glm5.config.recipe import (
     DistillStage,
     DsaStage,
+    GeneralStage,
     PolicyStage,
     PretrainStage,
     RunRecipe,
@@ -46,6 +47,8 @@ _log = get_logger(__name__)
 
 CORPUS = "corpus"
 """Name of the only corpus of a run."""
+DONE = "stage.json"
+"""In the folder of a finished stage."""
 
 
 @dataclass
@@ -259,7 +262,8 @@ def _sft(state: RunState, stage: SftStage, io: StageIO) -> dict[str, float]:
 def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float]:
     model, tokenizer = state.need_model(), state.need_tokenizer()
     algorithm = stage_algorithm(stage)
-    prepared = algorithm.prepare(StageStart(model, tokenizer, io, partial(_teacher_folder, state, stage)))
+    teacher, judge = partial(_teacher_folder, state, stage), partial(_checkpoint_folder, state, stage, "judge")
+    prepared = algorithm.prepare(StageStart(model, tokenizer, io, teacher, judge))
     driver: Driver
     if state.recipe.launch is None:
         driver = LogicalDriver(model, tokenizer, stage, algorithm, io, state.recipe.seed)
@@ -274,18 +278,37 @@ def _policy(state: RunState, stage: PolicyStage, io: StageIO) -> dict[str, float
     return numbers | prepared
 
 
-def check_teachers(state: RunState) -> None:
-    """Raise ConfigError for a teacher's directory that is no checkpoint, or has another tokenizer than the run (if that
-    is known yet)."""
+def check_inputs(state: RunState, folders: Mapping[str, Path]) -> None:
+    """Raise now what stages would otherwise find only when they begin: a directory of a teacher or a judge that is no
+    checkpoint, a teacher with another tokenizer than the run (if that is known yet), votes and human answers that
+    cannot be read. `folders` are those of the stages by name; a finished stage needs no input."""
     for stage in state.recipe.stages:
         if isinstance(stage, DistillStage):
             for family in stage.families:
                 if is_path(name := stage.teacher_of(family) or ""):
                     _teacher_folder(state, stage, name)
+        if isinstance(stage, PolicyStage) and not (folders[stage.name] / DONE).exists():
+            judge = stage.judge if isinstance(stage, GeneralStage) else None
+            if judge is not None and not judge.remote and is_path(judge.model):
+                _checkpoint_folder(state, stage, "judge", judge.model)
+            stage_algorithm(stage).check(folders[stage.name])
 
 
 def _teacher_folder(state: RunState, stage: PolicyStage, name: str) -> Path:
     """The checkpoint of a teacher. Equal ids must mean equal text, or its probabilities are for another text."""
+    folder = _checkpoint_folder(state, stage, "teacher", name)
+    if not is_path(name):
+        return folder
+    if state.tokenizer is not None and Tokenizer.load(folder).hash() != state.tokenizer.hash():
+        raise ConfigError(
+            f"{stage.name}: the teacher {folder} has another tokenizer than this run, so its probabilities are of "
+            "other texts; choose a teacher that was trained with the run's tokenizer."
+        )
+    return folder
+
+
+def _checkpoint_folder(state: RunState, stage: PolicyStage, what: str, name: str) -> Path:
+    """The checkpoint of a teacher or a judge, by the name of an earlier stage, "start" or a path."""
     if not is_path(name):
         if name not in state.checkpoints:
             raise ConfigError(f'{stage.name}: there is no checkpoint of a stage "{name}" yet.')
@@ -294,12 +317,7 @@ def _teacher_folder(state: RunState, stage: PolicyStage, name: str) -> Path:
     missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).exists()]
     if missing:
         raise ConfigError(
-            f"{stage.name}: the teacher {folder} has no {missing[0]}; give a checkpoint directory with a tokenizer."
-        )
-    if state.tokenizer is not None and Tokenizer.load(folder).hash() != state.tokenizer.hash():
-        raise ConfigError(
-            f"{stage.name}: the teacher {folder} has another tokenizer than this run, so its probabilities are of "
-            "other texts; choose a teacher that was trained with the run's tokenizer."
+            f"{stage.name}: the {what} {folder} has no {missing[0]}; give a checkpoint directory with a tokenizer."
         )
     return folder
 

@@ -45,11 +45,11 @@ def krippendorff_alpha(votes: Votes) -> float | None:
     return 1.0 - observed / expected
 
 
-def pairwise_kappas(votes: Votes) -> dict[str, tuple[float | None, int]]:
-    """Cohen's kappa of every two raters on the items that both voted on, and the number of these: "A / B" -> both."""
+def pairwise_kappas(votes: Votes) -> dict[tuple[str, str], tuple[float | None, int]]:
+    """Cohen's kappa of every two raters on the items that both voted on, and the number of these."""
     raters = sorted({rater for given in votes.values() for rater in given})
     found = {}
     for a, b in combinations(raters, 2):
         both = [(given[a], given[b]) for given in votes.values() if a in given and b in given]
-        found[f"{a} / {b}"] = (cohen_kappa([x for x, _ in both], [y for _, y in both]), len(both))
+        found[a, b] = (cohen_kappa([x for x, _ in both], [y for _, y in both]), len(both))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sqlite3
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Annotated, Any
 import pydantic
 
 from glm5.errors import MissingExtraError, UsageError
-from glm5.preferences.store import CONSENT, CONSENT_HASH, MOST_WHY, PreferenceStore, check_name
+from glm5.preferences.store import CONSENT, CONSENT_HASH, MOST_WHY, PreferenceStore
 
 try:
     from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse
 except ImportError as error:
     raise MissingExtraError("fastapi", "serve") from error
@@ -50,7 +52,7 @@ class Vote(Named):
     pair: str = pydantic.Field(max_length=64)
     side: str = pydantic.Field(max_length=16)
     why: str = pydantic.Field("", max_length=MOST_WHY)
-    seconds: Annotated[float, pydantic.Field(ge=0, le=1e6)] = 0.0
+    seconds: Annotated[float, pydantic.Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
 
 
 class Back(Named):
@@ -90,39 +92,41 @@ def create_app(store: PreferenceStore, rater: str = "", host: str = "127.0.0.1")
     async def consent() -> dict[str, str]:
         return {"text": CONSENT, "hash": CONSENT_HASH, "rater": rater}
 
+    # The following are not `async`: while the store waits for the disk or another process, other requests go on.
+
     @app.post("/api/agree")
-    async def agree(said: Agreement) -> dict[str, Any]:
-        name = check_name(said.rater)
+    def agree(said: Agreement) -> dict[str, Any]:
+        name = store.rater(said.rater)
         store.agree(name, said.consent)
         return state(name, store.next_pair(name))
 
     @app.post("/api/next")
-    async def following(said: Named) -> dict[str, Any]:
-        name = check_name(said.rater)
+    def following(said: Named) -> dict[str, Any]:
+        name = store.rater(said.rater)
         return state(name, store.next_pair(name) if store.agreed(name) else None)
 
     @app.post("/api/vote")
-    async def vote(said: Vote) -> dict[str, Any]:
-        name = check_name(said.rater)
+    def vote(said: Vote) -> dict[str, Any]:
+        name = store.rater(said.rater)
         store.vote(name, said.pair, said.side, said.why, said.seconds)
         return state(name, store.next_pair(name))
 
     @app.post("/api/back")
-    async def back(said: Back) -> dict[str, Any]:
-        name = check_name(said.rater)
+    def back(said: Back) -> dict[str, Any]:
+        name = store.rater(said.rater)
         if not store.agreed(name):
             return state(name, None)
         return state(name, store.previous_pair(name, said.pair) or said.pair)
 
     @app.post("/api/unskip")
-    async def unskip(said: Named) -> dict[str, Any]:
-        name = check_name(said.rater)
+    def unskip(said: Named) -> dict[str, Any]:
+        name = store.rater(said.rater)
         store.unskip(name)
         return state(name, store.next_pair(name) if store.agreed(name) else None)
 
     @app.post("/api/forget")
-    async def forget(said: Named) -> dict[str, int]:
-        return {"deleted": store.forget(check_name(said.rater))}
+    def forget(said: Named) -> dict[str, int]:
+        return {"deleted": store.forget(store.rater(said.rater))}
 
     @app.middleware("http")
     async def small(request: Request, call_next: Any) -> Any:
@@ -130,6 +134,20 @@ def create_app(store: PreferenceStore, rater: str = "", host: str = "127.0.0.1")
         if request.method == "POST" and not (length.isascii() and length.isdigit() and int(length) <= MOST_BODY):
             return JSONResponse({"error": "The request is too large or does not say how large it is."}, 413)
         return await call_next(request)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        # Without the value itself: it may be a number or a text that JSON cannot say.
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        text = f"The request is malformed at {ascii(where)[1:-1][:80] or 'its beginning'}: {first['msg']}."
+        return JSONResponse({"error": text}, 422)
+
+    @app.exception_handler(sqlite3.OperationalError)
+    async def busy(request: Request, error: sqlite3.OperationalError) -> JSONResponse:
+        locked = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        why = "Another program is writing to it; try again in a moment." if locked else f"{error}."
+        return JSONResponse({"error": f"The file of votes cannot be used now. {why}"}, 503)
 
     @app.exception_handler(UsageError)
     async def refused(request: Request, error: UsageError) -> JSONResponse:

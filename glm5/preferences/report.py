@@ -25,6 +25,6 @@ def agreement_report(store: PreferenceStore) -> dict[str, Any]:
         "ties": sum(choice == "tie" for _, _, choice in whole),
         "voted_by_several": sum(len(given) > 1 for given in votes.values()),
         "krippendorff_alpha": alpha,
-        "cohen_kappa": {names: {"kappa": kappa, "pairs": count} for names, (kappa, count) in kappas.items()},
+        "cohen_kappa": [{"raters": [*raters], "kappa": k, "pairs": n} for raters, (k, n) in kappas.items()],
         "left_share": None if left is None else {"share": left.value, "low": left.low, "high": left.high},
     }

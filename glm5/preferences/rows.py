@@ -13,6 +13,7 @@ from typing import Any
 from glm5.data.readers import bad_json, limited_lines
 from glm5.data.sft import conversation_files, read_conversations
 from glm5.errors import DataError
+from glm5.files import atomic_write
 
 MOST_LINE = 1 << 20
 MOST_TEXT = 1 << 18
@@ -81,11 +82,7 @@ def read_preferences(source: Path) -> list[Preferred]:
     Raises DataError for a line of another form, and for a source without any preference.
     """
     votes: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for where, row in _rows(source):
-        prompt, chosen, rejected = (_text(where, name, row.get(name)) for name in ("prompt", "chosen", "rejected"))
-        tie = row.get("tie", False)
-        if not isinstance(tie, bool):
-            raise DataError(f'{where}: "tie" must be true or false.')
+    for prompt, chosen, rejected, tie in _votes(source):
         first, second = sorted((chosen, rejected))
         votes[prompt, first, second].append(0.0 if tie else 1.0 if chosen == first else -1.0)
     found = []
@@ -97,6 +94,12 @@ def read_preferences(source: Path) -> list[Preferred]:
     if not found:
         raise DataError(f"{source} has no preference; vote with `glm5 prefer`, then export.")
     return found
+
+
+def write_preferences(source: Path, path: Path) -> None:
+    """Write what `read_preferences` reads of `source` to another file: the votes, without raters and their reasons."""
+    rows = [{"prompt": p, "chosen": c, "rejected": r, "tie": tie} for p, c, r, tie in _votes(source)]
+    _write(path, rows)
 
 
 def read_anchors(sources: Sequence[str | Path]) -> dict[str, list[str]]:
@@ -121,8 +124,34 @@ def read_anchors(sources: Sequence[str | Path]) -> dict[str, list[str]]:
     return dict(found)
 
 
+def write_anchors(sources: Sequence[str | Path], path: Path) -> None:
+    """Write what `read_anchors` reads of `sources` to one file."""
+    rows = []
+    for prompt, answers in read_anchors(sources).items():
+        for answer in answers:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": turns})
+    _write(path, rows)
+
+
+def _votes(source: Path) -> Iterator[tuple[str, str, str, bool]]:
+    """The prompt, the chosen and the rejected answer of every vote, and whether it is a tie."""
+    for where, row in _rows(source):
+        prompt, chosen, rejected = (_text(where, name, row.get(name)) for name in ("prompt", "chosen", "rejected"))
+        tie = row.get("tie", False)
+        if not isinstance(tie, bool):
+            raise DataError(f'{where}: "tie" must be true or false.')
+        yield prompt, chosen, rejected, tie
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _rows(source: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(FILE:LINE, object) of every line that is not blank."""
+    if not source.exists():
+        raise DataError(f"{source} does not exist; give a JSONL file or a folder of such files.")
     for path in conversation_files(source):
         with path.open("rb") as file:
             for number, line in limited_lines(file, MOST_LINE):

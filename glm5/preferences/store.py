@@ -12,6 +12,7 @@ import json
 import random
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ Choice = Literal["first", "second", "tie", "skip"]
 CHOICES = ("first", "second", "tie", "skip")
 FORMAT = 1
 MOST_WHY = 4000
+BUSY_S = 2.0
+"""Maximum time to wait for another process that writes to the file: a person waits for the page."""
 SCHEMA = """
 CREATE TABLE pairs (
     id TEXT PRIMARY KEY, place INTEGER NOT NULL, prompt TEXT NOT NULL, first TEXT NOT NULL, second TEXT NOT NULL,
@@ -64,14 +67,23 @@ class Card:
 
 
 def check_name(name: object) -> str:
-    """A rater's name. Raises UsageError for one that is empty, too long or not printable."""
-    if isinstance(name, str) and 0 < len(name.strip()) <= 60 and name.isprintable():
-        return name.strip()
+    """A rater's name in Unicode's composed form. Raises UsageError for one that is empty, too long or not printable."""
+    if isinstance(name, str) and name.isprintable():
+        name = unicodedata.normalize("NFC", name).strip()
+        if 0 < len(name) <= 60:
+            return name
     raise UsageError("A rater's name is 1 to 60 printable characters.")
+
+
+def is_same_rater(one: str, other: str) -> bool:
+    """Whether two names differ at most in capitals or in the form of their Unicode characters."""
+    return one == other or check_name(one).casefold() == check_name(other).casefold()
 
 
 class PreferenceStore:
     """A file of pairs, raters and votes, created if it does not exist. Thread-safe; use it as a context manager.
+    Methods take a rater's name as `rater` gives it. They raise sqlite3.OperationalError if another process holds the
+    file for longer than `BUSY_S`.
 
     Raises DataError for a file that is not such a store.
     """
@@ -81,6 +93,7 @@ class PreferenceStore:
         what, advice = "a file of preferences", "name another --store"
         self._db = open_file(path, SCHEMA, FORMAT, what, advice, durable=True)
         self._db.execute("PRAGMA foreign_keys = ON")
+        self._db.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_S)}")
 
     def __enter__(self) -> PreferenceStore:
         return self
@@ -107,6 +120,12 @@ class PreferenceStore:
             )
             return int(self._db.execute("SELECT count(*) FROM pairs").fetchone()[0] - before)
 
+    def rater(self, name: object) -> str:
+        """A rater's name as first written: "ann" is "Ann", if she is known. Raises UsageError like `check_name`."""
+        said = check_name(name)
+        known = [row[0] for row in self._rows("SELECT name FROM raters ORDER BY rowid")]
+        return said if said in known else next((one for one in known if is_same_rater(one, said)), said)
+
     def agree(self, rater: str, consent: str) -> None:
         """Store that a rater agreed to a text, by its hash. Raises UsageError for another text than `CONSENT`."""
         if consent != CONSENT_HASH:
@@ -116,7 +135,7 @@ class PreferenceStore:
             "consent = excluded.consent, agreed = excluded.agreed"
         )
         with self._writing():
-            self._db.execute(text, (check_name(rater), consent, time.time()))
+            self._db.execute(text, (self.rater(rater), consent, time.time()))
 
     def agreed(self, rater: str) -> bool:
         """Whether a rater agreed to the present text."""
@@ -202,10 +221,19 @@ class PreferenceStore:
             found.setdefault(pair, {})[rater] = choice
         return found
 
-    def export(self, path: Path) -> int:
+    def export(self, path: Path, source: Path | None = None) -> int:
         """Write the votes as JSONL, in the pairs' order, and return their number: `prompt`, `chosen`, `rejected` (for a
         tie in the order of the file), `tie`, `rater`, `why`, `class`, `left` (whether the chosen answer was on the
-        left), `seconds`, `time`. Skipped pairs are left out."""
+        left), `seconds`, `time`. Skipped pairs are left out.
+
+        Raises UsageError for a path that is this store or, also by a link, part of `source`, the file or folder of the
+        pairs: it would be overwritten, or its votes read as pairs.
+        """
+        own = [self.path.with_name(self.path.name + end) for end in ("", "-wal", "-shm")]
+        if any(_is_same_file(path, one) for one in own):
+            raise UsageError(f"{path} is the file of the votes; export to another file.")
+        if source is not None and (_is_same_file(path, source) or _is_read_with(path, source)):
+            raise UsageError(f"{path} is part of {source}, where the pairs are; export to another file.")
         rows = self._rows(
             "SELECT p.prompt, p.first, p.second, p.grp, v.choice, v.rater, v.why, v.swapped, v.seconds, v.voted "
             "FROM votes v JOIN pairs p ON p.id = v.pair WHERE v.choice != 'skip' ORDER BY p.place, v.rater"
@@ -219,6 +247,18 @@ class PreferenceStore:
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         atomic_write(path, "".join(lines))
         return len(lines)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths are one file, also by links."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
+
+
+def _is_read_with(path: Path, folder: Path) -> bool:
+    """Whether `conversation_files(folder)` has the path, or would have it after it is written."""
+    if not folder.is_dir():
+        return False
+    return path.resolve().is_relative_to(folder.resolve()) and path.suffix == ".jsonl"
 
 
 def swaps(rater: str, pair: str) -> bool:

@@ -8,6 +8,10 @@ update:
 - `drift/A`: the mean over prompts of cov(advantage, A) over a prompt's answers, with A divided by its spread in the
   batch. To first order, selection by the advantages changes the mean of A in proportion to it.
 
+Of a reward model and a judge only groups count in which it has a weight, and only answers that pass the gate: neither
+is trained on for other answers, and a model that does not know what is correct need not agree with the gate. Rules are
+compared over all answers, because an open gate is what lets training lose them.
+
 Both look at what the next update reinforces, so they can tell of a reward that is about to fall. Over the last `SPAN`
 updates, with at least `LEAST` prompts, an alarm for A is raised by a one-sided t-test over prompts at `LEVEL`:
 
@@ -29,7 +33,8 @@ from itertools import combinations
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
-from glm5.rl.reward_mix import PARTS, Parts
+from glm5.config.reward_model import RewardMix
+from glm5.rl.reward_mix import PARTS, Parts, passes
 from glm5.stats import t_quantile
 
 SPAN, LEAST, LEVEL, LIMIT = 5, 16, 1e-3, 0.25
@@ -62,10 +67,10 @@ class RewardWatch:
         self._standing: set[str] = set()
 
     def add(
-        self, groups: Sequence[Sequence[Parts]], advantages: Sequence[Sequence[float]]
+        self, groups: Sequence[Sequence[Parts]], advantages: Sequence[Sequence[float]], mixes: Sequence[RewardMix]
     ) -> tuple[dict[str, float], list[RewardAlarm]]:
-        """The next update: the rewards of its groups and the advantages that it trains on. Returns metrics, and alarms
-        that are raised now."""
+        """The next update: its groups' rewards, the advantages that it trains on, and the groups' mixes. Returns
+        metrics, and alarms that are raised now."""
         numbers: dict[str, float] = {}
         columns = {part: [[getattr(one, part) for one in group] for group in groups] for part in PARTS}
         for a, b in combinations(PARTS, 2):
@@ -73,10 +78,8 @@ class RewardWatch:
                 numbers[f"disagreement/{a}_{b}"] = fmean(shares)
         alarms = []
         for part in PARTS:
-            found = {
-                "disagreement": _disagreement(advantages, columns[part]),
-                "drift": _drifts(columns[part], advantages),
-            }
+            trained = [_trained_on(part, group, mix) for group, mix in zip(groups, mixes, strict=True)]
+            found = {"disagreement": _disagreement(advantages, trained), "drift": _drifts(trained, advantages)}
             for kind, values in found.items():
                 self._recent[kind, part].append(values)
                 if values:
@@ -120,6 +123,13 @@ class RewardWatch:
             one.extend(state["recent"].get(f"{kind}/{part}", ()))
         self._raised = {part: int(state["raised"].get(part, 0)) for part in PARTS}
         self._standing = set(state["standing"])
+
+
+def _trained_on(part: str, group: Sequence[Parts], mix: RewardMix) -> list[float | None]:
+    """What a reward says of a group's answers; None for answers for which its weight does not count."""
+    if part == "rules":
+        return [one.rules for one in group]
+    return [getattr(one, part) if getattr(mix, part) and passes(one, mix) else None for one in group]
 
 
 def _disagreement(left: Sequence[Sequence[float | None]], right: Sequence[Sequence[float | None]]) -> list[float]:

@@ -91,7 +91,8 @@ def test_own_reward_model(example: Callable[..., None], tmp_path: Path) -> None:
     saved = tomllib.loads((tmp_path / "runs" / "bag-of-words" / "recipe.toml").read_text())
     assert saved["stages"][2]["reward_model"]["kind"] == "bag_of_words"
     numbers = stages(tmp_path / "runs" / "bag-of-words")["rl"]["numbers"]
-    assert numbers["reward_model_accuracy"] > 0.9 and "combined_reward" in numbers
+    # Held-out pairs have endings of their own, which a bag of the words of training does not know.
+    assert 0.4 < numbers["reward_model_accuracy"] < 0.8 and "combined_reward" in numbers
 
 
 def test_own_stage(example: Callable[..., None], tmp_path: Path) -> None:

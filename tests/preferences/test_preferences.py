@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -22,6 +23,7 @@ from glm5.preferences.app import create_app, page_text, serve_page
 from glm5.preferences.report import agreement_report
 from glm5.preferences.rows import Pair, read_anchors, read_pairs, read_preferences
 from glm5.preferences.store import CONSENT_HASH, PreferenceStore, swaps
+from tests.pages import Served
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -53,7 +55,17 @@ def test_krippendorffs_alpha() -> None:
     assert krippendorff_alpha({0: {"a": 1}, 1: {"a": 2}}) is None and krippendorff_alpha({}) is None
     assert krippendorff_alpha({0: {"a": 1, "b": 1}, 1: {"a": 1, "b": 1}}) is None
     assert krippendorff_alpha({0: {"a": 1, "b": 1}, 1: {"a": 2, "b": 2}}) == 1.0
-    assert pairwise_kappas({0: {"a": 1, "b": 1}, 1: {"a": 2, "b": 2}, 2: {"b": 1}}) == {"a / b": (1.0, 2)}
+    assert pairwise_kappas({0: {"a": 1, "b": 1}, 1: {"a": 2, "b": 2}, 2: {"b": 1}}) == {("a", "b"): (1.0, 2)}
+
+
+def test_every_two_raters_have_a_kappa_whatever_their_names() -> None:
+    votes = {i: {"A / B": 1, "C": 1, "A": 1, "B / C": 2} for i in range(6)} | {
+        9: {"A / B": 2, "C": 2, "A": 2, "B / C": 1}
+    }
+    found = pairwise_kappas(votes)
+    assert len(found) == 6 and found["A / B", "C"] == (1.0, 7)
+    kappa = found["A", "B / C"][0]
+    assert kappa is not None and kappa < 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=30))
@@ -190,6 +202,22 @@ def test_consent_is_to_the_present_text(store: PreferenceStore) -> None:
             store.agree(name, CONSENT_HASH)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("other", ["ann", " ANN", "Ann "])
+def test_a_rater_is_known_by_any_form_of_the_name(store: PreferenceStore, other: str) -> None:
+    store.agree("Ann", CONSENT_HASH)
+    store.agree("Ben", CONSENT_HASH)
+    assert store.rater(other) == "Ann"  # as first written
+    store.agree(other, CONSENT_HASH)
+    store.vote(store.rater(other), store.order("Ann")[0], "left")
+    assert {name for given in store.votes().values() for name in given} == {"Ann"}
+    assert store.rater("Anna") == "Anna" and store.forget(store.rater(other)) == 1
+
+
+def test_unicode_forms_are_one_rater(store: PreferenceStore) -> None:
+    store.agree("Zo\u00eb", CONSENT_HASH)
+    assert store.rater("zoe\u0308") == "Zo\u00eb" == store.rater("Zoe\u0308") and store.rater("Zoe") == "Zoe"
+
+
 def test_other_files_are_no_store(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "other.sqlite") as db:
         db.execute("CREATE TABLE x (y)")
@@ -215,7 +243,8 @@ def test_export_and_agreement(store: PreferenceStore, tmp_path: Path) -> None:
     assert len(read_preferences(tmp_path / "out.jsonl")) == 4
     report = agreement_report(store)
     assert (report["votes"], report["raters"], report["voted_by_several"]) == (7, 2, 3)
-    assert report["krippendorff_alpha"] == 1.0 and report["cohen_kappa"]["Ada / Ben"]["pairs"] == 3
+    assert report["krippendorff_alpha"] == 1.0
+    assert report["cohen_kappa"] == [{"raters": ["Ada", "Ben"], "kappa": 1.0, "pairs": 3}]
     assert report["left_share"]["low"] < 0.5 < report["left_share"]["high"]
 
 
@@ -240,6 +269,44 @@ def test_a_session(client: TestClient, store: PreferenceStore) -> None:
     back = client.post("/api/back", json={"rater": "Ada", "pair": voted["card"]["id"]}).json()
     assert back["card"]["choice"] == "left"
     assert client.post("/api/forget", json={"rater": "Ada"}).json() == {"deleted": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("seconds", "NaN", "at seconds: "),
+        ("seconds", "1e999", "at seconds: "),
+        ("pair", '"\\ud800"', "at pair: "),
+        ("why", '"\\ud800"', "at why: "),
+        ("\\ud800", "1", "at its beginning: "),
+    ],
+)
+def test_values_that_json_cannot_say_again(client: TestClient, field: str, value: str, said: str) -> None:
+    rows = {"rater": '"Ada"', "pair": '"x"', "side": '"left"', field: value}
+    body = "{" + ", ".join(f'"{key}": {text}' for key, text in rows.items()) + "}"
+    answer = client.post("/api/vote", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422 and answer.json()["error"].count("\n") == 0 and said in answer.json()["error"]
+
+
+def test_a_file_in_use_does_not_stop_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.preferences.store.BUSY_S", 0.3)
+    with PreferenceStore(tmp_path / "votes.sqlite") as store:
+        store.add_pairs([Pair("p", "a", "b")])
+        store.agree("Ada", CONSENT_HASH)
+        served = Served(create_app(store, "Ada"))
+        vote = {"rater": "Ada", "pair": store.order("Ada")[0], "side": "left"}
+        other = sqlite3.connect(tmp_path / "votes.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: answers.append(httpx.post(f"{served.url}/api/vote", json=vote)))
+        waiting.start()
+        assert httpx.get(served.url).status_code == 200 and not answers  # the vote still waits
+        waiting.join()
+        assert answers[0].status_code == 503 and "try again" in answers[0].json()["error"]
+        other.execute("ROLLBACK")
+        assert httpx.post(f"{served.url}/api/vote", json=vote).status_code == 200
+        other.close()
+        served.stop()
 
 
 @pytest.mark.parametrize(
@@ -312,3 +379,31 @@ def test_the_verb_exports_and_reports(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["exported"] == 2 and found["ties"] == 2 and found["krippendorff_alpha"] is None
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["tie"] is True
+
+
+@pytest.mark.parametrize(
+    ("source", "export"),
+    [
+        ("pairs.jsonl", "pairs.jsonl"),
+        ("pairs.jsonl", "pairs.sqlite"),
+        ("pairs.jsonl", "pairs.sqlite-wal"),
+        ("pairs.jsonl", "link"),
+        ("pairs.jsonl", "hard"),
+        (".", "pairs.jsonl"),
+        (".", "deeper/votes.jsonl"),
+        (".", "preferences.sqlite"),
+    ],
+)
+def test_an_export_overwrites_none_of_its_inputs(tmp_path: Path, source: str, export: str) -> None:
+    """By name or by link; nor does it add to a folder what would be read as pairs."""
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": "p", "answers": ["a", "b"]})
+    (tmp_path / "link").symlink_to(pairs)
+    (tmp_path / "hard").hardlink_to(pairs)
+    store = tmp_path / ("preferences.sqlite" if source == "." else "pairs.sqlite")
+    PreferenceStore(store).__exit__()
+    before = {path: path.read_bytes() for path in (pairs, store)}
+    done = CliRunner().invoke(app, ["prefer", str(tmp_path / source), "--export", str(tmp_path / export)])
+    assert isinstance(done.exception, UsageError) and "export to another file" in str(done.exception)
+    assert before[pairs] == pairs.read_bytes() and not (tmp_path / "deeper").exists()
+    with PreferenceStore(store) as votes:
+        assert votes.export(tmp_path / "out.txt", tmp_path) == 0

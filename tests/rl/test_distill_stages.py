@@ -140,8 +140,8 @@ def test_a_teacher_is_checked_again_where_the_run_makes_its_tokenizer(start: Pat
         name="d", kind="distill", families=SUMS, steps=1, more=f'teachers = {{arithmetic = "{start}/two"}}'
     )
     recipe = recipe_of(tmp_path, start, distil)
-    state = stages.RunState(recipe)
-    stages.check_teachers(state)
+    state, folders = stages.RunState(recipe), {"d": tmp_path}
+    stages.check_inputs(state, folders)
     state.tokenizer = Tokenizer.load(start / "foreign")
     with pytest.raises(ConfigError, match="another tokenizer"):
-        stages.check_teachers(state)
+        stages.check_inputs(state, folders)

@@ -11,10 +11,12 @@ import pytest
 
 from glm5.config.load import load_recipe
 from glm5.config.recipe import RunRecipe
+from glm5.errors import ConfigError, DataError
 from glm5.launch.pipeline import run_pipeline
 from glm5.obs.metrics import read_metrics
 from glm5.report.post_training import policy_sections
 from glm5.report.results import load_run
+from glm5.rl.algos.general import GeneralRL
 
 RECIPE = """
 name = "general"
@@ -78,11 +80,15 @@ def recipe(tmp_path: Path) -> Path:
     (tmp_path / "text" / "b.txt").write_text("other words about maps and clocks, now and then. " * 60)
     turns = [{"role": "user", "content": "greet Ann"}, {"role": "assistant", "content": "Hello Ann, welcome."}]
     (tmp_path / "anchors.jsonl").write_text(json.dumps({"messages": turns, "author": "Ada"}) + "\n")
-    votes = [{"prompt": f"p{i}", "chosen": "warm words", "rejected": "cold"} for i in range(20)]
-    (tmp_path / "votes.jsonl").write_text("".join(json.dumps(vote) + "\n" for vote in votes))
+    write_votes(tmp_path, "warm words", "cold")
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.format(folder=tmp_path))
     return path
+
+
+def write_votes(folder: Path, chosen: str, rejected: str) -> None:
+    votes = [{"prompt": f"p{i}", "chosen": chosen, "rejected": rejected, "rater": "Ada Lovelace"} for i in range(20)]
+    (folder / "votes.jsonl").write_text("".join(json.dumps(vote) + "\n" for vote in votes))
 
 
 def test_a_stage_with_all_three_rewards(recipe: Path) -> None:
@@ -107,3 +113,63 @@ def test_a_stage_with_all_three_rewards(recipe: Path) -> None:
 def run_of(recipe: Path) -> Path:
     run_pipeline(load_recipe(recipe, RunRecipe, []))
     return recipe.parent / "general"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('/anchors.jsonl"] }', '/nowhere.jsonl"] }', "nowhere.jsonl does not exist"),
+        ("/votes.jsonl", "/nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("/votes.jsonl", "/text/a.txt", r"a.txt:1: .*not JSON"),
+        ('model = "sft"', 'model = "./nowhere"', "rl: the judge nowhere has no config.json"),
+        ('model = "sft"', 'model = "stf"', 'judge.model = "stf" is neither.*did you mean "sft"'),
+        ('model = "sft"', 'model = "tokenizer"', 'judge.model = "tokenizer" is neither'),
+        ('model = "sft"', 'model = "rl"', 'judge.model = "rl" is neither'),
+        ('preferences = "{folder}/votes.jsonl"\n', "", "families give no preference pairs"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_stage(recipe: Path, old: str, new: str, said: str) -> None:
+    old = old.format(folder=recipe.parent) if "{folder}" in old else old
+    text = recipe.read_text()
+    before, after = text.split('name = "rl"')
+    assert old in after
+    after = after.replace(old, new)
+    if not new:
+        after = after.replace('{ judged = true } }, { name = "general" }', '{ classes = ["quality/dates"] } }')
+    recipe.write_text(f'{before}name = "rl"{after}')
+    with pytest.raises((ConfigError, DataError), match=said) as caught:
+        run_of(recipe)
+    assert not (recipe.parent / "general").exists() and "\n" not in str(caught.value).strip()
+
+
+def test_a_resumed_stage_goes_on_with_the_votes_and_answers_that_it_began_with(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, small: Any, tokenizer: Any
+) -> None:
+    """Files of people change while a stage runs. The judge is a checkpoint with a tokenizer of its own."""
+    judge = recipe.parent / "judge"
+    small(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024).save_pretrained(judge)
+    tokenizer.save(judge)
+    recipe.write_text(recipe.read_text().replace('model = "sft"', f'model = "{judge}"'))
+    whole, updates = GeneralRL.samples, []
+
+    def interrupted(self: GeneralRL, groups: Any) -> Any:
+        updates.append(1)
+        if len(updates) == 2:
+            raise KeyboardInterrupt
+        return whole(self, groups)
+
+    monkeypatch.setattr(GeneralRL, "samples", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_of(recipe)
+    folder = recipe.parent / "general"
+    trained = [row["loss"] for row in read_metrics(folder / "metrics.jsonl", "rl/reward_model")]
+    write_votes(recipe.parent, "quite other and longer words", "warm words")
+    (recipe.parent / "anchors.jsonl").unlink()  # the finished SFT stage does not need it either
+    assert run_of(recipe) == folder
+    assert [row["loss"] for row in read_metrics(folder / "metrics.jsonl", "rl/reward_model")] == trained
+    rows = read_metrics(folder / "metrics.jsonl", "rl")
+    assert [row["step"] for row in rows] == [1, 2] and rows[0]["judge/calls"] > 0
+    copy = (folder / "02-rl" / "preferences.jsonl").read_text()
+    assert "warm words" in copy and "other and longer" not in copy and "Lovelace" not in copy
+    assert "Hello Ann" in (folder / "02-rl" / "anchors.jsonl").read_text()
+    assert "votes.jsonl has changed since the stage began" in (folder / "log.txt").read_text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 
 import pytest
 import torch
@@ -228,6 +230,29 @@ def test_preference_pairs_differ_in_manner_only() -> None:
         assert any(tail in better.lower() for tail in act.warm) and any(tail in worse.lower() for tail in act.cold)
     assert 0.6 < sum(verdicts) / 200 < 0.9
     assert family.preference_pair(3, "heldout")[0] != family.preference_pair(3)[0]
+
+
+def test_held_out_pairs_have_endings_of_their_own() -> None:
+    """Of warm[i] and cold[i]'s shapes too. A bag of words, which is always right in training, is lost there."""
+    family, kept, held = GeneralFamily(), set[str](), set[str]()
+    for act in ACTS.values():
+        kept |= {*act.warm, *act.cold}
+        for pair in act.held_out:
+            assert len(pair[0]) == len(pair[1]) and pair[0].count(" ") == pair[1].count(" ")
+            held |= set(pair)
+    assert not held & kept
+    pairs = {split: [family.preference_pair(i, split) for i in range(600)] for split in ("train", "heldout")}
+    odds: Counter[str] = Counter()
+    for _, better, worse in pairs["train"]:
+        odds.update(set(re.findall("[a-z]+", better.lower())))
+        odds.subtract(set(re.findall("[a-z]+", worse.lower())))
+    right = {}
+    for split, endings in (("train", kept), ("heldout", held)):
+        texts = [text.lower() for _, *both in pairs[split] for text in both]
+        assert all(any(ending in text for ending in endings) for text in texts)
+        scores = [sum(odds[word] for word in set(re.findall("[a-z]+", text))) for text in texts]
+        right[split] = sum(a > b for a, b in zip(scores[0::2], scores[1::2])) / 600
+    assert right["train"] > 0.95 and right["heldout"] < 0.75
 
 
 def surface(text: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -32,6 +33,10 @@ class Algorithm(ABC):
         make: Any = cls
         made: Self = make(stage, **stage.algorithm_options)
         return made
+
+    def check(self, folder: Path) -> None:  # noqa: B027 - an algorithm may have no inputs
+        """Raise the errors now that `prepare` would raise for its inputs: called before the first stage of a run.
+        `folder` is the stage's own, which need not exist yet."""
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Build everything that needs the model. Called before the first update, and again when the stage resumes.

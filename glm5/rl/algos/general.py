@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from glm5.chat import Tokenizer, parse_message
@@ -12,17 +13,19 @@ from glm5.config.reward_model import RewardMix
 from glm5.errors import ConfigError, GradingError, nearest
 from glm5.obs.logs import get_logger
 from glm5.parallel.ranks import Ranks
-from glm5.preferences.rows import read_anchors
+from glm5.preferences.rows import read_anchors, write_anchors
 from glm5.records import TrainSample, Trajectory
 from glm5.rl.algos.reasoning import ReasoningRL
 from glm5.rl.disagreement import RewardWatch
 from glm5.rl.judge import AnswerGroup, Judge, judge_groups, stage_judge
 from glm5.rl.reward_mix import Parts, combine, mix_of
 from glm5.rl.reward_models import RewardModel, checked_scores, stage_reward_model
-from glm5.rl.start import StageStart
-from glm5.tasks import make_family
+from glm5.rl.start import StageStart, as_begun
+from glm5.tasks import Family, make_family
 
 _log = get_logger(__name__)
+ANCHORS = "anchors.jsonl"
+"""Human answers in the stage's folder, as they were when the stage began."""
 
 
 class GeneralRL(ReasoningRL):
@@ -52,24 +55,34 @@ class GeneralRL(ReasoningRL):
 
     @classmethod
     def of(cls, stage: Any) -> Self:
-        _check_mix(stage)
         model = None if stage.reward_model is None else stage_reward_model(stage)
-        return cls(stage, model, **stage.algorithm_options)
+        made = cls(stage, model, **stage.algorithm_options)
+        made._check_classes()
+        return made
+
+    def check(self, folder: Path) -> None:
+        """Read people's votes and answers: raises ConfigError or DataError for what cannot be used."""
+        judge = self.stage.judge
+        if judge is not None and judge.anchors and not (folder / ANCHORS).exists():
+            read_anchors(judge.anchors)
+        if self.reward_model is not None:
+            self.reward_model.check(self._families(), folder)
 
     def prepare(self, start: StageStart) -> dict[str, float]:
         """Train or load the reward model, open the judge. Returns the reward model's metrics, with names prefixed by
         `reward_model_`."""
         self.tokenizer, self.ranks = start.tokenizer, start.io.ranks
-        families = [make_family(family.name, **family.options) for family in self.stage.families]
         numbers: dict[str, float] = {}
         if self.reward_model is not None:
             model = self.reward_model
-            numbers = self.ranks.on_main(lambda: model.prepare(start, families))
-        if self.stage.judge is not None and self.judge is None:
-            self._anchors = read_anchors(self.stage.judge.anchors)
-            config = self.stage.judge
-            if self.ranks.rank == 0:
-                self.judge = stage_judge(config, start)
+            numbers = self.ranks.on_main(lambda: model.prepare(start, self._families()))
+        config = self.stage.judge
+        if config is not None and self.judge is None and self.ranks.rank == 0:
+            if config.anchors:
+                self._anchors = read_anchors(
+                    [as_begun(start.io, ANCHORS, config.anchors, lambda copy: write_anchors(config.anchors, copy))]
+                )
+            self.judge = stage_judge(config, start)
         return {f"reward_model_{name}": n for name, n in numbers.items()}
 
     @property
@@ -102,7 +115,8 @@ class GeneralRL(ReasoningRL):
             )
         rows, more = super().samples(kept)
         advantages = [self.credit([t.reward for t in group]) for group in kept]
-        watched, alarms = self.watch.add(left, advantages)
+        mixes = [self._mix(group[0]) for group in kept]
+        watched, alarms = self.watch.add(left, advantages, mixes)
         for alarm in alarms:
             _log.warning("%s: %s", self.stage.name, alarm)
         combined = [t.reward for group in kept for t in group]
@@ -169,6 +183,34 @@ class GeneralRL(ReasoningRL):
         mean = {"grm_score": sum(known) / len(known)} if known else {}
         return scores, mean | self.judge.take_counts()
 
+    def _families(self) -> list[Family]:
+        return [make_family(family.name, **family.options) for family in self.stage.families]
+
+    def _check_classes(self) -> None:
+        """Raise ConfigError for a name in `mix` or `judge.rubrics` that no prompt of the stage's families has, and for
+        a judge that is never asked."""
+        stage = self.stage
+        prompts = [(str(name), f.domain) for f in self._families() for name in getattr(f, "classes", ()) or ("",)]
+        classes = {name for prompt_class, _ in prompts for name in (prompt_class, prompt_class.partition("/")[0])}
+        named: list[tuple[str, Collection[str], set[str]]] = [
+            ("mix", stage.mix, classes | {domain for _, domain in prompts} | {"default"})
+        ]
+        if stage.judge is not None:
+            named.append(("judge.rubrics", stage.judge.rubrics, classes))
+            mixes = [mix_of(stage.mix, *prompt, self._default) for prompt in prompts if prompt[1] in self._domains]
+            if not any(mix.grm for mix in mixes):
+                raise ConfigError(
+                    f"{stage.name}: the judge is never asked. No prompt of the stage is of a domain that it scores "
+                    f"({', '.join(sorted(self._domains))}) and has a weight `grm`; add a family or a weight, or remove "
+                    "`judge`."
+                )
+        for key, names, known in named:
+            for name in names:
+                if name not in known - {""}:
+                    raise ConfigError(
+                        f'{stage.name}: no prompt of this stage has the class "{name}" of {key}{nearest(name, known)}.'
+                    )
+
     def _mix(self, trajectory: Trajectory) -> RewardMix:
         return mix_of(self.stage.mix, _class_of(trajectory), trajectory.domain, self._default)
 
@@ -185,20 +227,6 @@ class GeneralRL(ReasoningRL):
         thinking = ids[-1] == special["<think>"]  # with thinking, the prompt ends inside the think block
         message, _ = parse_message(tokenizer.decode(turn.output_ids), thinking=thinking)
         return prompt, message.content
-
-
-def _check_mix(stage: GeneralStage) -> None:
-    """Raise ConfigError for a name in `mix` that no prompt of the stage's families has."""
-    known = {"default"}
-    for config in stage.families:
-        family = make_family(config.name, **config.options)
-        classes = [str(name) for name in getattr(family, "classes", ())]
-        known |= {family.domain, *classes, *(name.partition("/")[0] for name in classes)}
-    for name in stage.mix:
-        if name not in known:
-            raise ConfigError(
-                f'{stage.name}: no prompt of this stage has the class "{name}" of mix{nearest(name, known)}.'
-            )
 
 
 def _class_of(trajectory: Trajectory) -> str:

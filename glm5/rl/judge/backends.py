@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,10 @@ from glm5.records import GrammarSpec, Message, SamplingParams
 from glm5.rl.judge.prompt import Winner, read_verdict, schema_of
 from glm5.rl.weight_sync import tensor_hashes
 
+CHUNKS = 4
+"""Questions at once per concurrent request: as few as keep a server busy, because limits are checked in between."""
+BYTES_PER_TOKEN = 3
+
 
 @dataclass(frozen=True)
 class Question:
@@ -31,21 +35,28 @@ class Question:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judge's answer: the verdict, None if there is none, the tokens that it cost, and why it failed."""
+    """The judge's answer: the verdict, None if there is none, the tokens that it cost, why it failed, and the number of
+    requests that it took."""
 
     winner: Winner | None
     tokens: int = 0
     failure: str = ""
+    calls: int = 1
 
 
 class Backend(Protocol):
-    """A model that answers questions. `identity` names everything about it that changes verdicts."""
+    """A model that answers questions. `identity` names everything about it that changes verdicts; `most` is the number
+    of questions to ask at once."""
 
     @property
     def identity(self) -> str: ...
 
-    def ask(self, questions: Sequence[Question]) -> list[Verdict]:
-        """One verdict per question, in order. A failure is a verdict without a winner, not an exception."""
+    @property
+    def most(self) -> int: ...
+
+    def ask(self, questions: Sequence[Question]) -> Iterable[Verdict]:
+        """One verdict per question, in order, as they come. A failure is a verdict without a winner, not an
+        exception."""
         ...
 
     def close(self) -> None: ...
@@ -53,7 +64,9 @@ class Backend(Protocol):
 
 class EndpointBackend:
     """A server with Chat Completions. The verdict's schema goes along as `response_format`; a server that ignores it
-    only gives more failures. With `structured=False` it is not sent, for servers that refuse it."""
+    only gives more failures. With `structured=False` it is not sent, for servers that refuse it. An answer without
+    `usage` counts as `max_tokens` and a token per `BYTES_PER_TOKEN` bytes of the question; a request that failed counts
+    no tokens."""
 
     def __init__(
         self,
@@ -78,28 +91,32 @@ class EndpointBackend:
         if structured:
             schema = {"name": "verdict", "strict": True, "schema": json.loads(schema_of(template))}
             self._endpoint = self._endpoint.asking(response_format={"type": "json_schema", "json_schema": schema})
-        self._settings = f"{max_tokens} {temperature:g}"
+        self._settings, self._max_tokens = f"{max_tokens} {temperature:g}", max_tokens
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
+        self.most = CHUNKS * concurrency
 
     @property
     def identity(self) -> str:
         return f"{self._endpoint.base} {self._endpoint.name} {self._settings}"
 
-    def ask(self, questions: Sequence[Question]) -> list[Verdict]:
-        return list(self._pool.map(self._one, questions))
+    def ask(self, questions: Sequence[Question]) -> Iterator[Verdict]:
+        return self._pool.map(self._one, questions)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._endpoint.close()
 
     def _one(self, question: Question) -> Verdict:
+        from glm5.agents.endpoint import EndpointError
+
         try:
             reply = self._endpoint.asking(seed=question.seed % (1 << 31)).complete(question.messages, [])
-        except EngineError as error:
-            return Verdict(None, 0, str(error))
-        tokens = reply.prompt_tokens + reply.completion_tokens
+        except EndpointError as error:
+            return Verdict(None, 0, str(error), error.tries)
+        size = sum(len(message.content.encode()) for message in question.messages)
+        tokens = (reply.prompt_tokens or size // BYTES_PER_TOKEN) + (reply.completion_tokens or self._max_tokens)
         winner = read_verdict(reply.message.content)
-        return Verdict(winner, tokens, "" if winner else f"not a verdict: {reply.message.content[:80]!r}")
+        return Verdict(winner, tokens, "" if winner else f"not a verdict: {reply.message.content[:80]!r}", reply.tries)
 
 
 class EngineBackend:
@@ -125,6 +142,7 @@ class EngineBackend:
             raise ValueError("a model needs its tokenizer")
         self._tokenizer = tokenizer
         self._engine = Engine(model, tokenizer, max_batch=batch, exact=False)
+        self.most = batch
         self._max_tokens, self._temperature = max_tokens, temperature
         self._grammar = GrammarSpec("json_schema", schema_of(template))
         self._settings = f"{max_tokens} {temperature:g}"

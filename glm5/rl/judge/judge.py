@@ -138,21 +138,35 @@ class Judge:
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def _ask(self, missing: Mapping[str, Question]) -> dict[str, str]:
-        """Ask what is not known, as far as the limits allow. Returns verdicts by the questions' keys."""
-        calls, tokens = self.cache.spent(self.stage)
-        room = self._most_calls - calls if tokens < self._most_tokens else 0
-        asked = list(missing)[: max(0, room)]
-        if len(asked) < len(missing):
-            self.counts.failures["a limit of its cost is reached (judge.most_calls, judge.most_tokens)"] += 1
-        if not asked:
-            return {}
-        answers: list[Verdict] = self.backend.ask([missing[key] for key in asked])
-        found = {key: str(v.winner) for key, v in zip(asked, answers, strict=True) if v.winner is not None}
-        spent = sum(verdict.tokens for verdict in answers)
-        self.counts.calls += len(asked)
-        self.counts.tokens += spent
-        self.counts.failures.update(verdict.failure for verdict in answers if verdict.failure)
-        self.cache.add(self.stage, found, len(asked), spent)
+        """Ask what is not known, as far as the limits allow. Returns verdicts by the questions' keys. Both limits are
+        checked before every `Backend.most` questions."""
+        found: dict[str, str] = {}
+        left = list(missing)
+        while left:
+            calls, tokens = self.cache.spent(self.stage)
+            room = self._most_calls - calls if tokens < self._most_tokens else 0
+            if room <= 0:
+                self.counts.failures["a limit of its cost is reached (judge.most_calls, judge.most_tokens)"] += 1
+                break
+            count = min(room, self.backend.most)
+            asked, left = left[:count], left[count:]
+            found |= self._ask_some({key: missing[key] for key in asked})
+        return found
+
+    def _ask_some(self, questions: Mapping[str, Question]) -> dict[str, str]:
+        """Ask, and keep what came, even if an interrupt ends it: it is paid for."""
+        answers: list[Verdict] = []
+        found: dict[str, str] = {}
+        try:
+            for verdict in self.backend.ask(list(questions.values())):
+                answers.append(verdict)
+        finally:
+            found = {k: str(v.winner) for k, v in zip(questions, answers, strict=False) if v.winner is not None}
+            calls, tokens = sum(v.calls for v in answers), sum(v.tokens for v in answers)
+            self.counts.calls += calls
+            self.counts.tokens += tokens
+            self.counts.failures.update(verdict.failure for verdict in answers if verdict.failure)
+            self.cache.add(self.stage, found, calls, tokens)
         return found
 
     def _value(
@@ -182,7 +196,7 @@ def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
     does not exist."""
     tokens, temperature, template = config.max_tokens, config.temperature, config.template
     backend: Backend
-    if config.model.startswith(("http://", "https://")):
+    if config.remote:
         key = _key(config.key_file)
         backend = EndpointBackend(
             config.model,
@@ -196,7 +210,7 @@ def stage_judge(config: JudgeConfig, start: StageStart) -> Judge:
             structured=config.structured,
         )
     else:
-        folder, device = start.checkpoint(config.model), start.io.ranks.device
+        folder, device = start.judge_checkpoint(config.model), start.io.ranks.device
         backend = EngineBackend(folder, max_tokens=tokens, temperature=temperature, template=template, device=device)
     return Judge(
         backend,

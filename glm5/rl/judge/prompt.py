@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from typing import Any, Literal
 
 from glm5.records import Message
@@ -18,6 +19,11 @@ VERDICTS: tuple[Winner, ...] = ("A", "B", "tie")
 MOST_REASON = 600
 MOST_ANSWER = 24_000
 """Characters of a text that the judge reads; a longer one is cut in the middle."""
+JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+JOINED = frozenset({"So", "Sk", "Sm", "Lo", "Mn", "Mc"})
+"""Categories of Unicode next to which joiners are usual: emoji with their variations, and scripts without capitals."""
+MARKS = frozenset("\N{LEFT-TO-RIGHT MARK}\N{RIGHT-TO-LEFT MARK}\N{ARABIC LETTER MARK}\N{SOFT HYPHEN}")
+"""Invisible characters of ordinary text in which a judge has nothing to see."""
 VERSION = 1
 """Of the wording: verdicts of another one are not reused."""
 SCHEMA: dict[str, Any] = {
@@ -62,14 +68,26 @@ def judge_messages(prompt: str, first: str, second: str, rubric: str, secret: st
 
 
 def _quoted(text: str) -> str:
-    """The text with "| " before every line. Anything that a reader may take for a line end counts as one."""
+    """The text with "| " before every line. Anything that a reader may take for a line end counts as one. Spaces of all
+    kinds become a space, joiners stay where they are usual, marks are left out; other invisible characters are shown as
+    the replacement character, because they may hide something."""
     if len(text) > MOST_ANSWER:
         half = MOST_ANSWER // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out here]\n{text[-half:]}"
-    shown = "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in "\n".join(text.splitlines())
-    )
+    lines = "\n".join(text.splitlines())
+    shown = "".join(_shown(c, lines[i - 1 : i], lines[i + 1 : i + 2]) for i, c in enumerate(lines))
     return "\n".join(f"| {line}" for line in shown.split("\n"))
+
+
+def _shown(c: str, before: str, after: str) -> str:
+    """A character as the judge sees it."""
+    if c.isprintable() or c in "\n\t":
+        return c
+    if c in JOINERS and before and after and {unicodedata.category(before), unicodedata.category(after)} <= JOINED:
+        return c
+    if unicodedata.category(c) == "Zs":
+        return " "
+    return "" if c in MARKS else "\N{REPLACEMENT CHARACTER}"
 
 
 def schema_of(template: str) -> str:

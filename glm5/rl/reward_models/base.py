@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Self
 
 from glm5.config.reward_model import RewardModelConfig
@@ -29,6 +30,10 @@ class RewardModel(ABC):
         if config.optim is not None:
             raise ConfigError(f'the reward model "{config.kind}" is not trained; remove reward_model.optim.')
         return cls(**config.options)
+
+    def check(self, families: Sequence[Family], folder: Path) -> None:  # noqa: B027 - a model may have no inputs
+        """Raise the errors now that `prepare` would raise for its inputs: called before the first stage of a run.
+        `folder` is the stage's own, which need not exist yet."""
 
     def prepare(self, start: StageStart, families: Sequence[Family]) -> dict[str, float]:
         """Train or load the model; returns metrics for the stage's results.

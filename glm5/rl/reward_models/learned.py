@@ -23,11 +23,11 @@ from glm5.model.glm5 import GLM5ForCausalLM
 from glm5.obs.logs import get_logger
 from glm5.obs.metrics import MetricsLog
 from glm5.optim.schedules import begin_step, scheduled_rate
-from glm5.preferences.rows import read_preferences
+from glm5.preferences.rows import read_preferences, write_preferences
 from glm5.records import Message
 from glm5.rl.reward_models.base import RewardModel
 from glm5.rl.reward_models.pairs import PairSource, TrainingPair, families_with_pairs
-from glm5.rl.start import StageStart
+from glm5.rl.start import StageStart, as_begun
 from glm5.tasks import Family
 from glm5.train.loop import build_optimizer, clip_gradients
 
@@ -36,6 +36,8 @@ ANSWERS_PER_PASS, PAIRS_PER_PASS = 128, 64
 """Bounds of the memory of one forward pass; they do not change scores."""
 BINS = 10
 """Of the expected calibration error."""
+PREFERENCES = "preferences.jsonl"
+"""People's votes in the stage's folder, as they were when the stage began."""
 
 
 class PreferenceModel(nn.Module):
@@ -95,6 +97,9 @@ class LearnedRewardModel(RewardModel):
         self._config = config
         self._model: PreferenceModel | None = None
 
+    def check(self, families: Sequence[Family], folder: Path) -> None:
+        self._source(families, folder)
+
     @classmethod
     def of(cls, config: RewardModelConfig) -> Self:
         if config.optim is None:
@@ -108,14 +113,10 @@ class LearnedRewardModel(RewardModel):
         stage name `NAME/reward_model`. Raises ConfigError if neither the families nor people give pairs."""
         config = self._config
         assert config.optim is not None
-        people = [] if config.preferences is None else read_preferences(Path(config.preferences))
-        own = families_with_pairs(families)
-        if not own and not people:
-            raise ConfigError(
-                f"the families of {start.io.name} give no preference pairs with their options; add classes of "
-                '"assistant" with prose, the family "general", or reward_model.preferences.'
-            )
-        source = PairSource(own, people, config.preference_share, config.length_debias)
+        if config.preferences is not None:
+            votes = Path(config.preferences)
+            as_begun(start.io, PREFERENCES, [votes], lambda copy: write_preferences(votes, copy))
+        source = self._source(families, start.io.folder)
         if not source.balanced:
             _log.warning("%s: in all of people's pairs of unequal length the better answer leans one way, so length "
                          "cannot be told from quality.", start.io.name)  # fmt: skip
@@ -131,6 +132,19 @@ class LearnedRewardModel(RewardModel):
             margin=config.margin,
         )
         return numbers
+
+    def _source(self, families: Sequence[Family], folder: Path) -> PairSource:
+        config, own, people = self._config, families_with_pairs(families), []
+        if config.preferences is not None:
+            copy = folder / PREFERENCES
+            people = read_preferences(copy if copy.exists() else Path(config.preferences))
+        elif not own:
+            raise ConfigError(
+                "the stage's families give no preference pairs with their options, so nothing trains the reward model; "
+                'add the family "general", classes of "assistant" with prose such as "emotion/listen", or '
+                "reward_model.preferences."
+            )
+        return PairSource(own, people, config.preference_share, config.length_debias)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         if self._model is None:
@@ -153,11 +167,12 @@ def train_preferences(
     held_out_pairs: int,
     margin: float = 0.0,
 ) -> tuple[PreferenceModel, dict[str, float]]:
-    """Bradley-Terry training: -log sigmoid(score(better) - score(worse) - margin * strength), weighted by pair; then
+    """Bradley-Terry training: the mean of -log sigmoid(score(better) - score(worse) - margin * strength); then
     calibration on every other held-out pair.
 
-    Returns the model and its measures on held-out pairs: `accuracy`; `length_accuracy`, that of preferring the longer
-    answer; `calibration_error`, expected over the pairs that did not calibrate; `temperature`.
+    Returns the model and its measures on distinct held-out pairs: `held_out_pairs`, their number; `accuracy`;
+    `length_accuracy`, that of preferring the longer answer; `calibration_error`, expected over the pairs that did not
+    calibrate; `temperature`.
 
     Raises DataError for a loss, a gradient or a held-out score that is not finite.
     """
@@ -168,8 +183,7 @@ def train_preferences(
         batch = [source.pair(step * pairs + i) for i in range(pairs)]
         better, worse = _pair_scores(model, batch)
         least = put([margin * pair.strength for pair in batch], better.device)
-        weights = put([pair.weight for pair in batch], better.device)
-        loss = -(weights * nn.functional.logsigmoid(better - worse - least)).sum() / weights.sum()
+        loss = -nn.functional.logsigmoid(better - worse - least).mean()
         rate = scheduled_rate(optim, step)
         begin_step(optimizer, rate)
         loss.backward()
@@ -179,12 +193,12 @@ def train_preferences(
         accuracy = float((better > worse).float().mean())
         metrics.write(stage, step + 1, {"loss": float(loss.detach()), "accuracy": accuracy, "lr": rate})
     model.eval()
-    return model, _measure(model, [source.pair(i, split="heldout") for i in range(held_out_pairs)])
+    return model, _measure(model, source.held_out(held_out_pairs))
 
 
 @torch.no_grad()
 def _measure(model: PreferenceModel, batch: Sequence[TrainingPair]) -> dict[str, float]:
-    """Calibrate the model on every other pair, and measure it."""
+    """Calibrate the model on every other pair, and measure it. The pairs are distinct, so none does both."""
     found = [_pair_scores(model, batch[at : at + PAIRS_PER_PASS]) for at in range(0, len(batch), PAIRS_PER_PASS)]
     better, worse = (torch.cat([part[side] for part in found]).double().cpu() for side in (0, 1))
     _check_finite("a score of a held-out pair", *better.tolist(), *worse.tolist())
@@ -193,6 +207,7 @@ def _measure(model: PreferenceModel, batch: Sequence[TrainingPair]) -> dict[str,
     model.temperature = fit_temperature(gaps[0::2])
     longer = [(len(p.better) > len(p.worse)) + 0.5 * (len(p.better) == len(p.worse)) for p in batch]
     return {
+        "held_out_pairs": float(len(batch)),
         "accuracy": float((gaps > 0).double().mean()),
         "length_accuracy": sum(longer) / len(longer),
         "calibration_error": calibration_error(gaps[1::2] / model.temperature) if len(batch) > 1 else 0.0,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from glm5.data import recall
 from glm5.errors import DataError
@@ -15,13 +16,12 @@ from glm5.seeds import derive_seed
 
 @dataclass(frozen=True)
 class TrainingPair:
-    """`better` is preferred to `worse` with a `strength` in (0, 1]; `weight` is its share in the loss."""
+    """`better` is preferred to `worse` with a `strength` in (0, 1]."""
 
     prompt: str
     better: str
     worse: str
     strength: float = 1.0
-    weight: float = 1.0
 
 
 @runtime_checkable
@@ -34,20 +34,22 @@ class GivesPairs(Protocol):
         ...
 
 
-def families_with_pairs(families: Iterable[object]) -> list[GivesPairs]:
-    """The families that make preference pairs with the options they have."""
-    return [family for family in families if isinstance(family, GivesPairs) and getattr(family, "gives_pairs", True)]
+def families_with_pairs(families: Iterable[Any]) -> list[GivesPairs]:
+    """The task families that give preference pairs with their options. `gives_pairs = False` says that one does not."""
+    return [f for f in families if isinstance(f, GivesPairs) and getattr(f, "gives_pairs", True)]
 
 
 class PairSource:
-    """An endless supply of pairs: people's with the probability `share`, the others of the families in turn.
+    """Pairs for training without end, and distinct held-out pairs: people's are the share `share`, the others come
+    from the families in turn.
 
-    People's pairs are held out by a hash of the prompt, so that no prompt is in both splits. With `length_debias` the
-    weights of those for training are such that pairs whose better answer is the longer one have half of all weight: a
-    classifier of length then learns nothing. Pairs of equal length keep their weight. If all lean one way, the weights
-    stay 1, because nothing can be balanced; `balanced` then says so.
+    People's pairs are held out by a hash of the prompt, so that no prompt is in both splits. With `length_debias` those
+    for training are drawn so that the longer answer is the better one in half of the draws: a classifier of length then
+    learns nothing. (A weight in the loss would not do: clipping and the optimizer undo it if a step has few pairs.)
+    Pairs of equal length are drawn as often as without. If all lean one way, nothing can be balanced, and `balanced`
+    is False.
 
-    Raises DataError without any pair for training.
+    Raises DataError if there is no pair for training or no held-out pair.
     """
 
     def __init__(
@@ -67,31 +69,48 @@ class PairSource:
             split: [TrainingPair(p.prompt, p.better, p.worse, p.strength) for p in found]
             for split, found in parts.items()
         }
-        if not self._families and not self._people["train"]:
-            raise DataError("there are no preference pairs to train a reward model on; vote on more prompts.")
-        self.balanced = True
-        if length_debias:
-            self._people["train"], self.balanced = balance_length(self._people["train"])
+        if not self._families and not all(self._people.values()):
+            raise DataError(
+                "there are no preference pairs to train a reward model on and others to measure it: no family gives "
+                f"any, and people only {len(people):,}; vote on more prompts."
+            )
+        train = self._people["train"]
+        weights, self.balanced = length_weights(train) if length_debias else ([1.0] * len(train), True)
+        self._cumulated = list(itertools.accumulate(weights))
 
-    def pair(self, index: int, split: str = "train") -> TrainingPair:
-        """Pair `index` of a split; a function of the seed, the split and the index. Without people's pairs in the
-        split, all are of the families."""
-        rng = random.Random(derive_seed(self._seed, "preference-pair", split, index))
-        people = self._people[split] or ([] if self._families else self._people["train"])
+    def pair(self, index: int) -> TrainingPair:
+        """Pair `index` of training; a function of the seed and the index."""
+        rng = random.Random(derive_seed(self._seed, "preference-pair", "train", index))
+        people = self._people["train"]
         if people and rng.random() < self._share:
-            return rng.choice(people)
+            return rng.choices(people, cum_weights=self._cumulated)[0]
+        return self._of_families(index, "train")
+
+    def held_out(self, count: int) -> list[TrainingPair]:
+        """Distinct held-out pairs, people's first: `count`, or fewer if there are not as many."""
+        rng = random.Random(derive_seed(self._seed, "preference-pair", "heldout"))
+        people = list(dict.fromkeys(self._people["heldout"]))
+        most = round(self._share * count) if self._families else count
+        found = dict.fromkeys(rng.sample(people, min(most, len(people))))
+        if self._families:
+            for index in range(4 * count):  # a family may have fewer distinct pairs than that
+                if len(found) == count:
+                    break
+                found[self._of_families(index, "heldout")] = None
+        return list(found)
+
+    def _of_families(self, index: int, split: str) -> TrainingPair:
         family = self._families[index % len(self._families)]
         return TrainingPair(*family.preference_pair(index, split=split))
 
 
-def balance_length(pairs: Sequence[TrainingPair]) -> tuple[list[TrainingPair], bool]:
-    """Pairs with weights of mean 1 in which the longer answer is the better one in half of the weight of all pairs of
-    unequal length; and whether that was possible."""
+def length_weights(pairs: Sequence[TrainingPair]) -> tuple[list[float], bool]:
+    """Weights of mean 1 by which the longer answer is the better one in half of the weight of all pairs of unequal
+    length; and whether that is possible."""
     longer = [len(p.better) > len(p.worse) for p in pairs]
     shorter = [len(p.better) < len(p.worse) for p in pairs]
     ups, downs = sum(longer), sum(shorter)
     if not ups or not downs:
-        return list(pairs), not (ups or downs)
+        return [1.0] * len(pairs), not (ups or downs)
     half = (ups + downs) / 2
-    weights = [half / ups if up else half / downs if down else 1.0 for up, down in zip(longer, shorter, strict=True)]
-    return [TrainingPair(p.prompt, p.better, p.worse, p.strength, w) for p, w in zip(pairs, weights, strict=True)], True
+    return [half / ups if up else half / downs if down else 1.0 for up, down in zip(longer, shorter, strict=True)], True

@@ -142,5 +142,6 @@ class AssistantFamily(Family):
         rng = random.Random(f"assistant-preference/{split}-{self.seed}-{index}")
         problem = AssistantFamily(self.seed, classes=free).problem(split, index)
         dimension = problem.prompt_class.partition("/")[0]
-        better, worse = (f"{problem.case.good} {manner.sentence(rng, dimension, good)}" for good in (True, False))
+        sentences = (manner.sentence(rng, dimension, good, split) for good in (True, False))
+        better, worse = (f"{problem.case.good} {text}" for text in sentences)
         return problem.prompt, better, worse

@@ -1,8 +1,10 @@
 """Sentences of good and bad manner in pairs of equal shape, and prompts that only a judge can decide (§3.4).
 
 Each pair has the same numbers of characters and words and the same punctuation. A preference pair takes its two
-sentences from one list independently, so that length, words, capitals and marks have one distribution on both sides: a
-classifier of the surface cannot be better than chance, and a reward model has to learn the meaning.
+sentences from one list independently, so that length, number of words, capitals and marks have one distribution on both
+sides: a classifier of the surface cannot be better than chance. The words themselves do tell: in pairs for training, a
+bag of words without order is right in 99 of 100. Held-out pairs therefore have sentences of their own (`HELD_OUT`).
+Accuracy on these says whether a model knows what is kind beyond the sentences that it has learnt.
 """
 
 from __future__ import annotations
@@ -56,6 +58,27 @@ PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("I would be happy to go on.", "I would be angry to go on."),
     ),
 }
+HELD_OUT: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "emotion": (
+        ("Take all the time you need.", "Lose all the hope you have."),
+        ("I will keep your secret safe.", "I will post your secret soon."),
+        ("You have my warm sympathy.", "You have my cold contempt."),
+        ("My heart is open to you.", "My heart is shut to you."),
+    ),
+    "correctness": (
+        ("Tell me if you find an error.", "Hush up if you find an error."),
+        ("I rest my case on the text.", "I rest my case on a rumour."),
+        ("I will correct what is false.", "I will protect what is false."),
+        ("Each claim here is checked.", "Each claim here is dreamed."),
+    ),
+    "quality": (
+        ("I am keen to hear your view.", "I am sick to hear your view."),
+        ("Each line was made to serve you.", "Each line was made to annoy you."),
+        ("Your idea made it shine.", "Your idea made it stink."),
+        ("I am proud to hand it to you.", "I am bored to hand it to you."),
+    ),
+}
+"""Sentences of held-out pairs: none is in a pair for training."""
 OPEN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "correctness": {
         "explain": ("Explain to a child why the sky is blue.", "Explain why ice floats.",
@@ -96,6 +119,7 @@ def open_case(rng: random.Random, dimension: str, name: str) -> Case:
     return Case(f"{rng.choice(OPEN[dimension][name])} Regards, {asker}", (), PLAIN[dimension], "")
 
 
-def sentence(rng: random.Random, dimension: str, good: bool) -> str:
+def sentence(rng: random.Random, dimension: str, good: bool, split: str = "train") -> str:
     """One sentence of good or bad manner."""
-    return rng.choice(PAIRS[dimension])[0 if good else 1]
+    pairs = HELD_OUT if split == "heldout" else PAIRS
+    return rng.choice(pairs[dimension])[0 if good else 1]

@@ -4,7 +4,8 @@ Rules decide correctness: the right act at the beginning, the right name the ask
 only words of a closed vocabulary, which excludes insults and denials. The outcome reward model (ORM) is trained on
 `preference_pair`s: one text is warm, the other cold, and both get the same rules score. Length, opening, capitals,
 punctuation and the numbers of words and sentences have the same distribution in both, so the ORM can learn only from
-the meaning. Environments give the rules score alone; `rl.algos.general` combines it with the ORM.
+the words. Held-out pairs have endings of their own: their accuracy is that of the meaning. Environments give the rules
+score alone; `rl.algos.general` combines it with the ORM.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ MOST_BYTES = 60
 @dataclass(frozen=True)
 class Act:
     """A courtesy. `starts` are the accepted beginnings, in lower case; `openings` are the beginnings of our own texts.
-    `warm` and `cold` are endings after the name; `warm[i]` and `cold[i]` have equal lengths in letters and in words."""
+    `warm` and `cold` are endings after the name; `warm[i]` and `cold[i]` have equal lengths in letters and in words.
+    `held_out` are further ones, (warm, cold), for held-out preference pairs alone. Half of them have words that in
+    training stand on the other side, so a bag of words that learnt these is near chance."""
 
     starts: tuple[str, ...]
     openings: tuple[str, ...]
     warm: tuple[str, ...]
     cold: tuple[str, ...]
+    held_out: tuple[tuple[str, str], ...]
 
 
 ACTS: Mapping[str, Act] = {
@@ -43,24 +47,28 @@ ACTS: Mapping[str, Act] = {
         ("Hello", "Hi"),
         ("dear", "welcome to us", "nice to see you", "it is a joy to have you here"),
         ("next", "you came late", "get it over now", "so it is you who is back now"),
+        (("glad you are here", "you are here late"), ("so good to have you back", "so you had to come again")),
     ),
     "thank": Act(
         ("thank", "thanks", "many thanks", "so many thanks"),
         ("Thank you", "Thanks"),
         ("dear", "so very kind", "you made my day", "that was a great help"),
         ("next", "that was due", "it was your job", "that took us all week"),
+        (("you are my friend now", "you had to help today"), ("such a kind help to us", "but it is your job too")),
     ),
     "bye": Act(
         ("bye", "goodbye", "good bye", "farewell", "see you"),
         ("Goodbye", "Bye"),
         ("dear", "see you soon", "take good care", "we had a fine day with you"),
         ("next", "that is that", "close the door", "you may go out by the gate"),
+        (("have a safe trip", "just go home now"), ("do come by at my home", "see to it that you go")),
     ),
     "praise": Act(
         ("well done", "good", "very good", "great", "excellent", "wonderful", "nice", "very nice", "you did"),
         ("Well done", "Good work"),
         ("dear", "we are proud", "you did so well", "it is the best of all"),
         ("next", "at long last", "it took a while", "so it can be done too"),
+        (("i am happy for you", "it is done at last"), ("it is your best by a lot", "we had to make you do it")),
     ),
 }
 APART: Mapping[str, tuple[str, ...]] = {
@@ -109,10 +117,11 @@ class GeneralProblem:
     def env(self) -> Env:
         return SingleTurnEnv(self, lambda message: 0.0 if message.tool_calls else rules_score(self, message.content))
 
-    def answer(self, rng: random.Random, warm: bool = True) -> str:
+    def answer(self, rng: random.Random, warm: bool = True, held_out: bool = False) -> str:
         """A text that satisfies the rules, warm or cold; three in four are full sentences."""
         act = ACTS[self.act]
-        opening, tail = rng.choice(act.openings), rng.choice(act.warm if warm else act.cold)
+        tails = [pair[not warm] for pair in act.held_out] if held_out else act.warm if warm else act.cold
+        opening, tail = rng.choice(act.openings), rng.choice(tails)
         whole = rng.random() < 0.75
         text = f"{opening if whole else opening.lower()} {self.name}, {tail}"
         text += f", {self.name}" if self.form == "twice" else ""
@@ -167,10 +176,11 @@ class GeneralFamily(Family):
 
     def preference_pair(self, index: int, split: str = "train") -> tuple[str, str, str]:
         """`(prompt, better, worse)`: a warm and a cold text, drawn independently, with equal rules scores. In a quarter
-        of the pairs both name the wrong person, so the ORM cannot learn correctness instead."""
+        of the pairs both name the wrong person, so the ORM cannot learn correctness instead. Held-out pairs have
+        endings of their own."""
         problem = self.problem(split, index)
         rng = random.Random(f"general-preference/{split}-{self.seed}-{index}")
-        better, worse = problem.answer(rng), problem.answer(rng, warm=False)
+        better, worse = (problem.answer(rng, warm, held_out=split == "heldout") for warm in (True, False))
         if rng.random() < 0.25:
             wrong = rng.choice([name for name in NAMES if len(name) == len(problem.name) and name != problem.name])
             better, worse = (_replace_name(text, problem.name, wrong) for text in (better, worse))

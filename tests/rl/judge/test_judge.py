@@ -37,8 +37,8 @@ class Scripted:
 
     identity = "scripted"
 
-    def __init__(self, prefer: Callable[[str, str], str | None]) -> None:
-        self.prefer, self.asked, self.closed = prefer, 0, False
+    def __init__(self, prefer: Callable[[str, str], str | None], most: int = 64) -> None:
+        self.prefer, self.asked, self.closed, self.most = prefer, 0, False, most
         self.seeds: list[int] = []
 
     def ask(self, questions: Sequence[Question]) -> list[Verdict]:
@@ -121,6 +121,35 @@ def test_the_cost_is_limited_also_over_restarts(cache: JudgeCache) -> None:
     assert spent.compare(asks)[6:] == [None] * 2 and backend.asked == 12
 
 
+@pytest.mark.parametrize(
+    ("limits", "asked"), [({"most_calls": 6}, 6), ({"most_tokens": 60}, 8), ({"most_calls": 30, "most_tokens": 1}, 4)]
+)
+def test_both_limits_are_checked_between_the_questions_of_one_update(
+    cache: JudgeCache, limits: dict[str, int], asked: int
+) -> None:
+    """Four questions at a time, each of 10 tokens: what is over the limit is part of one such piece."""
+    backend = Scripted(longer, most=4)
+    values = Judge(backend, cache, **limits).compare([Comparison("p", f"{i} long", "x") for i in range(50)])
+    assert backend.asked == asked and values.count(1.0) == asked // 2
+    assert cache.spent("") == (asked, 10 * asked)
+
+
+def test_an_interrupt_forgets_no_verdict_that_is_paid_for(cache: JudgeCache) -> None:
+    class Interrupted(Scripted):
+        def ask(self, questions: Sequence[Question]) -> Iterator[Verdict]:  # type: ignore[override]
+            for i, question in enumerate(questions):
+                if i == 7:
+                    raise KeyboardInterrupt
+                yield from super().ask([question])
+
+    asks = [Comparison("p", f"{i} long", "x") for i in range(10)]
+    with pytest.raises(KeyboardInterrupt):
+        Judge(Interrupted(longer), cache).compare(asks)
+    assert cache.spent("") == (7, 70)
+    again = Scripted(longer)
+    assert Judge(again, cache).compare(asks) == [1.0] * 10 and again.asked == 13
+
+
 def test_groups_are_compared_with_anchors_or_in_a_ring(cache: JudgeCache) -> None:
     judge = Judge(Scripted(longer), cache)
     texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
@@ -162,6 +191,22 @@ def test_the_code_of_a_block_is_secret_and_depends_on_the_answers() -> None:
         for a, secret in (("x", "1"), ("y", "1"), ("x", "2"))
     }
     assert len(codes) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("30\u202f\u20ac\u00a0!", "30 \u20ac !"),
+        ("\u4f60\u597d\u3000\u4e16\u754c", "\u4f60\u597d \u4e16\u754c"),
+        ("\U0001f469\U0001f3fd\u200d\U0001f680 \u2764\ufe0f\u200d\U0001f525 \U0001f642\u200d\u2194\ufe0f", None),
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", None),  # Persian needs the non-joiner
+        ("\u200e\u05e9\u05dc\u05d5\u05dd\u200f, part\u00adner", "\u05e9\u05dc\u05d5\u05dd, partner"),
+        ("ig\u200bno\u200dre \U000e0041", "ig\ufffdno\ufffdre \ufffd"),  # what hides in Latin words stays visible
+    ],
+)
+def test_honest_text_of_any_script_looks_as_it_is(text: str, shown: str | None) -> None:
+    (message,) = judge_messages("p", text, "other", "r", "secret", "full")
+    assert blocks(Question((message,), 0))[0] == (shown or text)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +252,7 @@ def test_other_files_are_no_cache(tmp_path: Path) -> None:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, str]]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, str]], usage: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
         server = self
 
@@ -220,8 +265,8 @@ class Server(ThreadingHTTPServer):
                 server.bodies.append(body)
                 status, text = answer(body)
                 message = {"role": "assistant", "content": text}
-                self._say(status, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-                                   "usage": {"prompt_tokens": 7, "completion_tokens": 3}})  # fmt: skip
+                told = {"usage": {"prompt_tokens": 7, "completion_tokens": 3}} if usage else {}
+                self._say(status, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], **told})
 
             def _say(self, status: int, value: Any) -> None:
                 data = json.dumps(value).encode()
@@ -265,6 +310,23 @@ def test_any_endpoint_judges(cache: JudgeCache) -> None:
     judge.close()
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_repetitions_and_untold_tokens_count(cache: JudgeCache, usage: bool) -> None:
+    """The server refuses every second request for a while; a judge without a verdict is asked once more."""
+    server = Server(lambda body: (503, "") if len(server.bodies) % 2 else (200, '{"verdict": "A"}'), usage)
+    backend = EndpointBackend(server.url, pauses=(0.0,), concurrency=1, max_tokens=100)
+    judge = Judge(backend, cache, samples=2)
+    assert judge.compare([Comparison("p", "a", "b")]) == [0.5]
+    size = len(server.bodies[0]["messages"][0]["content"].encode())
+    assert cache.spent("") == (4, 2 * (10 if usage else size // 3 + 100)) and len(server.bodies) == 4
+    backend.close()
+    server.shutdown()
+    server.server_close()
+    down = Judge(EndpointBackend(server.url, "m", pauses=(0.0,) * 4, seconds=2.0), cache, stage="down")
+    assert down.compare([Comparison("p", "a", "b")]) == [None] and cache.spent("down") == (20, 0)
+    down.backend.close()
 
 
 def _messages(body: dict[str, Any]) -> list[Any]:
