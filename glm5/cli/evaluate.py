@@ -43,6 +43,11 @@ def evaluate(
     template: Annotated[
         bool, typer.Option("--template-kwargs/--no-template-kwargs", help="URL: say whether to think in the request.")
     ] = True,
+    judge: Annotated[
+        str | None, typer.Option(help="URL of a model that says whether free-text answers are right.")
+    ] = None,
+    judge_name: Annotated[str, typer.Option(help="Its name; default: the server's first.")] = "",
+    judge_key_file: Annotated[Path | None, typer.Option(help="File with its API key; or GLM5_JUDGE_KEY.")] = None,
     exact: Annotated[bool, typer.Option("--exact/--fast", help="Checkpoint: bitwise reproducible, or fast.")] = True,
     dense: Annotated[bool, typer.Option("--dense", help="Checkpoint: attend to all keys.")] = False,
     needles: Annotated[bool, typer.Option("--needle-recall", help="Checkpoint: are needles selected?")] = False,
@@ -77,10 +82,16 @@ def evaluate(
         else:
             chosen, player, told = _remote(model, chosen, name, concurrency, api_key_file, tokenizer, template)
 
+        grader = None if judge is None else _judge(judge, judge_name, concurrency, judge_key_file)
+        if grader is not None:
+            told = {**told, "judge": {"url": grader.endpoint.base, "name": grader.endpoint.name}}
+
         def advance(what: str, done: int, total: int) -> None:
             status.update(f"{what} ({done} of {total})")
 
-        found = run_suite(chosen, player, seed=seed, folder=out, told=told, against=against, advance=advance)
+        found = run_suite(
+            chosen, player, seed=seed, folder=out, told=told, against=against, judge=grader, advance=advance
+        )
     if as_json:
         show({suite: found}, as_json)
         return
@@ -144,6 +155,14 @@ def _remote(
     told = {"url": endpoint.base, "name": endpoint.name, "template_kwargs": template}
     player = RemotePlayer(endpoint, concurrency, template)
     return with_tokenizer(suite, tokenizer) if tokenizer else suite, player, told
+
+
+def _judge(url: str, name: str, concurrency: int, key_file: Path | None) -> Any:
+    from glm5.agents.endpoint import Endpoint
+    from glm5.eval.answer_judge import AnswerJudge
+    from glm5.serve.keys import find_key
+
+    return AnswerJudge(Endpoint(url, name, key=find_key("judge", None, key_file)), concurrency)
 
 
 def _natural(value: object) -> int:

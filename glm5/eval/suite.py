@@ -25,6 +25,7 @@ from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
+from glm5.eval.answer_judge import AnswerJudge, is_judged
 from glm5.eval.players import Played, Player
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
@@ -200,18 +201,21 @@ def run_suite(
     folder: Path | None = None,
     told: Mapping[str, Any] | None = None,
     against: Path | None = None,
+    judge: AnswerJudge | None = None,
     advance: Advance = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Play the suite and return its summary (see `summary`). `told` is what the settings say about the model. `against`
     is the record of an earlier evaluation: `difference` is then the change since, paired by problem.
 
-    Raises DataError for a part without problems or a folder that is no record of this run, and what the player raises;
-    answers up to there are kept in the folder.
+    `judge` grades answers of the grader "judge".
+
+    Raises DataError for a part without problems or a folder that is no record of this run, ConfigError for answers to
+    judge without a judge, and what the player raises; answers up to there are kept in the folder.
     """
     before = None if against is None else _earlier(against, suite)
 
     def result(record: Record) -> dict[str, Any]:
-        rows = _play(suite, player, seed, record, advance)
+        rows = _play(suite, player, seed, record, judge, advance)
         found = summary(suite, rows)
         return found if before is None else {**found, "difference": difference(suite, rows, before)}
 
@@ -241,10 +245,14 @@ def _earlier(folder: Path, suite: Suite) -> list[dict[str, Any]]:
     return read_answers(folder)[0]
 
 
-def _play(suite: Suite, player: Player, seed: int, record: Record, advance: Advance) -> list[dict[str, Any]]:
+def _play(
+    suite: Suite, player: Player, seed: int, record: Record, judge: AnswerJudge | None, advance: Advance
+) -> list[dict[str, Any]]:
     """Play what the record lacks; returns the answers of the suite's problems."""
     cells = cells_of(suite)
     chosen = {cell.label: _problems(suite, cell) for cell in cells}
+    if judge is None and any(is_judged(problem) for problems in chosen.values() for problem in problems):
+        raise ConfigError("A model must say whether these answers are right: give the URL of one with --judge.")
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
     done: dict[tuple[str, int, int], dict[str, Any]] = {}
     for row in record.rows:
@@ -260,7 +268,8 @@ def _play(suite: Suite, player: Player, seed: int, record: Record, advance: Adva
         for repeat in range(suite.repeats):
             left = [(place, problem) for place, problem in problems if (cell.label, place, repeat) not in done]
             drawn = derive_seed(seed, "suite", cell.label, repeat)
-            for place, played in player.play(left, suite, cell.part, drawn):
+            answers = player.play(left, suite, cell.part, drawn)
+            for place, played in answers if judge is None else judge.graded(answers, left):
                 row = _row(cell, place, repeat, problems[place][1], played)
                 record.add(row)
                 done[cell.label, place, repeat] = row

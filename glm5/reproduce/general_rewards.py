@@ -37,6 +37,8 @@ COLD = frozenset(word for act in ACTS.values() for tail in act.cold for word in 
 SMOOTH, FALL = 3, 1 / 3
 """Updates whose mean is compared with that of the first ones, and the share of it whose loss counts as a fall."""
 REWARDS = ("rules", "orm", "grm", "mixed")
+UNSEEN = 1_000_000
+"""First of the pairs for training that no training reaches: new prompts, with wording that it has seen."""
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -51,7 +53,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
         pretrain_steps=0,
         sft_steps=2 if quick else 200,
         sft_rows=2 if quick else 6,
-        prompts=2 if quick else 16,
+        prompts=2 if quick else 64,
         max_tokens=12 if quick else 40,
         max_context=128,
         row_length=64 if quick else 128,
@@ -162,9 +164,11 @@ def _reward_metrics(work: Work, model: GLM5ForCausalLM) -> dict[str, float]:
     found = {"orm_calibration_error": numbers["calibration_error"]}
     for name, family in families.items():
         pairs = [family.preference_pair(i, split="heldout") for i in range(s["held_out"])]
-        texts = [(prompt, text) for prompt, *both in pairs for text in both]
-        scores = [score for at in range(0, len(texts), 64) for score in orm.score(texts[at : at + 64])]
-        found[f"orm_accuracy/{name}"] = fmean(float(a > b) for a, b in zip(scores[0::2], scores[1::2]))
+        known = [family.preference_pair(UNSEEN + i) for i in range(s["held_out"])]
+        for kind, some in (("orm_accuracy", known), ("orm_accuracy_reworded", pairs)):
+            texts = [(prompt, text) for prompt, *both in some for text in both]
+            scores = [score for at in range(0, len(texts), 64) for score in orm.score(texts[at : at + 64])]
+            found[f"{kind}/{name}"] = fmean(float(a > b) for a, b in zip(scores[0::2], scores[1::2]))
         longer = [(len(a) > len(b)) + 0.5 * (len(a) == len(b)) for _, a, b in pairs]
         found[f"length_accuracy/{name}"] = max(fmean(longer), 1 - fmean(longer))
         train = [family.preference_pair(i) for i in range(2 * s["held_out"])]
@@ -300,7 +304,9 @@ EXPERIMENT = Experiment(
         Figure("disagreement", "Trained reward against rules", "share of pairs", curve="disagreement/trained_rules"),
     ),
     labels=policy.LABELS
-    | {f"orm_accuracy/{name}": f"reward model right on held-out pairs of {name}" for name in ("assistant", "general")}
+    | {f"orm_accuracy/{name}": f"reward model right on new prompts of {name}" for name in ("assistant", "general")}
+    | {f"orm_accuracy_reworded/{name}": f"the same with wording that is in no pair for training, {name}" for name in
+       ("assistant", "general")}
     | {f"length_accuracy/{name}": f"length alone right, {name}" for name in ("assistant", "general")}
     | {f"surface_accuracy/{name}": f"all surface features right, {name}" for name in ("assistant", "general")}
     | {"orm_calibration_error": "calibration error of the reward model", "grm_accuracy/assistant": "judge right on "

@@ -13,8 +13,9 @@ MAX_KEY_BYTES = 4096
 
 
 def find_key(name: str, given: str | None, file: Path | None) -> str | None:
-    """The API key or the admin key (`name` "api" or "admin"): as given, from a file, or from GLM5_API_KEY or
-    GLM5_ADMIN_KEY. The variable is removed, so no process started later inherits it. None without a key.
+    """The key for the API, the admin or the judge of answers (`name` "api", "admin" or "judge"): as given, from a file,
+    or from the variable such as GLM5_API_KEY, which is removed, so that no process started later inherits it. None
+    without a key.
 
     Raises:
         UsageError: more than one source, a file that others may read, or a value that is not a valid key.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.errors import ConfigError, DataError
-from glm5.records import Env, Message
+from glm5.records import Env, Message, Outcome, StepResult
 from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
 from glm5.tasks.mathematics.answer import Answer, check_answer, final_answer
 
@@ -29,7 +29,10 @@ PROMPTS = {
     "choice": '{context}{question}\n\n{choices}\n\nEnd with "Answer: " and the letter of the right choice.',
     "exact": '{context}{question}\n\nEnd with "Answer: " and the answer alone.',
     "contains": "{context}{question}",
+    "judge": "{context}{question}",
 }
+JUDGED = "judge"
+"""The grader whose verdict is a model's, after the answer (`glm5.eval.answer_judge`)."""
 _AROUND = r"[\s*_$(\[`]*(?:\\[a-z]+\{|\\\()?[\s*_$(\[`]*"  # what may surround a letter: emphasis, LaTeX, brackets
 _CHOSEN = re.compile(
     rf"(?:(?i:answer|choice|option)(?: is|:)*|\\boxed\{{){_AROUND}(?:(?i:option|choice) )?"
@@ -53,6 +56,8 @@ class QuestionProblem:
     tools: Sequence[ToolSpec] = ()
 
     def env(self) -> Env:
+        if self.grader == JUDGED:
+            return JudgedEnv(self, lambda message: 0.0)
         return SingleTurnEnv(self, lambda message: float(GRADERS[self.grader](message.content, self.answers)))
 
     def demonstration(self, rng_seed: int) -> list[Message]:
@@ -60,12 +65,22 @@ class QuestionProblem:
         raise DataError(f"{self.id} is for evaluation and has no demonstration.")
 
 
+class JudgedEnv(SingleTurnEnv):
+    """Keeps the reply for the judge; without a verdict it is worth nothing."""
+
+    def step(self, message: Message | None) -> StepResult:
+        if message is None:
+            return super().step(None)
+        return StepResult(done=True, outcome=Outcome.FAILED, detail={"reply": message.content})
+
+
 class QuestionsFamily(Family):
     """The rows of `file` (JSONL), asked and graded one way.
 
     Args:
         grader: "math": the last box or line, compared as mathematics. "choice": a letter. "exact": the text after
-            "Answer:", compared without case, articles and punctuation. "contains": whether the reply has it.
+            "Answer:", compared without case, articles and punctuation. "contains": whether the reply has it. "judge":
+            a model says whether the reply means it (`glm5 eval --judge`).
         question, answer, choices, context: fields of a row; a path of keys has dots. An answer may be a list of
             accepted ones. For "choice" it is a letter, a number from 0, or the text of a choice; `choices` is a list,
             or a table with lists `text` and `label`, or the names of fields with one choice each, in a list.
@@ -89,8 +104,8 @@ class QuestionsFamily(Family):
         prompt: str = "",
         thinking: bool = True,
     ) -> None:
-        if grader not in GRADERS:
-            raise ConfigError(f"questions: the grader is one of {', '.join(GRADERS)}, not {grader!r:.40}.")
+        if grader not in PROMPTS:
+            raise ConfigError(f"questions: the grader is one of {', '.join(PROMPTS)}, not {grader!r:.40}.")
         if not isinstance(file, str) or not file:
             raise ConfigError(
                 'questions: set the option file to the JSONL file of the benchmark, e.g. file="aime.jsonl".'

@@ -59,15 +59,15 @@ Answer with JSON only: {{"reason": "...", "verdict": "A" | "B" | "tie"}}"""
 def judge_messages(prompt: str, first: str, second: str, rubric: str, secret: str, template: str) -> list[Message]:
     """The judge's prompt about `first` (A) and `second` (B)."""
     if template == "short":
-        text = f"request\n{_quoted(prompt)}\nA\n{_quoted(first)}\nB\n{_quoted(second)}\nwhich is better?"
+        text = f"request\n{quoted(prompt)}\nA\n{quoted(first)}\nB\n{quoted(second)}\nwhich is better?"
         return [Message("user", text)]
     parts = (("REQUEST", prompt), ("ANSWER A", first), ("ANSWER B", second))
     code = hashlib.sha256(json.dumps([secret, prompt, first, second]).encode()).hexdigest()[:16]
-    blocks = "\n\n".join(f"BEGIN {name} {code}\n{_quoted(text)}\nEND {name} {code}" for name, text in parts)
+    blocks = "\n\n".join(f"BEGIN {name} {code}\n{quoted(text)}\nEND {name} {code}" for name, text in parts)
     return [Message("user", FULL.format(rubric=" ".join(rubric.split()), blocks=blocks))]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """The text with "| " before every line. Anything that a reader may take for a line end counts as one. Spaces of all
     kinds become a space, joiners stay where they are usual, marks are left out; other invisible characters are shown as
     the replacement character, because they may hide something."""
@@ -97,6 +97,16 @@ def schema_of(template: str) -> str:
 
 def read_verdict(text: str) -> Winner | None:
     """The verdict in an answer of the schema's form, alone or in one fenced block; None for anything else."""
+    found = read_object(text)
+    if found is None or not {"verdict"} <= set(found) <= {"verdict", "reason"}:
+        return None
+    verdict, reason = found["verdict"], found.get("reason", "")
+    return verdict if verdict in VERDICTS and isinstance(reason, str) else None
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, alone or in one fenced block; None for anything else, and if a key stands
+    twice."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:
         text = text[text.index("\n") : -3].strip()
@@ -104,10 +114,7 @@ def read_verdict(text: str) -> Winner | None:
         found = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not {"verdict"} <= set(found) <= {"verdict", "reason"}:
-        return None
-    verdict, reason = found["verdict"], found.get("reason", "")
-    return verdict if verdict in VERDICTS and isinstance(reason, str) else None
+    return found if isinstance(found, dict) else None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

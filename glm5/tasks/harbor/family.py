@@ -254,9 +254,9 @@ class RoomFamily(Family):
             )
         if not tools or isinstance(tools, str) or any(tool not in TOOLS for tool in tools):
             raise ConfigError(f'families: "{self.name}": tools is a list of {", ".join(TOOLS)}.')
-        if not 0 <= held_out < 1 or max_turns < 1 or not 100 <= most_output <= MOST_SHOWN or not command_s > 0:
+        if not 0 <= held_out <= 1 or max_turns < 1 or not 100 <= most_output <= MOST_SHOWN or not command_s > 0:
             raise ConfigError(
-                f'families: "{self.name}": held_out is at least 0 and below 1, max_turns at least 1, command_s '
+                f'families: "{self.name}": held_out is 0 to 1, max_turns at least 1, command_s '
                 f"above 0, most_output 100 to {MOST_SHOWN}."
             )
         self._options = (tuple(TOOLS[name] for name in tools), thinking, max_turns, most_output, command_s)
