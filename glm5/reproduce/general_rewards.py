@@ -46,7 +46,7 @@ def sizes(quick: bool, steps: int | None) -> Sizes:
     start is fine-tuned from random weights: a closed vocabulary needs no pre-training."""
     return policy.sizes(
         quick,
-        steps or (2 if quick else 24),
+        steps or (2 if quick else 16),
         tasks=[{"name": "general"}],
         lr=1e-3,
         max_bytes=150_000 if quick else 400_000,
