@@ -108,6 +108,20 @@ def evaluate(
             typer.echo(f"{key}: {found[key]}")
 
 
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(help="7 (reasoning, coding, agents), 8 (CC-Bench-V2) or 11 (base models).")],
+    records: Annotated[
+        list[str],
+        typer.Argument(help="Folders of `glm5 eval --out`, results files of lm-eval; or ROW=PATH, to say the row."),
+    ] = [],  # noqa: B006
+) -> None:
+    """Print a table of the paper in Markdown: scores of your evaluations with their intervals, beside the paper's."""
+    from glm5.eval.tables import table as made
+
+    typer.echo(made(name, records))
+
+
 def _lines(suite: str, found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     groups = [(key, value) for key, value in found.items() if key == "cells" or key.startswith("by_")]
     inner = [

@@ -1,0 +1,84 @@
+"""The paper's tables from result files."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from glm5.cli import app
+from glm5.errors import ConfigError, DataError
+from glm5.eval.suite import RESULT, SETTINGS, find_suite, suite_names
+from glm5.eval.tables import TABLES, table, table_names
+
+LM_EVAL = {  # the form of lm-eval 0.4.13
+    "results": {
+        "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.05},
+        "mmlu": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
+    },
+    "config": {"model": "hf"},
+    "model_name": "runs/own",
+    "n-samples": {"gsm8k": {"original": 1319, "effective": 101}},
+}
+
+
+def record(folder: Path, suite: str, model: dict[str, Any], score: float = 0.5) -> Path:
+    folder.mkdir(parents=True)
+    title = find_suite(suite, {}).title
+    (folder / SETTINGS).write_text(json.dumps({"suite": {"title": title}, "model": model}))
+    (folder / RESULT).write_text(json.dumps({"score": score, "low": score - 0.1, "high": score + 0.2, "n": 1234}))
+    return folder
+
+
+def cells(text: str, row: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_data_of_the_tables() -> None:
+    for name, one in tomllib.loads(TABLES.read_text("utf-8")).items():
+        rows = [row["name"] for row in one["rows"]]
+        assert len(set(rows)) == len(rows) and all(len(row["paper"]) == len(one["models"]) for row in one["rows"])
+        assert {row["suite"] for row in one["rows"] if "suite" in row} <= set(suite_names())
+        assert all(len(cells(table(name, []), row)) == len(one["models"]) for row in rows)
+    assert cells(table("7", []), "AIME 2026 I")[0] == "92.7"
+
+
+def test_own_scores_stand_beside_the_papers(tmp_path: Path) -> None:
+    records = [
+        record(tmp_path / "a", "aime", {"name": "a|b\n<i>"}),
+        record(tmp_path / "b", "gpqa-diamond", {"checkpoint": "/runs/own/final"}, 0.95),
+    ]
+    text = table("7", [*map(str, records), f"HMMT Nov. 2025={records[0]}"])
+    head = next(line for line in text.splitlines() if line.startswith("| |"))
+    assert head.startswith("| | a b  i | final | GLM-5 (paper) |") and "copied" in text
+    assert cells(text, "AIME 2026 I")[:3] == ["50.0 (40.0 to 70.0), 1,234", "", "92.7"]
+    assert cells(text, "GPQA Diamond")[1] == "95.0 (85.0 to 100.0), 1,234"
+    assert cells(text, "HMMT Nov. 2025")[0] == cells(text, "AIME 2026 I")[0]
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+
+
+def test_lm_eval_and_wrong_records(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(LM_EVAL))
+    text = CliRunner().invoke(app, ["table", "11", str(file)]).output
+    assert "| own |" in text and cells(text, "GSM8K")[0] == "50.0 (40.1 to 59.9), 101"
+    assert cells(text, "MMLU")[0] == "25.0" and table_names() == ["7", "8", "11"]
+    folder = record(tmp_path / "ruler", "ruler", {"name": "m"})
+    again = record(tmp_path / "again", "aime", {"name": "m"})
+    (tmp_path / "empty").mkdir()
+    for name, wrong, error, said in (
+        ("12", [], ConfigError, "7, 8, 11"),
+        ("7", [str(folder)], ConfigError, "ROW="),
+        ("7", [f"AIME={folder}"], ConfigError, "no row"),
+        ("7", [str(again)] * 2, ConfigError, "Two records"),
+        ("7", [str(tmp_path / "empty")], DataError, "no record"),
+        ("7", [str(tmp_path / "nothing.json")], DataError, "no record"),
+        ("7", [str(file)], ConfigError, "no task of this table: gsm8k, mmlu"),
+    ):
+        with pytest.raises(error, match=said):
+            table(name, wrong)
