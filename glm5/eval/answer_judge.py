@@ -91,10 +91,6 @@ class AnswerJudge:
         return None
 
 
-def is_judged(problem: Any) -> bool:
-    return isinstance(problem, QuestionProblem) and problem.grader == JUDGED
-
-
 def judge_messages(question: str, answers: Sequence[str], reply: str) -> list[Message]:
     """What the judge reads."""
     parts = (("QUESTION", question), ("RIGHT ANSWER", "\n".join(answers)), ("REPLY", reply))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -25,7 +25,6 @@ from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
-from glm5.eval.answer_judge import AnswerJudge, is_judged
 from glm5.eval.players import Played, Player
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
@@ -36,7 +35,11 @@ from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.episode import MOST_REWARD
 from glm5.tasks.families import FAMILIES
+from glm5.tasks.questions import is_judged
 from glm5.tasks.trajectory_json import jsonable
+
+if TYPE_CHECKING:
+    from glm5.eval.answer_judge import AnswerJudge
 
 SUITES = Path(__file__).with_name("suites")
 SETTINGS, EPISODES, RESULT = "settings.json", "episodes.jsonl", "result.json"

@@ -19,7 +19,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.records import Env, Message, Outcome, StepResult
-from glm5.tasks.contract import Family, SingleTurnEnv, ToolSpec
+from glm5.tasks.contract import Family, Problem, SingleTurnEnv, ToolSpec
 from glm5.tasks.mathematics.answer import Answer, check_answer, final_answer
 
 MOST_ROW_BYTES = 64 << 20
@@ -63,6 +63,11 @@ class QuestionProblem:
     def demonstration(self, rng_seed: int) -> list[Message]:
         """Raises DataError: an answer to learn from is training data, and these are not."""
         raise DataError(f"{self.id} is for evaluation and has no demonstration.")
+
+
+def is_judged(problem: Problem) -> bool:
+    """Whether a model grades the answers."""
+    return isinstance(problem, QuestionProblem) and problem.grader == JUDGED
 
 
 class JudgedEnv(SingleTurnEnv):
