@@ -36,6 +36,9 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for every answer and the result; resumes.")] = None,
     against: Annotated[Path | None, typer.Option(help="--out of an earlier run: report the paired difference.")] = None,
+    trained_on: Annotated[
+        Path | None, typer.Option(help="Tokenizer stage of the model's run: were problems in its training text?")
+    ] = None,
     name: Annotated[str, typer.Option(help="URL: name of the model; default: the server's first.")] = "",
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="URL: problems at a time.")] = 8,
     api_key_file: Annotated[Path | None, typer.Option(help="URL: file with the API key; or GLM5_API_KEY.")] = None,
@@ -66,6 +69,7 @@ def evaluate(
         )  # fmt: skip
         show({suite: found} if as_json else found, as_json)
         return
+    from glm5.eval.contamination import trained_texts
     from glm5.eval.suite import find_suite, run_suite
     from glm5.obs.progress import QuietConsole
 
@@ -90,8 +94,9 @@ def evaluate(
             status.update(f"{what} ({done} of {total})")
 
         found = run_suite(
-            chosen, player, seed=seed, folder=out, told=told, against=against, judge=grader, advance=advance
-        )
+            chosen, player, seed=seed, folder=out, told=told, against=against, judge=grader, advance=advance,
+            trained_on=None if trained_on is None else trained_texts(trained_on),
+        )  # fmt: skip
     if as_json:
         show({suite: found}, as_json)
         return
@@ -103,6 +108,9 @@ def evaluate(
         typer.echo(
             f"difference {change['score']:+.1%}  [{change['low']:+.1%}, {change['high']:+.1%}]  n = {change['n']}"
         )
+    for label, score in (found.get("contamination") or {}).items():
+        if isinstance(score, dict) and score["n"]:
+            typer.echo(f"problems {label} in training: {score['score']:.1%}, n = {score['n']}")
     for key in ("errors", "too_long", "note"):
         if key in found:
             typer.echo(f"{key}: {found[key]}")

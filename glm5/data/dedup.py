@@ -51,16 +51,26 @@ def shingle_hashes(text: str) -> np.ndarray:
     A run of punctuation counts as a word, because it carries meaning in code and mathematics. A text with fewer words
     is one shingle of all its characters, so only an exact copy matches it.
     """
-    words = [zlib.crc32(word.encode("utf-8", "replace")) for word in _WORD.findall(text)]
+    words = words_of(text)
     if len(words) < SHINGLE_WORDS:
         digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
         return np.frombuffer(digest, dtype=np.uint64)
-    hashed = np.array(words, dtype=np.uint64)
-    count = len(words) - SHINGLE_WORDS + 1
-    shingles = np.zeros(count, dtype=np.uint64)
-    for place in range(SHINGLE_WORDS):
-        shingles = shingles * np.uint64(0x9E3779B97F4A7C15) + hashed[place : place + count]
-    return np.unique(_mixed(shingles))
+    return np.unique(ngram_hashes(words, SHINGLE_WORDS))
+
+
+def words_of(text: str) -> list[str]:
+    """Words, characters of scripts without spaces, and runs of punctuation."""
+    return _WORD.findall(text)
+
+
+def ngram_hashes(words: Sequence[str], size: int) -> np.ndarray:
+    """A 64-bit hash of every `size` successive words, in order: uint64, empty for fewer words."""
+    hashed = np.array([zlib.crc32(word.encode("utf-8", "replace")) for word in words], dtype=np.uint64)
+    count = max(0, len(words) - size + 1)
+    found = np.zeros(count, dtype=np.uint64)
+    for place in range(size):
+        found = found * np.uint64(0x9E3779B97F4A7C15) + hashed[place : place + count]
+    return _mixed(found)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import json
 import math
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,7 @@ from glm5 import __version__
 from glm5.config.load import load_recipe
 from glm5.config.suite import Suite, SuitePart
 from glm5.errors import ConfigError, DataError, nearest
+from glm5.eval.contamination import CLEAN, SEEN, Overlap
 from glm5.eval.players import Played, Player
 from glm5.files import atomic_write, exclusive
 from glm5.obs.logs import get_logger
@@ -205,12 +206,14 @@ def run_suite(
     told: Mapping[str, Any] | None = None,
     against: Path | None = None,
     judge: AnswerJudge | None = None,
+    trained_on: Iterable[str] | None = None,
     advance: Advance = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Play the suite and return its summary (see `summary`). `told` is what the settings say about the model. `against`
     is the record of an earlier evaluation: `difference` is then the change since, paired by problem.
 
-    `judge` grades answers of the grader "judge".
+    `judge` grades answers of the grader "judge". `trained_on` are the documents of the model's training, in which the
+    problems are looked for: the result then has `contamination`.
 
     Raises DataError for a part without problems or a folder that is no record of this run, ConfigError for answers to
     judge without a judge, and what the player raises; answers up to there are kept in the folder.
@@ -220,6 +223,8 @@ def run_suite(
     def result(record: Record) -> dict[str, Any]:
         rows = _play(suite, player, seed, record, judge, advance)
         found = summary(suite, rows)
+        if trained_on is not None:
+            found["contamination"] = contamination(suite, rows, trained_on)
         return found if before is None else {**found, "difference": difference(suite, rows, before)}
 
     if folder is None:
@@ -339,6 +344,28 @@ def summary(suite: Suite, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found["too_long"] = too_long
     if suite.note:
         found["note"] = suite.note
+    return found
+
+
+def contamination(suite: Suite, rows: Sequence[Mapping[str, Any]], documents: Iterable[str]) -> dict[str, Any]:
+    """How many problems were seen in `documents`, and the scores of those that were and were not (see
+    `glm5.eval.contamination`)."""
+    texts = {
+        f"{cell.label}/{place}": getattr(problem, "text", "") or problem.prompt
+        for cell in cells_of(suite)
+        for place, problem in enumerate(_problems(suite, cell))
+    }
+    overlap = Overlap(texts)
+    overlap.read(documents)
+    shares = overlap.shares()
+    found: dict[str, Any] = {"documents": overlap.documents, "too_short": sum(v is None for v in shares.values())}
+    for name, wanted in (("new", lambda share: share < CLEAN), ("seen", lambda share: share >= SEEN)):
+        groups: dict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            share = shares[f"{row['cell']}/{row['place']}"]
+            if share is not None and wanted(share):
+                groups[f"{row['cell']}/{row['place']}"].append(_score(suite, row))
+        found[name] = _mean(groups.values(), suite.repeats).plain() if groups else {"n": 0}
     return found
 
 

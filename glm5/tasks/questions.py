@@ -54,6 +54,8 @@ class QuestionProblem:
     thinking: bool
     domain: str = "questions"
     tools: Sequence[ToolSpec] = ()
+    text: str = ""
+    """The question alone, as its file has it."""
 
     def env(self) -> Env:
         if self.grader == JUDGED:
@@ -153,7 +155,8 @@ class QuestionsFamily(Family):
         asked = {"{question}": question, "{context}": context, "{choices}": listed}
         prompt = re.sub("|".join(map(re.escape, asked)), lambda match: asked[match[0]], self.template)
         key = f"questions {hashlib.sha256(prompt.encode('utf-8', 'replace')).hexdigest()}"
-        return QuestionProblem(f"questions/{self.path.name}/{line}", key, prompt, answers, self.grader, self.thinking)
+        name = f"questions/{self.path.name}/{line}"
+        return QuestionProblem(name, key, prompt, answers, self.grader, self.thinking, text=question)
 
     def _choices(self, row: Any) -> tuple[list[str], list[str]]:
         """Choices, and the labels that the row gives them, or none."""
