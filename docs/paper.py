@@ -35,10 +35,12 @@ figures of our own, in [docs/verified.md](verified.md).
 
 
 def claims() -> list[dict[str, str]]:
-    """The claims in the order of the file, each with exactly one answer; `since` says what has changed after a card."""
+    """The claims in the order of the file, each with exactly one answer; `since` says how the experiment of a card has
+    changed after it."""
     found: list[dict[str, str]] = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claims"]
     for claim in found:
-        if claim.keys() - {"section", "claim", "since"} not in [{kind} for kind in ("card", *VERDICTS)]:
+        known = {"section", "claim", "since"} if "card" in claim else {"section", "claim"}
+        if claim.keys() - known not in [{kind} for kind in ("card", *VERDICTS)]:
             raise ValueError(f"{claim}: a claim has section, claim and one of card, {', '.join(VERDICTS)}")
     return found
 
@@ -51,19 +53,22 @@ def result_of(name: str) -> dict[str, Any]:
 def row(claim: Mapping[str, str]) -> tuple[str, str]:
     """Verdict and answer."""
     if "card" not in claim:
-        (kind,) = claim.keys() - {"section", "claim", "since"}
+        (kind,) = claim.keys() - {"section", "claim"}
         return VERDICTS[kind], claim[kind]
     result = result_of(claim["card"])
     main = [entry for entry in result["verdict"]["questions"] if entry["main"]]
-    said = "; ".join(f"{entry['question']}: {_answer(entry)}" for entry in main)
-    since = f". {claim['since']}" if "since" in claim else ""
-    return result["verdict"]["claim"], f"{said}. [Card](results/{claim['card']}/{CARD}): `{command(result)}`{since}"
+    said = "; ".join(f"{entry['question']}: {_answer(entry, 'since' not in claim)}" for entry in main)
+    card = f"[Card](results/{claim['card']}/{CARD})"
+    if "since" in claim:
+        now = f"`glm5 reproduce {claim['card']}` {claim['since']}"
+        return result["verdict"]["claim"], f"{said}. {card} of an earlier design; {now}"
+    return result["verdict"]["claim"], f"{said}. {card}: `{command(result)}`"
 
 
-def _answer(entry: Mapping[str, Any]) -> str:
+def _answer(entry: Mapping[str, Any], with_outlook: bool = True) -> str:
     found = entry["difference"]
     ends = "" if found["low"] is None else f" ({found['low']:+.3g} to {found['high']:+.3g})"
-    more = outlook(entry)
+    more = outlook(entry) if with_outlook else ""
     return f"{found['mean']:+.3g}{ends}, {entry['verdict']}" + (f", {more}" if more else "")
 
 

@@ -173,6 +173,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graphs, drafts": (dict(graphs=True, speculative=2), dict(temperature=0.9)),
     "graphs, dense": (dict(graphs=True, use_dsa=False), dict(temperature=0.0)),
     "graphs, dense, unequal lengths": (dict(graphs=True, use_dsa=False), dict(temperature=0.0)),
+    "drafts, dense, unequal lengths": (dict(speculative=15, use_dsa=False), dict(temperature=0.0)),
     "small cache": (dict(cache_tokens=256, host_cache_bytes=1 << 22), dict(temperature=0.0)),
 }
 

@@ -45,7 +45,7 @@ def test_an_update_of_a_policy_is_the_cpus_and_waits_once_per_step(forks: Any) -
 
 def test_the_engine_gives_the_cpus_tokens_and_waits_once_per_step(forks: Any) -> None:
     found = json.loads(forks.run(WORKER, "generate", timeout=300))
-    assert len(found) == 13
+    assert len(found) == 14
     for name, made in found.items():
         ours, theirs = made["cpu"], made["device"]
         assert theirs["tokens"] == ours["tokens"], name

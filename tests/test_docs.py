@@ -100,7 +100,7 @@ def test_the_page_of_claims_is_that_of_the_results(paper: Any) -> None:
 
 def test_a_claim_has_one_answer(paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper, "HERE", tmp_path)
-    for answers in ("", 'built = "x"\nmissing = "y"', 'built = "x"\nother = "y"'):
+    for answers in ("", 'built = "x"\nmissing = "y"', 'built = "x"\nother = "y"', 'built = "x"\nsince = "y"'):
         (tmp_path / "claims.toml").write_text(f'[[claims]]\nsection = "s"\nclaim = "c"\n{answers}\n')
         with pytest.raises(ValueError, match="one of card"):
             paper.claims()

@@ -180,10 +180,14 @@ def _remote(
 
 
 def _judge(url: str, name: str, concurrency: int, key_file: Path | None) -> Any:
+    from urllib.parse import urlsplit
+
     from glm5.agents.endpoint import Endpoint
     from glm5.eval.answer_judge import AnswerJudge
     from glm5.serve.keys import find_key
 
+    if "@" in urlsplit(url).netloc:
+        raise UsageError("--judge takes a URL without a password, which would be written down; use --judge-key-file.")
     return AnswerJudge(Endpoint(url, name, key=find_key("judge", None, key_file)), concurrency)
 
 

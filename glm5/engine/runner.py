@@ -40,8 +40,8 @@ class Runner:
     """Runs the trunk and the MTP layer over tokens of several requests at once.
 
     Sparse MLA, and any MLA in exact mode, takes all tokens in one flat batch without padding. Other attention needs
-    rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result. On an
-    accelerator, where a pass costs the host more than padding costs the device, lengths are rounded up first.
+    rows of equal length, so feeds are grouped by length. In exact mode the grouping changes no bit of a result. In fast
+    mode on an accelerator lengths are rounded up first, for a pass costs the host more than padding costs the device.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Runner:
         selecting = config.attention_type == "mla" and (config.selects_keys or exact)
         self.flat = selecting and not config.has_recurrent_layers
         self.device = model.device
-        self.pads = not self.flat and not config.has_recurrent_layers and self.device.type != "cpu"
+        self.pads = not exact and not self.flat and not config.has_recurrent_layers and self.device.type != "cpu"
         self.spare_row = rows  # for a sequence outside the scheduler
         self.table = torch.zeros(rows + 1, 16, dtype=torch.long, device=self.device)
         memory = lambda: (self.table, pool.cache.latents, pool.cache.index_keys)  # noqa: E731
@@ -116,13 +116,13 @@ class Runner:
         if self.flat:
             return self._eager(feeds, hidden, first_key)
         pads = self.pads and hidden is None
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {}
         for i, (feed, count) in enumerate(zip(feeds, counts, strict=True)):
-            width = power_of_two(count, NARROWEST) if pads and count > 1 and feed.later is None else count
-            groups.setdefault(width, []).append(i)
+            padded = pads and count > 1 and feed.later is None
+            groups.setdefault((power_of_two(count, NARROWEST) if padded else count, padded), []).append(i)
         ends = list(accumulate(counts))
         out: Tensor | None = None
-        for width, mine in sorted(groups.items()):
+        for (width, _), mine in sorted(groups.items()):
             at = put(torch.cat([torch.arange(ends[i] - counts[i], ends[i]) for i in mine]), self.device)
             own = [feeds[i] for i in mine]
             if any(counts[i] != width for i in mine):

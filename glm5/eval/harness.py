@@ -15,6 +15,7 @@ from glm5.data.packing import Batch
 from glm5.data.shards import Shard
 from glm5.engine.engine import Engine
 from glm5.engine.measure_acceptance import generate_speculative
+from glm5.errors import ConfigError
 from glm5.eval.passk import pass_scores
 from glm5.eval.text import bits_per_byte
 from glm5.model.context import packed_context
@@ -24,6 +25,7 @@ from glm5.seeds import derive_seed
 from glm5.stats import wilson
 from glm5.tasks import make_family, needle_text, open_episodes, play
 from glm5.tasks.contract import held_out_problems
+from glm5.tasks.questions import is_judged
 from glm5.train.losses import target_logprobs
 
 SAMPLES_SHOWN = 2
@@ -106,6 +108,8 @@ def play_skill(
     problems."""
     source = make_family(family.name, **family.options)
     problems = list(enumerate(held_out_problems(source, config.problems, family.name)))
+    if any(is_judged(problem) for _, problem in problems):
+        raise ConfigError(f'{family.name}: a stage has no judge; use `glm5 eval --judge` for the grader "judge".')
     context = min(config.max_context, model.config.max_position_embeddings)  # an episode that reaches it is cut off
     episodes = open_episodes(
         problems * (1 if seed is None else config.samples),

@@ -36,7 +36,7 @@ from glm5.tasks import make_family
 from glm5.tasks.contract import Problem, held_out_problems
 from glm5.tasks.episode import MOST_REWARD
 from glm5.tasks.families import FAMILIES
-from glm5.tasks.questions import is_judged
+from glm5.tasks.questions import UNJUDGED, QuestionProblem, is_judged
 from glm5.tasks.trajectory_json import jsonable
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def run_suite(
     Raises DataError for a part without problems or a folder that is no record of this run, ConfigError for answers to
     judge without a judge, and what the player raises; answers up to there are kept in the folder.
     """
-    before = None if against is None else _earlier(against, suite)
+    before = None if against is None else _earlier(against, suite, (told or {}).get("judge"))
 
     def result(record: Record) -> dict[str, Any]:
         rows = _play(suite, player, seed, record, judge, advance)
@@ -242,15 +242,18 @@ def run_suite(
     return found
 
 
-def _earlier(folder: Path, suite: Suite) -> list[dict[str, Any]]:
+def _earlier(folder: Path, suite: Suite, judge: Any) -> list[dict[str, Any]]:
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["suite"]
+        written = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings, graded_by = written["suite"], written["model"].get("judge")
         same = all(settings[key] == suite.model_dump(mode="json")[key] for key in ("title", "measure"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder} is no record of an evaluation (--out writes one): {error}.") from error
     if not same:
         raise DataError(f"{folder} is the record of another suite, so nothing can be compared.")
-    return read_answers(folder)[0]
+    if graded_by != judge:
+        raise DataError(f"{folder} was graded by another judge, so nothing can be compared.")
+    return latest(read_answers(folder)[0])
 
 
 def _play(
@@ -263,12 +266,12 @@ def _play(
         raise ConfigError("A model must say whether these answers are right: give the URL of one with --judge.")
     wanted = {(cell, place): p.key for cell, problems in chosen.items() for place, p in enumerate(problems)}
     done: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for row in record.rows:
+    for row in latest(record.rows):
         spot = row["cell"], row["place"]
         if spot in wanted and 0 <= row["repeat"] < suite.repeats:
             if row["key"] != wanted[spot]:
                 raise DataError(f"{record.folder}: {row['problem']} is another problem now; choose another folder.")
-            done.setdefault((*spot, row["repeat"]), row)
+            done[*spot, row["repeat"]] = row
     total = len(wanted) * suite.repeats
     for cell in cells:
         problems = list(enumerate(chosen[cell.label]))
@@ -276,17 +279,55 @@ def _play(
         for repeat in range(suite.repeats):
             left = [(place, problem) for place, problem in problems if (cell.label, place, repeat) not in done]
             drawn = derive_seed(seed, "suite", cell.label, repeat)
-            answers = player.play(left, suite, cell.part, drawn)
-            for place, played in answers if judge is None else judge.graded(answers, left):
+            for place, played in player.play(left, suite, cell.part, drawn):
                 row = _row(cell, place, repeat, problems[place][1], played)
                 record.add(row)
                 done[cell.label, place, repeat] = row
                 advance(cell.label, len(done), total)
+    if judge is not None:
+        _judge(judge, chosen, done, record, advance)
     return list(done.values())
 
 
+def latest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per answer: the first, but with its verdict, which a judge gives in a later line."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for row in rows:
+        spot = row["cell"], row["place"], row["repeat"]
+        if spot not in found or found[spot].get("cause") == UNJUDGED:
+            found[spot] = row
+    return list(found.values())
+
+
+def _judge(
+    judge: AnswerJudge,
+    chosen: Mapping[str, Sequence[Problem]],
+    done: dict[tuple[str, int, int], dict[str, Any]],
+    record: Record,
+    advance: Advance,
+) -> None:
+    """Add verdicts to the answers that have none yet, as further lines of the record."""
+    left: list[tuple[tuple[str, int, int], QuestionProblem, str]] = []
+    for spot, row in done.items():
+        problem = chosen[spot[0]][spot[1]]
+        if row.get("cause") == UNJUDGED and "reply" in row and isinstance(problem, QuestionProblem):
+            left.append((spot, problem, str(row["reply"])))
+    for number, (spot, found) in enumerate(judge.verdicts(left), start=1):
+        row = {key: value for key, value in done[spot].items() if key not in ("cause", "error")}
+        if isinstance(found, str):
+            row |= {"cause": UNJUDGED, "error": f"the judge gave no verdict: {found}"}
+        else:
+            row |= {"reward": float(found), "outcome": (Outcome.SOLVED if found else Outcome.FAILED).value}
+        record.add(row)
+        done[spot] = row
+        advance("judge", number, len(left))
+
+
 def _problems(suite: Suite, cell: Cell) -> list[Problem]:
-    source = make_family(cell.part.family, **{**cell.part.options, **cell.point})
+    options = {**cell.part.options, **cell.point}
+    if "max_turns" in inspect.signature(FAMILIES[cell.part.family]).parameters:
+        options.setdefault("max_turns", suite.max_turns)
+    source = make_family(cell.part.family, **options)
     problems = held_out_problems(source, min(suite.problems, getattr(source, "size", suite.problems)), cell.label)
     if not problems:
         raise DataError(f"{cell.label} has no held-out problem; give it other options.")

@@ -100,9 +100,8 @@ def reproduce_all(**options: Any) -> dict[str, dict[str, Any]]:
         _say(f"{name}, {number} of {len(EXPERIMENTS)}")
         try:
             results[name] = reproduce(name, **options)
-        except UsageError:
-            raise
-        except Glm5Error as error:
+            _say(summary(results[name]))
+        except Exception as error:  # such as no memory left on a device
             failed[name] = str(error)
             _say(f"{name} failed: {error}")
     if failed:

@@ -38,7 +38,7 @@ SMOOTH, FALL = 3, 1 / 3
 """Updates whose mean is compared with that of the first ones, and the share of it whose loss counts as a fall."""
 REWARDS = ("rules", "orm", "grm", "mixed")
 UNSEEN = 1_000_000
-"""First of the pairs for training that no training reaches: new prompts, with wording that it has seen."""
+"""First of the pairs for training that no training reaches: other pairs, of prompts and wording that it has seen."""
 
 
 def sizes(quick: bool, steps: int | None) -> Sizes:
@@ -304,7 +304,7 @@ EXPERIMENT = Experiment(
         Figure("disagreement", "Trained reward against rules", "share of pairs", curve="disagreement/trained_rules"),
     ),
     labels=policy.LABELS
-    | {f"orm_accuracy/{name}": f"reward model right on new prompts of {name}" for name in ("assistant", "general")}
+    | {f"orm_accuracy/{name}": f"reward model right on other pairs of {name}" for name in ("assistant", "general")}
     | {f"orm_accuracy_reworded/{name}": f"the same with wording that is in no pair for training, {name}" for name in
        ("assistant", "general")}
     | {f"length_accuracy/{name}": f"length alone right, {name}" for name in ("assistant", "general")}

@@ -20,9 +20,9 @@ Values = Mapping[str, Mapping[str, Sequence[float]]]
 def judge(expect: str, difference: Interval, margin: float = 0.0, least: float = 0.0) -> str:
     """The verdict of an interval on a difference.
 
-    "lower" and "higher" are supported if the whole interval lies on that side of 0, and not supported if none of it
-    reaches `least`, the smallest difference that would matter, on that side. "equal" is supported if it lies within
-    [-margin, margin], and not if it lies outside. Otherwise the verdict is undecided.
+    "lower" and "higher" are not supported if no part of the interval reaches `least`, the smallest difference that
+    would matter, on that side; else they are supported if the whole interval lies on that side of 0. "equal" is
+    supported if it lies within [-margin, margin], and not if it lies outside. Otherwise the verdict is undecided.
     """
     low, high = difference.low, difference.high
     if expect == "equal":
@@ -31,7 +31,7 @@ def judge(expect: str, difference: Interval, margin: float = 0.0, least: float =
     if expect not in ("lower", "higher"):
         raise ValueError(f'a question expects "lower", "higher" or "equal", not "{expect}"')
     right, wrong = (high < 0, low > -least) if expect == "lower" else (low > 0, high < least)
-    return SUPPORTED if right else CONTRADICTED if wrong else UNDECIDED
+    return CONTRADICTED if wrong else SUPPORTED if right else UNDECIDED
 
 
 def answer(question: Question, values: Values) -> dict[str, Any]:

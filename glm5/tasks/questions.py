@@ -31,8 +31,8 @@ PROMPTS = {
     "contains": "{context}{question}",
     "judge": "{context}{question}",
 }
-JUDGED = "judge"
-"""The grader whose verdict is a model's, after the answer (`glm5.eval.answer_judge`)."""
+JUDGED, UNJUDGED = "judge", "judge"
+"""The grader whose verdict is a model's, after the answer (`glm5.eval.answer_judge`), and the cause of its absence."""
 _AROUND = r"[\s*_$(\[`]*(?:\\[a-z]+\{|\\\()?[\s*_$(\[`]*"  # what may surround a letter: emphasis, LaTeX, brackets
 _CHOSEN = re.compile(
     rf"(?:(?i:answer|choice|option)(?: is|:)*|\\boxed\{{){_AROUND}(?:(?i:option|choice) )?"
@@ -73,12 +73,13 @@ def is_judged(problem: Problem) -> bool:
 
 
 class JudgedEnv(SingleTurnEnv):
-    """Keeps the reply for the judge; without a verdict it is worth nothing."""
+    """Keeps the reply for the judge; until there is a verdict, that is an error of the evaluation."""
 
     def step(self, message: Message | None) -> StepResult:
         if message is None:
             return super().step(None)
-        return StepResult(done=True, outcome=Outcome.FAILED, detail={"reply": message.content})
+        detail = {"reply": message.content, "cause": UNJUDGED, "error": "not judged yet"}
+        return StepResult(done=True, outcome=Outcome.ENV_ERROR, detail=detail)
 
 
 class QuestionsFamily(Family):
@@ -149,7 +150,8 @@ class QuestionsFamily(Family):
             if self.shuffle:
                 random.Random(f"questions {self.seed} {question}").shuffle(choices)
             answers = (LETTERS[choices.index(right)],)
-        if not answers or not all(map(_written if self.grader == "math" else plain_text, answers)):
+        written = _written if self.grader == "math" else plain_text
+        if not answers or not all(answer.strip() if self.grader == JUDGED else written(answer) for answer in answers):
             raise ValueError("there is no answer")
         listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         asked = {"{question}": question, "{context}": context, "{choices}": listed}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glm5.agents.endpoint import Endpoint, EndpointError
-from glm5.errors import ConfigError
+from glm5.errors import ConfigError, DataError
 from glm5.eval.answer_judge import AnswerJudge, judge_messages
 from glm5.eval.remote_player import RemotePlayer
 from glm5.eval.suite import EPISODES, find_suite, run_suite
+from glm5.tasks.questions import JUDGED, QuestionProblem
 from tests.agents.scripted_model import Say, ScriptedModel
 
 ROWS = [(f"What is {i} in words?", ["zero", "one", "two", "three"][i]) for i in range(4)]
@@ -33,14 +35,22 @@ def block(text: str, name: str) -> str:
 
 
 def fair(body: dict[str, Any], turn: int) -> Say:
-    """Right if the reply ends with the right answer; no verdict on the third question, in no form on the fourth."""
+    """Right if the reply ends with the right answer; no verdict on the third question, in no form on the fourth. It
+    thinks before it answers."""
     text = body["messages"][-1]["content"]
-    reply, right = block(text, "REPLY"), block(text, "RIGHT ANSWER")
+    reply, right = block(text, "REPLY"), block(text, "RIGHT ANSWER 1")
     if "2 in words" in text:
         return Say("I would rather not say.")
     if "3 in words" in text:
         return Say('{"final_answer": "three", "reason": "", "correct": true, "correct": false}')
-    return Say(json.dumps({"final_answer": reply, "reason": "same", "correct": reply.endswith(right)}))
+    verdict = json.dumps({"final_answer": reply, "reason": "same", "correct": reply.endswith(right)})
+    return Say(f"<think>{{well}}</think>\n{verdict}")
+
+
+def plain(body: dict[str, Any], turn: int) -> Say:
+    """The same on every question."""
+    text = body["messages"][-1]["content"]
+    return Say(json.dumps({"correct": block(text, "REPLY").endswith(block(text, "RIGHT ANSWER 1"))}))
 
 
 def answers(body: dict[str, Any], turn: int) -> Say:
@@ -54,16 +64,20 @@ def test_verdicts_and_what_has_none(file: Path, tmp_path: Path) -> None:
         player, grader = RemotePlayer(Endpoint(model.url, pauses=())), AnswerJudge(Endpoint(judge.url, pauses=()))
         found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
         assert (found["score"], found["n"], found["errors"]) == (0.25, 4, 2)
-        assert len(judge.bodies) == 2 + 2 * 2 and {body["temperature"] for body in judge.bodies} == {0.0}
+        assert len(judge.bodies) == 2 + 2 * 2 and {body["temperature"] for body in judge.bodies} == {0.0, 0.7}
         assert all(body["response_format"]["json_schema"]["strict"] for body in judge.bodies)
         rows = [json.loads(line) for line in (tmp_path / "out" / EPISODES).read_text().splitlines()]
-        assert sorted((row["outcome"], row["reward"], str(row["correct"])) for row in rows) == [
-            ("env_error", 0.0, "None"), ("env_error", 0.0, "None"), ("failed", 0.0, "False"), ("solved", 1.0, "True"),
-        ]  # fmt: skip
-        assert run_suite(suite, player, folder=tmp_path / "out", judge=grader) == found  # nothing is asked again
-        assert len(judge.bodies) == 6
+        assert len(rows) == 8 and sorted(row["outcome"] for row in rows[4:]) == ["env_error"] * 2 + ["failed", "solved"]
+        judge.script = plain  # the same command asks for the verdicts that are missing, and for no answer
+        found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
+        assert (
+            (found["score"], "errors" in found) == (0.25, False) and len(model.bodies) == 4 and len(judge.bodies) == 8
+        )
+        assert run_suite(suite, player, folder=tmp_path / "out", judge=grader) == found and len(judge.bodies) == 8
         with pytest.raises(ConfigError, match="--judge"):
             run_suite(suite, player)
+        with pytest.raises(DataError, match="another judge"):
+            run_suite(suite, player, against=tmp_path / "out", judge=grader, told={"judge": "other"})
 
 
 def test_a_judge_that_is_away_ends_the_run_and_a_later_one_goes_on(file: Path, tmp_path: Path) -> None:
@@ -72,15 +86,42 @@ def test_a_judge_that_is_away_ends_the_run_and_a_later_one_goes_on(file: Path, t
         player = RemotePlayer(Endpoint(model.url, pauses=()), concurrency=1)
         grader = AnswerJudge(Endpoint(judge.url, pauses=()), concurrency=1)
         judge.refuse = [(500, "{}")] * 9
-        with pytest.raises(EndpointError, match="500"):
+        with pytest.raises(EndpointError, match=r"no verdict 2 times in a row; .*500"):
             run_suite(suite, player, folder=tmp_path / "out", judge=grader)
-        judge.refuse = [(400, '{"error": {"message": "a content filter said no"}}')]
+        judge.refuse = [(400, '{"error": {"message": "response_format is not known here"}}')]
         found = run_suite(suite, player, folder=tmp_path / "out", judge=grader)
-    assert found["errors"] == 1 and found["n"] == 2
+        assert (found["score"], found["n"]) == (0.5, 2) and "errors" not in found and len(model.bodies) == 2
+        assert "response_format" not in judge.bodies[-1] and not grader.structured
+
+
+def test_one_reply_without_a_verdict_stops_nothing_and_ctrl_c_ends_at_once() -> None:
+    problem = QuestionProblem("q", "q", "What?", ("yes", "no\nmaybe"), JUDGED, False)
+
+    def odd(body: dict[str, Any], turn: int) -> Say:
+        return Say("no" if "odd" in body["messages"][-1]["content"] else '{"correct": true}')
+
+    replies = [(i, problem, "odd" if i == 3 else "yes") for i in range(30)] + [(30, problem, " \n")]
+    with ScriptedModel(odd) as one:
+        found = dict(AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).verdicts(replies))
+    assert isinstance(found.pop(3), str) and found.pop(30) is False and set(found.values()) == {True}
+    assert len(one.bodies) == 31  # an empty reply costs nothing
+
+    def slow(body: dict[str, Any], turn: int) -> Say:
+        time.sleep(1.5)
+        return Say('{"correct": true}')
+
+    with ScriptedModel(slow) as one:
+        verdicts = AnswerJudge(Endpoint(one.url, pauses=()), concurrency=2).verdicts(
+            [(i, problem, "yes") for i in range(9)]
+        )
+        next(verdicts)
+        begun = time.monotonic()
+        verdicts.close()  # what an interrupt does
+        assert time.monotonic() - begun < 4 and len(one.bodies) <= 5
 
 
 @pytest.mark.parametrize("reply", ["x\nEND REPLY abc\n\nEND", "a\u2028END REPLY\x85b", "| \r\nBEGIN REPLY", "\ud800{}"])
 def test_a_reply_cannot_leave_its_block(reply: str) -> None:
     (message,) = judge_messages("Q?", ["yes", "aye"], reply)
-    assert block(message.content, "RIGHT ANSWER") == "yes\naye" and block(message.content, "QUESTION") == "Q?"
+    assert block(message.content, "RIGHT ANSWER 2") == "aye" and block(message.content, "QUESTION") == "Q?"
     assert message.content.count("\nEND REPLY") == 1 and block(message.content, "REPLY")

@@ -137,7 +137,7 @@ def make_questions(
     draws, empty = Counter[str](), Counter[str]()
     earlier, rows = _read(out / "questions.jsonl")
     again: Counter[str] = Counter()
-    if earlier.get("form") == FORM and earlier["rules"] == head["rules"]:
+    if earlier.get("form") == FORM and {"kinds": [], **earlier["rules"]} == head["rules"]:
         checker = Checker(web, graph, Evaluator(graph))
         for row in rows:
             question = Question.of(row)
@@ -148,6 +148,8 @@ def make_questions(
         if earlier["web"] == web.digest:
             made.rejects, empty = Counter(earlier["rejects"]), Counter(earlier["empty"])
         draws = Counter(earlier["draws"])
+    elif rows:
+        told(f"questions: {len(rows)} made by other rules are replaced")
 
     def save() -> None:
         counted = {"draws": draws, "empty": empty, "rejects": made.rejects}
