@@ -20,7 +20,7 @@ from glm5.tasks.long_context.haystack import filler, insert
 LONG = 4096
 """Tokens from which the words of "cwe" come as often as published, and the example of "vt" is as long."""
 DEPTHS = tuple(i / 39 for i in range(40))
-"""Where needles may be."""
+"""Where needles may be in prose; in noise and among other needles, they are before any line with equal chances."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def needles(
     named, valued = make["identifier" if names == "identifier" else "words"](order), make[kind](order)
     chosen = list(islice(named, keys))
     held = {key: list(islice(valued, values)) for key in chosen}
-    depths = sorted(rng.sample(DEPTHS, keys * values))
+    count = keys * values
+    depths = sorted(rng.sample(DEPTHS, count) if hay == "text" else (rng.random() for _ in range(count)))
     placed = [(key, value) for key in chosen for value in held[key]]
     rng.shuffle(placed)
     lines = [_needle(key, kind, value) for key, value in placed]
@@ -125,7 +126,7 @@ def variables(rng: random.Random, length: int, hops: int = 4) -> Plan:
 
     example, shown = chain()
     lines, value = chain()
-    depths = sorted(rng.sample(DEPTHS, len(lines)))
+    depths = sorted(rng.random() for _ in lines)
     straw = filler(rng, noise=True)
     shown_noise = straw(60 if length >= LONG else 10)
 
