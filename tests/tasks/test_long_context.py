@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +76,39 @@ def test_needles_are_there_once_where_they_are_said_to_be(task: str) -> None:
 
 
 def test_the_published_counts() -> None:
-    """Ten words come 30 times and the others 3 times; one value goes through four assignments; frequencies fall with
-    the square of the rank."""
-    prompt = make_family("ruler", tasks=["cwe"], length=8192).problem("heldout", 0).prompt
-    counts = sorted(re.findall(r"\d+\. (\w+)", prompt.rpartition("numbered list")[2]))
-    often = sorted((counts.count(word) for word in set(counts)), reverse=True)
-    assert often[:10] == [30] * 10 and set(often[10:]) == {3} and len(often) > 100
+    """Ten words come 30 times and the others 3 times, in short texts 6 times and once; one value goes through four
+    assignments; frequencies fall with the square of the rank, rounded down."""
+    for length, shown, (often, seldom) in (
+        (8192, [10] * 10 + [3] * 30, (30, 3)),
+        (2048, [3] * 10 + [1] * 10, (6, 1)),
+    ):
+        prompt = make_family("ruler", tasks=["cwe"], length=length).problem("heldout", 0).prompt
+        lists = [re.findall(r"\d+\. (\w+)", text) for text in prompt.split("numbered list")[1:]]
+        example, asked = (sorted(Counter(words).values(), reverse=True) for words in lists)
+        assert example == shown
+        assert asked[:10] == [often] * 10 and set(asked[10:]) == {seldom} and len(asked) > 100
     prompt = make_family("ruler", tasks=["vt"], length=4096).problem("heldout", 0).prompt
     assert len(re.findall(r"VAR \w+ = ", prompt.rpartition("Follow")[2])) == 5
     text = make_family("ruler", tasks=["fwe"], length=32_768).problem("heldout", 0).prompt.split("\n\n")[1].split()
-    ranks = sorted((text.count(word) for word in set(text) - {"..."}), reverse=True)
-    total = text.count("...")
-    assert [round(total / count) for count in ranks[:4]] == [4, 9, 16, 25]
+    total, *ranks = sorted(Counter(text).values(), reverse=True)
+    assert ranks == [total // rank**2 for rank in range(2, math.isqrt(total) + 1)]
+
+
+def test_needles_in_prose_have_different_depths() -> None:
+    family = make_family("ruler", tasks=["niah_multivalue"])
+    for index in range(30):
+        plan: Any = family.problem("heldout", index).plan
+        assert len(set(plan.depths)) == 4 and {*plan.depths} <= {*ruler.DEPTHS}
+
+
+def test_a_needle_is_before_any_line_with_equal_chances() -> None:
+    """As published, it is never after the last of the other needles."""
+    family, counts = make_family("ruler", tasks=["niah_multikey_2"]), Counter[int]()
+    for index in range(600):
+        plan: Any = family.problem("heldout", index).plan
+        lines = plan.render(6).split("\n\n")[1].splitlines()
+        counts[next(i for i, line in enumerate(lines) if plan.answers[0] in line)] += 1
+    assert sorted(counts) == list(range(6)) and min(counts.values()) > 65 and max(counts.values()) < 135
 
 
 def test_problems_do_not_depend_on_the_machine() -> None:
@@ -153,7 +176,7 @@ def test_needles_go_in_order_among_the_sentences(depths: list[float], count: int
     assert [x for x in found if x[0] == "s"] == [f"s{i}" for i in range(count)]
     assert [x for x in found if x[0] == "n"] == [f"n{i}" for i in range(len(depths))]
     assert [found[:i].count("x") + sum(y[0] == "s" for y in found[:i]) for i, x in enumerate(found) if x[0] == "n"] == [
-        round(depth * count) for depth in depths
+        int(depth * count) for depth in depths
     ]
 
 

@@ -41,10 +41,10 @@ def filler(rng: random.Random, noise: bool) -> Callable[[int], list[str]]:
 
 
 def insert(sentences: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
-    """`needles[i]` after the share `depths[i]` of the sentences; depths rise."""
+    """`needles[i]` after the share `depths[i]` of the sentences, rounded down as in RULER; depths rise."""
     found, begin = [], 0
     for needle, depth in zip(needles, depths, strict=True):
-        end = round(depth * len(sentences))
+        end = int(depth * len(sentences))
         found += [*sentences[begin:end], needle]
         begin = end
     return [*found, *sentences[begin:]]

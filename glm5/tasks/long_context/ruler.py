@@ -18,7 +18,9 @@ from glm5.tasks.long_context import words
 from glm5.tasks.long_context.haystack import filler, insert
 
 LONG = 4096
-"""Tokens from which the words of "cwe" come as often as published."""
+"""Tokens from which the words of "cwe" come as often as published, and the example of "vt" is as long."""
+DEPTHS = tuple(i / 39 for i in range(40))
+"""Where needles may be in prose; in noise and among other needles, they are before any line with equal chances."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def needles(
     named, valued = make["identifier" if names == "identifier" else "words"](order), make[kind](order)
     chosen = list(islice(named, keys))
     held = {key: list(islice(valued, values)) for key in chosen}
-    depths = sorted(rng.randrange(41) / 40 for _ in range(keys * values))
+    count = keys * values
+    depths = sorted(rng.sample(DEPTHS, count) if hay == "text" else (rng.random() for _ in range(count)))
     placed = [(key, value) for key in chosen for value in held[key]]
     rng.shuffle(placed)
     lines = [_needle(key, kind, value) for key, value in placed]
@@ -107,8 +110,9 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + f" and {names[-1]}"
 
 
-def variables(rng: random.Random, chains: int = 1, hops: int = 4) -> Plan:
-    """Variable tracking: a value goes from variable to variable through `hops` assignments."""
+def variables(rng: random.Random, length: int, hops: int = 4) -> Plan:
+    """Variable tracking: a value goes from variable to variable through `hops` assignments. The example before it takes
+    400 to 500 tokens, as published; fewer in short texts."""
     names = words.letters(rng, 5, ascii_uppercase)
     values = words.numbers(rng)
     followed: list[list[str]] = []
@@ -122,10 +126,9 @@ def variables(rng: random.Random, chains: int = 1, hops: int = 4) -> Plan:
 
     example, shown = chain()
     lines, value = chain()
-    for _ in range(chains - 1):
-        lines += chain()[0]
-    depths = sorted(rng.randrange(41) / 40 for _ in lines)
+    depths = sorted(rng.random() for _ in lines)
     straw = filler(rng, noise=True)
+    shown_noise = straw(60 if length >= LONG else 10)
 
     def asked(text: list[str], value: str) -> str:
         body = "\n".join(text)
@@ -135,15 +138,16 @@ def variables(rng: random.Random, chains: int = 1, hops: int = 4) -> Plan:
         )
 
     def render(size: int) -> str:
-        shot = asked(insert(straw(10), example, [0.1, 0.3, 0.5, 0.7, 0.9][: len(example)]), shown)
+        shot = asked(insert(shown_noise, example, [0.1, 0.3, 0.5, 0.7, 0.9][: len(example)]), shown)
         return f"{shot}{' '.join(followed[0])}\n\n{asked(insert(straw(size), lines, depths), value)}"
 
-    return Plan(render, tuple(followed[1]), tuple(depths[: hops + 1]))
+    return Plan(render, tuple(followed[1]), tuple(depths))
 
 
 def common_words(rng: random.Random, length: int) -> Plan:
     """Common words extraction: ten words come 30 times each, all others 3 times; 6 times and once in texts for which
-    these are too many."""
+    these are too many. The example before it has 40 words, the common ones 10 times and the others 3 times; or 20 words
+    3 times and once."""
     common = list(islice(words.invented(rng), 20))
     rest, order = rng.getrandbits(64), rng.getrandbits(64)
 
@@ -156,26 +160,27 @@ def common_words(rng: random.Random, length: int) -> Plan:
             f"\n{text}\nQuestion: which ten words come most often in the list? Answer: "
         )
 
-    def render(size: int, often: int, seldom: int) -> str:
-        others = list(islice((w for w in words.invented(random.Random(rest)) if w not in common), 10 + size))
-        shot = listed(common[10:], 10, others[:10], 3)
-        asked = listed(common[:10], often, others[10:], seldom)
+    def render(size: int, full: bool) -> str:
+        shown, shown_often, often, seldom = (30, 10, 30, 3) if full else (10, 3, 6, 1)
+        others = list(islice((w for w in words.invented(random.Random(rest)) if w not in common), shown + size))
+        shot = listed(common[10:], shown_often, others[:shown], seldom)
+        asked = listed(common[:10], often, others[shown:], seldom)
         return f"{shot}{' '.join(common[10:])}\n\n{asked}"
 
-    short = Plan(partial(render, often=6, seldom=1), tuple(common[:10]))
-    return replace(short, render=partial(render, often=30, seldom=3), shorter=short) if length >= LONG else short
+    short = Plan(partial(render, full=False), tuple(common[:10]))
+    return replace(short, render=partial(render, full=True), shorter=short) if length >= LONG else short
 
 
 def frequent_words(rng: random.Random, alpha: float = 2.0) -> Plan:
-    """Frequent words extraction: the word of rank k comes in proportion to k**-alpha; the first is noise ("..."), and
-    the next three are asked for."""
+    """Frequent words extraction: the word of rank k comes in proportion to k**-alpha, rounded down; the first is noise
+    ("..."), and the next three are asked for."""
     seed, order = rng.getrandbits(64), rng.getrandbits(64)
     top = tuple(islice(words.letters(random.Random(seed), 6), 3))
 
     def render(size: int) -> str:
         coded, spread = words.letters(random.Random(seed), 6), ["..."] * (size + 60)
         for rank in range(2, 2001):
-            count = round((size + 60) * rank**-alpha)
+            count = int((size + 60) / rank**alpha)
             if not count:
                 break
             spread += [next(coded)] * count
@@ -249,7 +254,7 @@ TASKS: Mapping[str, Task] = {
     "niah_multikey_3": Task(_of(needles, hay="needles", kind="identifier", names="identifier"), 128),
     "niah_multivalue": Task(_of(needles, hay="text", values=4), 128),
     "niah_multiquery": Task(_of(needles, hay="text", keys=4, asked=4), 128),
-    "vt": Task(_of(variables), 30),
+    "vt": Task(variables, 30),
     "cwe": Task(common_words, 120),
     "fwe": Task(_of(frequent_words), 50),
     "qa_1": Task(_of(questions, two=False), 32),
