@@ -119,8 +119,10 @@ def test_a_reader_of_a_part_scores_alike(ours: dict[str, Any], theirs: dict[str,
 
 
 def test_lengths(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Ours are within 1 % of what was asked for; lm-eval's, printed, are shorter by steps of its haystack."""
+    """Ours are within 1 % of what was asked for, or one step short of it: a line of two identifiers, a few coded words.
+    lm-eval's, printed, are shorter by steps of its haystack."""
+    steps = {"niah_multikey_3": 70, "fwe": 30}
     for row in ROWS:
         print(row, *(f"{min(side[row]['lengths'])} to {max(side[row]['lengths'])}" for side in (ours, theirs)))
         for tokens, asked in zip(ours[row]["lengths"], ours[row]["asked"], strict=True):
-            assert 0.99 * asked <= tokens <= asked, row
+            assert asked - max(0.01 * asked, steps.get(row, 0)) <= tokens <= asked, row
