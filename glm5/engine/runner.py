@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5.device import put
-from glm5.engine.graphs import Capture, DecodeGraphs, power_of_two
+from glm5.engine.graphs import MOST_TOKENS, Capture, DecodeGraphs, power_of_two
 from glm5.engine.kv_pool import PAGE, KVPool
 from glm5.engine.request import Request
 from glm5.model.context import ForwardContext, paged_context
@@ -136,7 +136,7 @@ class Runner:
 
     def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         """The pass over feeds of equal length, as a CUDA graph if there is one."""
-        if self.graphs is not None:
+        if self.graphs is not None and len(feeds[0].ids) <= MOST_TOKENS:
             replayed = self.graphs(
                 _columns(feeds, first_key),
                 lambda ids: self._fill_in(ids, feeds),

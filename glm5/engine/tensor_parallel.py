@@ -63,7 +63,7 @@ class LeadingRunner(Runner):
         self._group = group
         self._entered: list[tuple[int, int, list[int]]] = []  # (row, first column, pages) new in the page table
         super().__init__(*arguments)
-        self.step = None  # the ranks meet within every layer
+        self.step, self.pads = None, False  # the ranks meet within every layer, in the passes of `_eager`
 
     def _table(self, request: Request) -> None:
         known = request.entered
@@ -71,7 +71,7 @@ class LeadingRunner(Runner):
         if request.entered != known:
             self._entered.append((request.row, known, request.pages[known:]))
 
-    def _forward(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
+    def _eager(self, feeds: Sequence[Feed], hidden: Tensor | None, first_key: int) -> Tensor:
         ids, ctx = self._inputs(feeds, first_key)
         assert ctx.pages is not None and ctx.places is not None
         numbers = torch.stack([ids.flatten(), ctx.pages.rows, ctx.positions.flatten(), ctx.places.flatten()])
