@@ -25,6 +25,7 @@ from typing import Any
 
 from glm5.errors import ConfigError, DataError
 from glm5.files import atomic_write, read_rows
+from glm5.obs.logs import get_logger
 from glm5.tasks.search.checks import Checker, Question, shape
 from glm5.tasks.search.draw import DEPTHS, KINDS, MOST_FILTERS, Drawer
 from glm5.tasks.search.graph import Graph
@@ -32,6 +33,7 @@ from glm5.tasks.search.query import Evaluator, named
 from glm5.tasks.search.schema import TYPES
 from glm5.tasks.search.web import Web
 
+_log = get_logger(__name__)
 FORM = 2
 """Version of the words and the checks of questions; those of another version are made anew."""
 HEAD = ("rules", "draws", "empty", "rejects")
@@ -149,7 +151,7 @@ def make_questions(
             made.rejects, empty = Counter(earlier["rejects"]), Counter(earlier["empty"])
         draws = Counter(earlier["draws"])
     elif rows:
-        told(f"questions: {len(rows)} made by other rules are replaced")
+        _log.warning("%s: %d questions made by other rules are replaced.", out, len(rows))
 
     def save() -> None:
         counted = {"draws": draws, "empty": empty, "rejects": made.rejects}
